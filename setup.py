@@ -26,6 +26,7 @@ setup(
         "numpy>=1.26",
         "rich>=13",
         "matplotlib>=3.8",
+        "packaging>=22",
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.17,<0.20"],

@@ -13,7 +13,7 @@ from megatron_recycle.environment import Launched
 
 __version__ = "0.1.0"
 
-__all__ = ["RecycleConfig", "__version__", "add_arguments", "enable"]
+__all__ = ["RecycleConfig", "__version__", "add_arguments", "enable", "register_state"]
 
 if TYPE_CHECKING:
     import argparse
@@ -67,6 +67,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from megatron_recycle import config
 
     config.add_arguments(parser, when_given=lambda namespace: enable(flags=namespace))
+
+
+def register_state(name: str, thing: Any) -> None:
+    """Have what the script keeps beside the model (an average of the weights) taken over from a peer where this process
+    comes into a running job. Call it before the first iteration, or at the same one on all ranks.
+
+    Args:
+        name: the same on all ranks of a stage.
+        thing: has `state_dict()`, of numbers, text, None, lists, tuples, dicts and tensors, and `load_state_dict()`.
+            The script changes it between two iterations only, as its peers' scripts do.
+
+    Raises:
+        ConfigError: it has no such methods, or the name is taken.
+        UnsupportedError: its state holds something else.
+    """
+    from megatron_recycle.runtime.registered import register
+
+    register(name, thing)
 
 
 def __getattr__(name: str) -> Any:

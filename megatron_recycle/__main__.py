@@ -2,8 +2,8 @@
 
 `recycle run` starts its workers this way; under torchrun it is `torchrun ... -m megatron_recycle SCRIPT ...`.
 The script sees what it would see under `python SCRIPT ARGUMENTS`: its name in `sys.argv[0]`, its folder in
-`sys.path[0]`, itself as `__main__`. The plugin stays off if the DeepSpeed JSON says
-`"recycle": {"enabled": false}`.
+`sys.path[0]`, itself as `__main__`; with `-m MODULE` in the place of SCRIPT what it would see under `python -m MODULE`.
+The plugin stays off if the DeepSpeed JSON says `"recycle": {"enabled": false}`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
+from functools import partial
 from pathlib import Path
 
 from megatron_recycle import enable
@@ -19,15 +21,15 @@ from megatron_recycle.launch.other_launchers import variables_of_srun
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.streams import open_standard_streams
 
-USAGE = "usage: python -m megatron_recycle SCRIPT [ARGUMENT ...]"
+USAGE = "usage: python -m megatron_recycle (SCRIPT | -m MODULE) [ARGUMENT ...]"
 USAGE_ERROR = 2
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script `arguments[0]` with the other arguments; returns 0 if it ended well.
+    """Run the script `arguments[0]`, or the module after -m, with the other arguments; returns 0 if it ended well.
 
     Statuses: the script's own where it calls `sys.exit`; 1 for an uncaught exception (as python does); 2 if the
-    script or a supported framework is not there, or a setting is refused; a JobEnded's own.
+    script, the module or a supported framework is not there, or a setting is refused; a JobEnded's own.
 
     Raises:
         SystemExit: the script's.
@@ -35,11 +37,13 @@ def main(arguments: list[str]) -> int:
     """
     open_standard_streams()
     spare_output()
-    if not arguments or arguments[0].startswith("-"):
+    module = len(arguments) > 1 and arguments[0] in ("-m", "--module")
+    arguments = arguments[module:]
+    if not arguments or (arguments[0].startswith("-") and not module):
         print(USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else USAGE_ERROR
     script = Path(arguments[0])
-    if not script.exists():
+    if not module and not script.exists():
         print(f"python -m megatron_recycle: there is no script {script}", file=sys.stderr)
         return USAGE_ERROR
     os.environ.update(variables_of_srun(os.environ))
@@ -54,10 +58,17 @@ def main(arguments: list[str]) -> int:
         print(f"megatron-recycle: {end}", file=sys.stderr)
         return end.status
     sys.argv = arguments
-    # With -m this is the working directory; a script has its own folder there.
-    sys.path[0] = str(script if script.is_dir() else Path(os.path.realpath(script)).parent)
+    if not module:  # whose place is the working directory, as it is of this one
+        sys.path[0] = str(script if script.is_dir() else Path(os.path.realpath(script)).parent)
+    run = partial(runpy.run_module, alter_sys=True) if module else runpy.run_path
     try:
-        runpy.run_path(arguments[0], run_name="__main__")
+        run(arguments[0], run_name="__main__")
+    except ImportError as error:
+        if not (module and _of_runpy(error)):
+            raise
+        print(f"python -m megatron_recycle: {error}", file=sys.stderr)
+        _mark_failed(error)
+        return USAGE_ERROR
     except JobEnded as end:
         print(f"megatron-recycle: {end}", file=sys.stderr)
         _mark_failed(end)
@@ -73,6 +84,12 @@ def main(arguments: list[str]) -> int:
             return status
         raise
     return _came_to_nothing()
+
+
+def _of_runpy(error: ImportError) -> bool:
+    """Whether there is no such module to run; another import that fails is the module's own."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return frames[-1].f_globals is vars(runpy)
 
 
 def _came_to_nothing() -> int:

@@ -44,7 +44,8 @@ class RecycleConfig:
     enabled: bool = _option(True, "whether the plugin takes part; false leaves the stock engine as it is")
     reduction: str = _option(
         "fast",
-        "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums",
+        "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums, and each "
+        "iteration is committed when the script gets its loss",
         choices=("fast", "exact"),
     )
     block: int | None = _option(
@@ -53,8 +54,8 @@ class RecycleConfig:
     )
     step: str = _option(
         "staggered",
-        "staggered: each stage steps when its own gradient is complete; barrier: when all of them are, which is "
-        "Megatron's default",
+        "staggered: each stage steps when its own gradient is complete, and with reduction fast begins the next "
+        "iteration then; barrier: when all of them are, which is Megatron's default",
         choices=("staggered", "barrier"),
     )
     split_backward: bool = _option(
@@ -68,6 +69,12 @@ class RecycleConfig:
         "iteration where they stand; restart: all end, and `recycle run --restarts N` starts the script again from its "
         "last checkpoint",
         choices=("reroute", "drop", "rollback", "lossy_forward", "restart"),
+    )
+    keep_messages: str = _option(
+        "auto",
+        "whether a worker keeps the messages and sums of an iteration until it is committed, so that a failure costs "
+        "the dead worker's share of it only; none: the iteration is made again; auto: all on CPUs, none on GPUs",
+        choices=("auto", "all", "none"),
     )
     mtbf: float | None = _option(
         None,
@@ -121,6 +128,12 @@ class RecycleConfig:
         "compare the digests of peers' parameters every so many iterations, and after recoveries; an odd one out among "
         "three or more is brought back from its peers; 0: as verify says",
     )
+    check_forward: bool = _option(
+        True,
+        "whether each worker runs its first micro-batch's forward twice, once, and compares the outputs bit for bit: a "
+        "layer that draws from a generator out of sight is refused by name with exact, and named in a warning with "
+        "fast; it costs that forward",
+    )
     seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
     poison: str = _option(
         "stop",
@@ -135,9 +148,16 @@ class RecycleConfig:
     )
     on_leave: str = _option(
         "end",
-        "what SIGTERM to the whole job leads to (scancel, a time limit, a pre-emption); end: all workers end at once; "
-        "checkpoint: first what is committed is saved where emergency_checkpoint says",
+        "what SIGTERM to the whole job leads to (scancel, a time limit, a pre-emption); end: all workers end at once, "
+        "or within 30 s where the script handles SIGTERM itself; checkpoint: first what is committed is saved where "
+        "emergency_checkpoint says",
         choices=("end", "checkpoint"),
+    )
+    on_failed_save: str = _option(
+        "continue",
+        "what a checkpoint leads to that cannot be written (a full disk, a folder that is gone); continue: training "
+        "goes on without it, with an error line each time, and the one before stays the newest; end: the job ends",
+        choices=("continue", "end"),
     )
     leave_timeout: float = _option(
         60.0, "time that a checkpoint of on_leave may take; then all workers are ended", unit="s"
@@ -319,6 +339,12 @@ class RecycleConfig:
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
+
+    @property
+    def settles(self) -> bool:
+        """Whether an iteration is committed when the script gets its result: the script may then change whatever the
+        iteration was computed with."""
+        return self.reduction == "exact"
 
     @property
     def leaves_out(self) -> bool:

@@ -17,6 +17,7 @@ SHORTEST_TOKEN = 16
 RUN_DIR = "RECYCLE_RUN_DIR"
 """The run's folder; a user may set it too, since it is also the variable of the setting `run_dir`."""
 HOST = "RECYCLE_HOST"
+MEMORY = "RECYCLE_HOST_MEMORY"
 JOINING = "RECYCLE_JOIN"
 CHAOS = "RECYCLE_CHAOS"
 MICROBATCHES = "RECYCLE_MICROBATCHES"
@@ -24,19 +25,20 @@ MICROBATCHES = "RECYCLE_MICROBATCHES"
 COORDINATORS_MODULE = "megatron_recycle.control.process"
 """What a coordinator's command line runs: whoever starts one and whoever looks for one mean the same."""
 
-HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, JOINING, CHAOS, MICROBATCHES})
+HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, MEMORY, JOINING, CHAOS, MICROBATCHES})
 """Variables that only `recycle run` sets; none of them is a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A worker's start, as its launcher describes it. A launcher that is not ours leaves the first seven as they are.
+    """A worker's start, as its launcher describes it. A launcher that is not ours leaves the first eight as they are.
 
     Attributes:
         control: "host:port" of the coordinator; None under torchrun and the like, which start none.
         token: the job's token.
         run_dir: the run's folder.
         host: the name by which the coordinator tells hosts apart.
+        memory: the address of what the workers of a host have in common; see `control.host_memory`.
         joining: whether this process joins a job that runs already.
         chaos: whether `recycle chaos` may hold this process at precise moments.
         microbatches: those of an iteration over all pipelines, if the job was started again and has to keep them.
@@ -48,6 +50,7 @@ class Launched:
     token: str = field(default="", repr=False)
     run_dir: str | None = None
     host: str | None = None
+    memory: str | None = None
     joining: bool = False
     chaos: bool = False
     microbatches: int | None = None
@@ -67,6 +70,7 @@ class Launched:
             token=environ.get(TOKEN, ""),
             run_dir=environ.get(RUN_DIR),
             host=environ.get(HOST),
+            memory=environ.get(MEMORY),
             joining=environ.get(JOINING) == "1",
             chaos=bool(environ.get(CHAOS)),
             microbatches=_number(environ, MICROBATCHES),
@@ -85,7 +89,7 @@ class Launched:
     def variables(self) -> dict[str, str]:
         """The variables of `recycle run` that `read` finds again. torch's are the launcher's to add."""
         given = {COORDINATOR: self.control, TOKEN: self.token, RUN_DIR: self.run_dir, HOST: self.host,
-                 JOINING: "1" if self.joining else None, CHAOS: "1" if self.chaos else None,
+                 MEMORY: self.memory, JOINING: "1" if self.joining else None, CHAOS: "1" if self.chaos else None,
                  MICROBATCHES: None if self.microbatches is None else str(self.microbatches)}
         return {name: text for name, text in given.items() if text}
 

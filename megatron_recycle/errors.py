@@ -7,6 +7,8 @@ so `megatron_recycle.plan` has its own (a `ValueError`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class RecycleError(Exception):
     """Base of all errors raised by megatron_recycle, except `plan.PlanError`."""
@@ -42,6 +44,15 @@ class VerificationError(RecycleError):
 
 class TransferError(RecycleError):
     """The state of a stage did not arrive, or does not fit; the worker that waits for it cannot come in."""
+
+
+class SaveError(RecycleError):
+    """A checkpoint cannot be written, for a reason of the disk that the message names. ``clear`` removes what there is
+    of it, once nobody writes any more."""
+
+    def __init__(self, message: str, clear: Callable[[], None] = lambda: None) -> None:
+        super().__init__(message)
+        self.clear = clear
 
 
 class GenerationOver(RecycleError):

@@ -83,7 +83,8 @@ def install(*, pretend: bool = False) -> None:
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
-    cuda.synchronize = cuda.set_device = cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *arguments: None
+    for name in ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats"):
+        setattr(cuda, name, lambda *arguments: None)  # each its own: torch.compile() has rules for each
     cuda.get_rng_state = lambda *arguments, **keywords: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *arguments, **keywords: torch.set_rng_state(state)
     cuda.manual_seed = torch.default_generator.manual_seed
@@ -93,6 +94,7 @@ def install(*, pretend: bool = False) -> None:
     # Installed for good: there is no block to leave.
     contextlib.ExitStack().enter_context(CudaMeansCpu())
     _load_what_is_cut()
+    _keep_what_is_sent()
     if pretend:
         pretend_gpus(cuda)
 
@@ -129,6 +131,21 @@ def _load_what_is_cut() -> None:
     changed: Any = DistributedOptimizer
     changed.state_dict, changed.load_state_dict = state_dict, load_state_dict
     changed._set_main_param_and_optimizer_states = set_states
+
+
+def _keep_what_is_sent() -> None:
+    """Let stock's interleaved schedule compute what it computes on GPUs: with an overlapped exchange it frees an output
+    before it is sent, which CUDA's streams keep in order and gloo does not. The next stage would then get whatever is
+    in that memory, without an error."""
+    from megatron.core.pipeline_parallel import schedules
+
+    stock = schedules.forward_backward_pipelining_with_interleaving
+
+    def interleaved(*, model: Any, **keywords: Any) -> Any:
+        schedules.get_model_config(model[0]).deallocate_pipeline_outputs = False
+        return stock(model=model, **keywords)
+
+    schedules.forward_backward_pipelining_with_interleaving = interleaved
 
 
 def pretend_gpus(cuda: Any) -> None:

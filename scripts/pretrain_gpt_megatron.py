@@ -105,7 +105,9 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
         bf16=args.bf16, params_dtype=dtype, pipeline_dtype=dtype,
         hidden_dropout=args.dropout, attention_dropout=args.dropout, calculate_per_token_loss=args.per_token_loss,
         gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
-        persist_layer_norm=False, deallocate_pipeline_outputs=True, **recompute)
+        persist_layer_norm=False, deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=args.interleave is not None, batch_p2p_comm=args.interleave is None,  # as Megatron-LM does
+        **recompute)
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16, use_distributed_optimizer=args.distributed_optimizer)
     models = []

@@ -287,7 +287,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_row(group, "equal bit for bit" if equal else "[bold red]DIFFERENT[/]", "")
     table.add_row("largest difference", str(report["max_abs_difference"]), "")
     table.add_row("iterations lost", str(report["lost_iterations"]), "")
-    table.add_row("actions computed again", str(report["redone_actions"]), "")
+    table.add_row("actions that survivors lost", str(report["redone_actions"]), "")
     losses = f"{report['first_validation_loss']:.3f} -> {report['final_validation_loss']:.3f}"
     table.add_row("validation loss", losses, "")
     console.print(table)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -98,3 +101,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a disk of so many KiB."""
+    with ExitStack() as stack:
+        def mount(size: int) -> Path:
+            folder = tmp_path / "disk"
+            folder.mkdir()
+            made = ["mount", "-t", "tmpfs", "-o", f"size={size}k,mode=0700", "none", str(folder)]
+            if os.geteuid() or subprocess.run(made, capture_output=True).returncode:
+                pytest.skip("nothing can be mounted here")
+            stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
+            return folder
+
+        yield mount

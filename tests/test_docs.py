@@ -60,6 +60,14 @@ def test_a_page_names_files_that_are_there(page: Path):
     assert not gone, f"{page.name} names {', '.join(gone)}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_log_lines_of_libraries(page: Path):
+    """They come along when a program's output is pasted. Those that a page shows are in a block of code."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    lines = re.findall(r"^.*\[(?:DEBUG|INFO|WARNING|ERROR)\].*$|^[\w/.-]+\.py:\d+: \w*Warning: .*$", text, re.MULTILINE)
+    assert not lines, f"{page.name} has {lines}"
+
+
 def test_docstrings_name_modules_that_are_there():
     rooms = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
     gone = []

@@ -84,3 +84,46 @@ def test_a_missing_script_and_a_missing_framework_are_told_in_one_line(
     monkeypatch.setattr(entry, "enable", no_framework)
     assert entry.main([script(tmp_path, "")]) == 2
     assert capsys.readouterr().err == "python -m megatron_recycle: found no framework to plug into\n"
+
+
+@pytest.fixture
+def package(tmp_path: Path, enabled: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package in the working directory, by a name that no other test has: modules stay loaded."""
+    name = f"jobs{abs(hash(tmp_path))}"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").touch()
+    (tmp_path / name / "beside.py").write_text("NAME = 'found'\n")
+    (tmp_path / name / "train.py").write_text(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "from .beside import NAME\n"
+        "seen = [sys.argv, sys.path[0], __name__, __spec__.name, NAME, sys.modules['__main__'].NAME]\n"
+        "Path(__file__).with_suffix('.json').write_text(json.dumps(seen))\n")
+    (tmp_path / name / "broken.py").write_text("import no_such_dependency\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    return name
+
+
+@pytest.mark.parametrize("flag", ["-m", "--module"])
+def test_a_module_sees_what_it_would_see_under_python_m(flag: str, tmp_path: Path, package: str, enabled: list[str]):
+    assert entry.main([flag, f"{package}.train", "-m", "1"]) == 0
+    seen = json.loads((tmp_path / package / "train.json").read_text())
+    path = str(tmp_path / package / "train.py")
+    assert seen == [[path, "-m", "1"], str(tmp_path), "__main__", f"{package}.train", "found", "found"]
+    assert enabled == ["on"]
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("{}.evaluate", "No module named {}.evaluate"), ("{}", "cannot be directly executed"), (".train", "Relative"),
+    ("{}.beside.py", "Try using '{}.beside' instead")])
+def test_a_missing_module_is_told_in_one_line(name: str, said: str, package: str,
+                                              capsys: pytest.CaptureFixture[str]):
+    assert entry.main(["-m", name.format(package)]) == 2
+    told = capsys.readouterr().err
+    assert said.format(package) in told and told.count("\n") == 1
+    assert sys.last_type is not None
+
+
+def test_an_import_of_a_module_that_fails_is_its_own(package: str):
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        entry.main(["-m", f"{package}.broken"])

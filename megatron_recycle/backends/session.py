@@ -24,8 +24,9 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.environment import Launched
-from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, UnsupportedError
+from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, SaveError, UnsupportedError
 from megatron_recycle.membership import Fault
+from megatron_recycle.membership.ending import BY_ITSELF
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.comm import failing_ends
@@ -40,6 +41,7 @@ from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
+from megatron_recycle.runtime.registered import THINGS, Registered
 from megatron_recycle.runtime.saving import Save, Write
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.stage import Stage
@@ -93,6 +95,8 @@ class Session:
         self.busy = self.shares = False
         self._thread = 0
         self._groups: ScriptGroups | None = None
+        self._unsaved: str | None = None
+        """Why the script's last checkpoint could not be written."""
         if self.rank == 0:
             get_logger().info(settings.describe())
             if settings.policy in _GIVES_UP:
@@ -104,7 +108,7 @@ class Session:
             raise ConfigError("guard memory needs `recycle run`, which starts a process for a stage that is lost; the "
                               "launcher of this job starts none. Use `recycle run`, or leave guard out")
         self.agent: Agent = connect(place, settings, options.embed, self._abort)
-        self._script = ScriptEnd(self.fail)
+        self._script = ScriptEnd(self.fail, self.finish, self._outside)
         atexit.register(self.finish)
 
     @property
@@ -138,12 +142,19 @@ class Session:
             place=self.place, agent=self.agent, config=self.settings, observer=self._options.observer,
             network=self.network, framework=Framework(
                 stage=stage, splitter=splitter, data=data, generators=self.generators, grids=self.grids,
-                setup=self._options.setup,
+                setup=self._options.setup, registered=Registered(THINGS),
                 save_last=None if save_last is None else lambda: save_last(
                     self.worker.current_groups(), self.worker.standing.committed),
                 restore=None if restore is None or not Launched.read().by_recycle_run else partial(
                     self._restore, restore),
                 folder=lambda: folder() or Launched.read().run_dir))
+        if self.rank == 0 and self.agent.handles_sigterm():
+            saves = self.settings.on_leave == "checkpoint" and save_last is not None and (
+                self.settings.emergency_checkpoint != "none")
+            what = ("does not ask it: what is committed is saved, and the job ends (on_leave)" if saves else
+                    f"is passed on to it, and the job has {BY_ITSELF:.0f} s to end by itself")
+            get_logger().info("megatron-recycle: the script has a SIGTERM handler of its own; SIGTERM to `recycle run` "
+                              "%s", what)
 
     def _restore(self, restore: Restore, place: str, name: str) -> None:
         with self.worker.among_those_left(), failing_ends("the way back to a checkpoint", means=is_broken):
@@ -195,6 +206,12 @@ class Session:
         """Whether it is the script's own code that asks, in the thread that trains, between two iterations."""
         return self._worker is not None and not self.busy and self.in_thread
 
+    def _outside(self) -> bool:
+        """Whether it is the script's own code that asks, between two iterations or behind the last one: not beside a
+        thread that trains."""
+        trains = self._thread in {thread.ident for thread in threading.enumerate()}
+        return not self.busy and (self.in_thread or not trains)
+
     def begin(self) -> bool:
         """The script begins its next iteration, with which this worker takes part in the job if it does not yet.
 
@@ -226,6 +243,12 @@ class Session:
             get_logger().info("megatron-recycle: from iteration %d on each pipeline has %d micro-batches",
                               self.iteration + 1, microbatches)
 
+    def reshape(self, what: str) -> None:
+        """From the script's next iteration on stages may pass on other shapes, as all workers' scripts say by
+        ``what``."""
+        with self.call():
+            self.worker.reshape(self.iteration + 1, what)
+
     def follow(self, microbatches: int) -> None:
         """End this worker alone if its script, which has gone through its loop again, asks for other ``microbatches``
         of a pipeline for the iteration that it has begun than the job's. Raises JobEnded."""
@@ -241,15 +264,18 @@ class Session:
         or the last one that is known if the job has done without this worker."""
         return self.worker.train(self.iteration)
 
-    def save(self, what: str, write: Write, otherwise: Callable[[], Any]) -> Any:
+    def save(self, what: str, write: Write, clear: Callable[[], None], otherwise: Callable[[], Any], *,
+             ends: bool = False) -> Any:
         """Write a checkpoint with all workers that are left, through failures. Returns True once it is there, or was
-        when this worker came in.
+        when this worker came in, and False where it cannot be written.
 
         Args:
             what: is written, in messages.
             write: writes this worker's part. Inside of it torch knows of those that are left only.
+            clear: removes what there is of one that cannot be written.
             otherwise: the framework's own way, between other calls than those of the thread that trains, and before
                 the first of them, where all are there.
+            ends: whether it is only the end of one that was begun before, if there is such.
         """
         if not self.in_script:
             return self.together(what, otherwise, False)
@@ -259,8 +285,10 @@ class Session:
                 return write(save)
 
         with self.call():
-            self.worker.save(self.iteration + 1, among)
-        return True
+            why = self.worker.save(self.iteration + 1, among, clear)
+        if why is not None or not ends:
+            self._unsaved = why
+        return why is None
 
     def evaluate(self, data: DataSource, number: int, limit: int | None = None) -> torch.Tensor:
         """Forwards of global batch ``number`` of ``data``; see `StageWorker.evaluate`."""
@@ -355,7 +383,11 @@ class Session:
             return
         self.busy = True  # as in `fail`
         try:
-            if self._script.error is None and self.agent.ended is None:
+            if self._script.error is None and self.agent.ended is None and self._unsaved is not None:
+                self._worker.settle()
+                self._worker.fail(SaveError(f"training has come to its end, but not its last checkpoint: "
+                                            f"{self._unsaved}"))
+            elif self._script.error is None and self.agent.ended is None:
                 self._worker.finish()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)

@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_recycle.control.host_memory import HostMemory
 from megatron_recycle.control.link import AnyLink, Link
-from megatron_recycle.control.wire import Message
+from megatron_recycle.control.parcels import Arrivals
+from megatron_recycle.control.wire import Message, WireError
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.announcements import Ended, Go, Stop
 from megatron_recycle.membership.detectors import Doing
@@ -24,6 +26,9 @@ from megatron_recycle.membership.messages import TO_WORKER, Role, check_report
 from megatron_recycle.membership.promises import Offer
 from megatron_recycle.membership.resume import RESTART
 
+_EXPENDABLE = ("event", "heartbeat", "measured", "speaks")
+"""Messages that the job can do without."""
+_LONGEST_ERROR = 500
 _GLANCE = 0.5
 """Seconds between looks at the connection while the training thread waits."""
 
@@ -45,6 +50,7 @@ class Agent:
         joining: the job runs already, and this process waits to be taken in.
         link: makes the connection, from the arguments of `Link`.
         on_connect: called in the agent's thread whenever a coordinator is reached (again); it must return soon.
+        memory: what this process has in common with others of its host; None: it fetches for itself.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class Agent:
         joining: bool = False,
         link: Callable[..., AnyLink] = Link,
         on_connect: Callable[[], None] | None = None,
+        memory: HostMemory | None = None,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -72,6 +79,8 @@ class Agent:
         """Says where the training thread is, with every sign of life; asked in the agent's thread."""
         self.doing: Callable[[], Mapping[str, Any]] | None = None
         """Says what the training thread is in and for how long (`detectors.Doing`); asked in the agent's thread."""
+        self.handles_sigterm: Callable[[], bool] = lambda: False
+        """Whether the script has a SIGTERM handler of its own; told with every sign of life."""
         self.ended: Ended | None = None
         """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
         self.offer: Offer | None = None
@@ -111,7 +120,9 @@ class Agent:
             known=TO_WORKER,
             name="recycle-agent",
             failed=self._alone,
+            unsent=self._untold,
         )
+        self._arrivals = Arrivals(self._link.send, self._handle, memory)
 
     @property
     def generation(self) -> int:
@@ -230,7 +241,7 @@ class Agent:
     def hint(self, generation: int, error: str) -> None:
         """A communication error: never a verdict, since errors cascade. If nobody turns out to have failed, a new
         generation with the same members follows."""
-        self._send_kept({"type": "hint", "generation": generation, "error": error})
+        self._send_kept({"type": "hint", "generation": generation, "error": error[:_LONGEST_ERROR]})
 
     def raised(self, fault: Fault) -> bool:
         """The training thread has met this error. Returns when the coordinator has decided what follows, or cannot be
@@ -263,6 +274,10 @@ class Agent:
     def unreadable(self, generation: int, place: str, why: str) -> None:
         """This worker cannot load its part of the checkpoint at ``place``: the coordinator decides what follows."""
         self._send_kept({"type": "unreadable", "generation": generation, "place": place, "why": why})
+
+    def unwritten(self, generation: int, why: str) -> None:
+        """This worker cannot write its part of a checkpoint, and others wait for it: a new generation frees them."""
+        self._send_kept({"type": "unwritten", "generation": generation, "why": why})
 
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
@@ -310,6 +325,7 @@ class Agent:
     def _hello(self) -> list[Message]:
         if self._on_connect is not None:
             self._on_connect()
+        self._arrivals.forget()
         first: list[Message] = [{**self._identity, "generation": self.generation}]
         if self._ready is not None and (self._go is None or self.outside):
             first.append(self._ready)
@@ -321,7 +337,8 @@ class Agent:
             self._send_kept({"type": "leave"})
         where = {} if self.progress is None else self.progress()
         doing = {} if self.doing is None else {"doing": self.doing()}
-        return {"type": "heartbeat", "progress": {**where, **doing} or None}
+        handles = {"sigterm": True} if self.handles_sigterm() else {}
+        return {"type": "heartbeat", "progress": {**where, **doing, **handles} or None}
 
     def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
         limit = None if timeout is None else time.monotonic() + timeout
@@ -343,6 +360,8 @@ class Agent:
         kind = message["type"]
         if kind == "stop":
             self._stopped(Stop.read(message))
+        elif kind in ("parcel", "part", "there"):
+            self._unpack(kind, message)
         elif kind == "go":
             self._goes(message)
         elif kind == "offer" and message["generation"] == self.generation:
@@ -357,6 +376,18 @@ class Agent:
                 self._changed.notify_all()
         elif kind == "end":
             self._end(Ended(message["status"], message["message"]))
+
+    def _untold(self, message: Message, why: str) -> None:
+        """In the agent's thread: a message is too large. Others would wait for ever for what they have to know."""
+        if message["type"] not in _EXPENDABLE:
+            self._end(Ended(1, f"worker {self.worker} cannot tell what it has to: {why}"))
+
+    def _unpack(self, kind: str, message: Message) -> None:
+        arrivals = self._arrivals
+        try:
+            {"parcel": arrivals.told, "part": arrivals.came, "there": arrivals.there}[kind](message)
+        except WireError as error:  # nobody would notice that this process waits
+            self._end(Ended(1, f"worker {self.worker} cannot read what the coordinator has told: {error}"))
 
     def _end(self, ended: Ended) -> None:
         if self.ended is not None:
@@ -383,6 +414,7 @@ class Agent:
     def _stopped(self, stop: Stop) -> None:
         if stop.generation <= self.stop_generation:
             return
+        self._arrivals.over(stop.generation)
         with self._changed:
             self.outside = stop.role != Role.MEMBER
             self.stop_generation = stop.generation

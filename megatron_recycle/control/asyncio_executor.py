@@ -11,7 +11,7 @@ from megatron_recycle.control.server import Server
 from megatron_recycle.control.telling import Telling
 from megatron_recycle.control.wire import Message
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership.inputs import NoLoss, PlaceLate, ReportsLate, SavedLate
+from megatron_recycle.membership.inputs import EndLate, NoLoss, PlaceLate, ReportsLate, SavedLate
 from megatron_recycle.membership.next_life import NextLife, Shape, node_of, plan_life
 from megatron_recycle.membership.state import State
 
@@ -73,8 +73,14 @@ class AsyncioExecutor:
         limit = self._clocks.timeouts.save_timeout if decision.limit is None else decision.limit
         self._clocks.after(limit, SavedLate(decision.generation))
 
+    def await_end(self, decision: do.AwaitEnd) -> None:
+        self._clocks.after(decision.seconds, EndLate())
+
     def make_plan(self, decision: do.MakePlan) -> None:
         self._searches.make_plan(decision)
+
+    def make_redo(self, decision: do.MakeRedo) -> None:
+        self._searches.make_redo(decision)
 
     def improve(self, decision: do.Improve) -> None:
         self._searches.improve(decision)
@@ -85,7 +91,10 @@ class AsyncioExecutor:
     def end(self, decision: do.End) -> None:
         """Where the script is to be started again, nobody finds this coordinator in place of the next one."""
         self._searches.cancel()
+        members, finished = self._state.members.keys(), self._state.finished
         self.last_word = {"type": "end", "status": decision.status, "message": decision.message}
+        if decision.status and members and members <= finished:
+            self.last_word["finished"] = True
         if decision.again and self._restarts:
             following = self._next_life()
             if isinstance(following, str):

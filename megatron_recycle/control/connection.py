@@ -107,7 +107,7 @@ class Connection(asyncio.Protocol):
             return
         if self.role is None:
             role = message.get("role")
-            if message["type"] != "hello" or role not in _ROLES:
+            if message["type"] != "hello" or not isinstance(role, str) or role not in _ROLES:
                 raise WireError("the first message is no hello of any role")
             check(message, _ROLES[role])
             if self.guest and role == "worker" and not message["incarnation"].startswith(GUEST):

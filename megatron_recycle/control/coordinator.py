@@ -25,7 +25,7 @@ from megatron_recycle.control.executor import Leader
 from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.measured import Conclusions
 from megatron_recycle.control.memory import Memory, Records
-from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Searches
+from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Redoer, Searches
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import FOUND_S
@@ -55,7 +55,7 @@ class Coordinator:
         size: number of workers.
         token: the job's token.
         journal: where decisions are kept.
-        plan, improve, moves: the planner (this class does not know it).
+        plan, improve, moves, redo: the planner (this class does not know it).
         measure: takes what workers have measured; None: nobody wants it.
         emit: gets every event, see observe.events; called in the event loop.
         listener: a socket that listens already; without one, any free port of 127.0.0.1.
@@ -81,6 +81,7 @@ class Coordinator:
         plan: Planner,
         improve: Improver | None = None,
         moves: Mover | None = None,
+        redo: Redoer | None = None,
         measure: Measure | None = None,
         emit: Callable[[Mapping[str, Any]], None],
         timeouts: Timeouts | None = None,
@@ -108,7 +109,7 @@ class Coordinator:
         self._places = None if offered is None else Reservations(offered)
         self._telling = Telling(emit, self.server, told)
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
-        self._searches = Searches(Plans(plan, improve, moves), self.feed, lambda: self.state)
+        self._searches = Searches(Plans(plan, improve, moves, redo), self.feed, lambda: self.state)
         self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state,
                                         restarts)
         self._leader = Leader(state, memory, self._executor)
@@ -207,10 +208,6 @@ class Coordinator:
             if not self._executor.ended.done():
                 self._executor.ended.set_exception(LeadLost(why))
 
-    def interrupt(self, status: int, message: str) -> None:
-        """End the job from outside; call it in the event loop."""
-        self.feed(Interrupted(status, message))
-
     def search_again(self) -> None:
         """Look for a better plan for the membership in force: the planner's measurements have changed."""
         state = self.state
@@ -283,14 +280,15 @@ class Coordinator:
         if kind in ("exit", "stays_out") and connection.guest and not self._of_guests(message):
             log.warning("recycle: %r, which has joined, speaks of rank %d, which is not its own", host, message["rank"])
         elif kind == "exit":
-            names = ("rank", "pid", "status", "log", "move")
+            names = ("rank", "pid", "status", "log", "move", "said")
             self.feed(Exited(since=message["t"], **{name: message[name] for name in names}))
         elif kind == "stays_out":
             self.feed(StaysOut(message["rank"]))
         elif kind == "join":
             connection.send(free_places(self.state, self._places, message["count"], time.monotonic()))
         elif kind == "interrupt":
-            self.interrupt(message["status"], message["message"])
+            handled = message.get("handled") is True or self._telling.handled(self.state)
+            self.feed(Interrupted(message["status"], message["message"], handled=handled))
         self._clocks.watch.launcher_beat(host, time.monotonic())
 
     def _of_guests(self, message: Message) -> bool:

@@ -13,7 +13,8 @@ from typing import Protocol
 
 from megatron_recycle.control.memory import Memory
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership.inputs import Input
+from megatron_recycle.membership.inputs import Input, Interrupted
+from megatron_recycle.membership.messages import TooLarge
 from megatron_recycle.membership.state import State
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,10 @@ class Executor(Protocol):
     def await_reports(self, decision: do.Await) -> None: ...
     def await_loss(self, decision: do.AwaitLoss) -> None: ...
     def await_place(self, decision: do.AwaitPlace) -> None: ...
+    def await_end(self, decision: do.AwaitEnd) -> None: ...
     def await_saved(self, decision: do.AwaitSaved) -> None: ...
     def make_plan(self, decision: do.MakePlan) -> None: ...
+    def make_redo(self, decision: do.MakeRedo) -> None: ...
     def improve(self, decision: do.Improve) -> None: ...
     def find_moves(self, decision: do.FindMoves) -> None: ...
     def end(self, decision: do.End) -> None: ...
@@ -49,7 +52,9 @@ _METHODS: Mapping[type, str] = {
     do.AwaitLoss: "await_loss",
     do.AwaitSaved: "await_saved",
     do.AwaitPlace: "await_place",
+    do.AwaitEnd: "await_end",
     do.MakePlan: "make_plan",
+    do.MakeRedo: "make_redo",
     do.Improve: "improve",
     do.FindMoves: "find_moves",
     do.End: "end",
@@ -80,14 +85,21 @@ class Leader:
         self._tolerant = tolerant
 
     def feed(self, happened: Input) -> None:
-        """Decide what follows, and do it."""
-        before = self.state
+        """Decide what follows, and do it. Where nobody can be told to go on, the job ends: all would wait for ever. A
+        plan that is only better is done without."""
+        before, untold = self.state, ""
         self.state, decisions = self.memory.step(before, happened, self._clock())
         self._executor.follow(before, self.state)
         for decision in decisions:
             try:
                 carry_out(self._executor, decision)
+            except TooLarge as error:
+                log.error("recycle: %s", error)
+                if isinstance(decision, do.Tell) and decision.message["type"] != "offer":
+                    untold = f"the workers cannot be told to go on: {error}"
             except Exception:  # the others are owed to everybody all the same
                 if not self._tolerant:
                     raise
                 log.exception("recycle: %s could not be carried out", type(decision).__name__)
+        if untold:
+            self.feed(Interrupted(1, untold))

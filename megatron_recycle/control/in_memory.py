@@ -22,12 +22,14 @@ from megatron_recycle.control.clocks import Timeouts
 from megatron_recycle.control.executor import Leader
 from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.memory import Memory
+from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.control.wire import Message, encode
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import records
-from megatron_recycle.membership.inputs import Input, NoLoss, PlaceLate, ReportsLate, Restarted, SavedLate
+from megatron_recycle.membership.inputs import EndLate, Input, NoLoss, PlaceLate, ReportsLate, Restarted, SavedLate
 from megatron_recycle.membership.messages import FROM_WORKER, check, wire_forms
+from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import Phase, State
 
 Later = Callable[[float, Callable[[], None]], None]
@@ -103,6 +105,7 @@ class InMemory:
         self._timeouts = timeouts or Timeouts()
         self._changed = changed
         self._links: dict[str, InMemoryLink] = {}
+        self._parcels = Parcels()
         self._made: dict[str, Mapping[str, Any]] = {} if before is None else before._made
         self.dead = False
         self.successor: InMemory | None = None
@@ -111,7 +114,7 @@ class InMemory:
             before.die()
             before.successor = self
             kept = self.journal.records
-            state = records.taken_up(records.restore(size, kept, self.events), kept, self._made.get)
+            state = records.taken_up(records.restore(size, kept), kept, self._made.get)
             untold = records.untold(kept, self.events)
         self._leader = Leader(state, Memory(self.journal), self, clock, tolerant=False)
         for event in untold:
@@ -147,9 +150,11 @@ class InMemory:
     def received(self, incarnation: str, message: Message) -> None:
         """A process has said this."""
         check(message, FROM_WORKER)
-        if message["type"] == "event" and (member := self.state.known.get(incarnation)) is not None:
-            fields = {"t": self._clock(), "generation": self.state.generation, **message["fields"]}
-            self._tell({**fields, "event": message["event"], "worker": member.worker})
+        if message["type"] == "fetch":
+            self._parcels.fetch(incarnation, message, self._links[incarnation].told)
+        elif message["type"] == "event":
+            if event := event_of(self.state, incarnation, message["event"], message["fields"], self._clock()):
+                self._tell(event)
         elif (happened := input_of(incarnation, message)) is not None:
             self.feed(happened)
 
@@ -171,7 +176,7 @@ class InMemory:
 
     def tell(self, decision: do.Tell) -> None:
         for form in wire_forms(decision):
-            encoded = encode(dict(form.message))
+            encoded = encode(self._parcels.form(form.message))
             for incarnation in form.to:
                 if (link := self._links.get(incarnation)) is not None:
                     link.told(encoded)
@@ -196,11 +201,17 @@ class InMemory:
         limit = self._timeouts.save_timeout if decision.limit is None else decision.limit
         self._in(limit, SavedLate(decision.generation))
 
+    def await_end(self, decision: do.AwaitEnd) -> None:
+        self._in(decision.seconds, EndLate())
+
     def make_plan(self, decision: do.MakePlan) -> None:
         answer = searches.make_plan(self._plans, self.state.description or {}, decision)
         plan = getattr(answer, "plan", {})
         self._made[plan.get("digest", "")] = plan
         self._in(self._plan_s + self.delay(), answer)
+
+    def make_redo(self, decision: do.MakeRedo) -> None:
+        self._in(self._plan_s + self.delay(), searches.make_redo(self._plans, decision))
 
     def improve(self, decision: do.Improve) -> None:
         """Nobody looks for a better plan."""

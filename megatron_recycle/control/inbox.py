@@ -43,6 +43,7 @@ _INPUTS: Mapping[str, Callable[[str, Message], inputs.Input]] = {
     "saved": lambda who, m: inputs.Saved(who, m["generation"], m["place"][:_LONGEST_PLACE], m["error"][:_LONGEST_TEXT]),
     "unreadable": lambda who, m: inputs.Unreadable(
         who, m["generation"], m["place"], m["why"][:_LONGEST_TEXT]),
+    "unwritten": lambda who, m: inputs.Unwritten(who, m["generation"], m["why"][:_LONGEST_TEXT]),
     "written": lambda who, m: inputs.Written(who, m["generation"], m["iteration"], m["place"], m["facts"]),
     "leave": lambda who, m: inputs.Leave(who),
     "boundary": lambda who, m: inputs.Boundary(who, m["generation"], m["iteration"], m["t"]),

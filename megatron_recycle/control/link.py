@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.sockets import SILENT_S, watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError
-from megatron_recycle.membership.messages import check
+from megatron_recycle.membership.messages import TooLarge, check
 
 _RETRY = (0.05, 1.0)
 """First and longest pause in seconds between attempts to connect."""
@@ -57,6 +57,7 @@ class Link:
         known: the messages that may come in, for `messages.check`.
         beat: the sign of life, sent every `interval` seconds.
         failed: called after every attempt to connect that failed.
+        unsent: gets a message that is too large to be sent, and why; the connection goes on without it.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Link:
         known: Mapping[str, Mapping[str, Any]],
         name: str,
         failed: Callable[[], None] | None = None,
+        unsent: Callable[[Message, str], None] | None = None,
     ) -> None:
         self._targets = deque(targets(address))
         self._longest_pause = _RETRY[1] if len(self._targets) == 1 else _TURN_PAUSE
@@ -86,6 +88,7 @@ class Link:
         self._interval = interval
         self._known = known
         self._alone = failed
+        self._unsent = unsent
         self._outbox: deque[Message] = deque()
         self._closing = threading.Event()
         self._drained = threading.Event()
@@ -167,7 +170,7 @@ class Link:
                         self._outbox.append(self._beat())
                         due = now + self._interval
                     while self._outbox:
-                        unsent += session.seal(self._outbox.popleft())
+                        unsent += self._seal(session, self._outbox.popleft())
                 if unsent:
                     _push(connection, unsent)
                 if self._closing.is_set() and not unsent and not self._outbox:
@@ -184,6 +187,15 @@ class Link:
                 if time.monotonic() - heard > self._silent(session):
                     raise ConnectionResetError("no sign of life: another one may lead")
 
+    def _seal(self, session: Session, message: Message) -> bytes:
+        try:
+            return session.seal(message)
+        except TooLarge as error:
+            log.error("recycle: a %s message is not sent: %s", message["type"], error)
+            if self._unsent is not None:
+                self._unsent(message, str(error))
+            return b""
+
     def _silent(self, session: Session) -> float:
         """Seconds without a word after which the next address is tried, if there is one."""
         if len(self._targets) == 1:
@@ -199,7 +211,7 @@ class Link:
         received = session.feed(data)
         first = b""
         if session.open and not was_open:
-            first = b"".join(session.seal(message) for message in self._hello())
+            first = b"".join(self._seal(session, message) for message in self._hello())
             self.lost_since = self.refused_since = self.error = None
         for message in received:
             check(message, self._known)

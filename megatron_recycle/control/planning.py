@@ -12,9 +12,10 @@ from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.job import Measured, Measurements
 from megatron_recycle.membership.policies import WHOLE
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, borrowings, overfull, pairs
+from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker, borrowings, overfull, pairs
 from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth
 from megatron_recycle.planner.baselines import drop
+from megatron_recycle.planner.redo import redo
 
 log = logging.getLogger(__name__)
 
@@ -121,13 +122,24 @@ class Planning:
             return plan
         return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
+    def redo(self, plan: Mapping[str, Any], done: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
+        """A plan for the rest of an iteration of ``plan`` that begins with the actions which are ``done``, by worker;
+        None if there is none, or if the rest takes longer than the whole. Raises PlanError."""
+        whole = Plan.from_json(dict(plan))
+        rest = redo(whole, {
+            Worker.parse(name): [Action.parse(action) for action in actions] for name, actions in done.items()})
+        return None if rest is None or rest.makespan > whole.makespan else self._hand_out(rest)
+
     def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
         profiled = [event for event in told if event["event"] == "profiled"]
         with self._lock:
             self._measure(description, failed)
             if profiled:
-                self._measurements.restore(profiled[-1])
+                try:
+                    self._measurements.restore(profiled[-1])
+                except (KeyError, TypeError, ValueError, AttributeError):  # it is measured again
+                    log.warning("recycle: what was measured before cannot be read again", exc_info=True)
 
     def _measure(self, description: Mapping[str, Any], failed: frozenset[str]) -> None:
         """From now on measurements of the workers that live without `failed` are waited for."""

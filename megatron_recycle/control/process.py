@@ -102,7 +102,7 @@ def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[s
           plan: Callable[[str], dict[str, Any] | None], path: Path) -> Past:
     """What a new coordinator has to know. Raises JournalError."""
     try:
-        state = taken_up(restore(size, records, told), records, plan)
+        state = taken_up(restore(size, records), records, plan)
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"{path} cannot be read by this version of megatron-recycle (it lacks, or has another, "
                            f"{error}): a job goes on only with the version that has begun it. {RESTART}") from error
@@ -145,7 +145,7 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
 def _told(events: Path) -> list[dict[str, Any]]:
     """The events so far. The file is expendable: without it some events are told twice."""
     try:
-        return read_events(events)
+        return [event for event in read_events(events) if isinstance(event.get("event"), str)]
     except (OSError, ValueError) as error:
         logger.warning("recycle: the events so far cannot be read: %s", error)
         return []
@@ -187,6 +187,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         plan=planning.plan,
         improve=planning.improve,
         moves=None if args.embedded else planning.moves,
+        redo=planning.redo,
         measure=Profiles(planning).take,
         emit=emit,
         timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_recycle.membership.decisions import FindMoves, Improve, MakePlan
-from megatron_recycle.membership.inputs import Improved, Input, MovesFound, PlanFailed, Planned
+from megatron_recycle.membership.decisions import FindMoves, Improve, MakePlan, MakeRedo
+from megatron_recycle.membership.inputs import Improved, Input, MovesFound, PlanFailed, Planned, Redone
 from megatron_recycle.membership.state import State
 
 Plan = dict[str, Any]
@@ -19,6 +19,9 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 """(description, failed) -> plan, at once; runs in a thread."""
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
+Redoer = Callable[[Mapping[str, Any], Mapping[str, Sequence[str]]], "Plan | None"]
+"""(plan, the actions that each live worker has done) -> a plan that begins with these or None, at once; runs in a
+thread."""
 Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
 """(description, failed) -> which members had better take which empty positions; runs in a thread."""
 
@@ -28,11 +31,12 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Plans:
     """The planner, as far as a coordinator needs it. Without `improve` no better plan is looked for, without `moves` no
-    healthy worker changes its stage."""
+    healthy worker changes its stage; without `redo` an interrupted iteration begins anew."""
 
     plan: Planner
     improve: Improver | None = None
     moves: Mover | None = None
+    redo: Redoer | None = None
 
 
 def make_plan(plans: Plans, description: Mapping[str, Any], order: MakePlan) -> Input:
@@ -46,6 +50,16 @@ def make_plan(plans: Plans, description: Mapping[str, Any], order: MakePlan) -> 
         log.exception("recycle: planning failed")
         return PlanFailed(order.generation, str(error) or type(error).__name__)
     return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
+
+
+def make_redo(plans: Plans, order: MakeRedo) -> Input:
+    """The plan for the rest of an interrupted iteration, if there is one."""
+    try:
+        plan = plans.redo and plans.redo(order.plan, order.done)
+    except Exception:  # the iteration can always begin anew
+        log.exception("recycle: planning the rest of an iteration failed")
+        plan = None
+    return Redone(order.generation, plan)
 
 
 def improve(plans: Plans, description: Mapping[str, Any], order: Improve, cancelled: threading.Event) -> Input | None:
@@ -94,6 +108,10 @@ class Searches:
         """Everybody waits for it: without a thread this one's event loop rather stands still itself."""
         description = self._state().description or {}
         self._in_thread("recycle-plan", lambda: make_plan(self._plans, description, order), needed=True)
+
+    def make_redo(self, order: MakeRedo) -> None:
+        """Everybody waits for it, as for `make_plan`."""
+        self._in_thread("recycle-redo", lambda: make_redo(self._plans, order), needed=True)
 
     def improve(self, order: Improve) -> None:
         if self._plans.improve is None:

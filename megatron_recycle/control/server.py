@@ -14,6 +14,7 @@ from typing import Protocol
 from megatron_recycle.control.connection import Connection
 from megatron_recycle.control.door import Door
 from megatron_recycle.control.guests import Guests
+from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.ports import joined
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import SIGN_S
@@ -73,6 +74,7 @@ class Server:
         workers: the connection of each process, by incarnation.
         launchers: the connections of launchers.
         shelf: the content of torch's store.
+        parcels: large messages.
     """
 
     def __init__(self, size: int, token: str, hello_timeout: float, hearer: Hearer,
@@ -83,6 +85,7 @@ class Server:
         self.launchers: set[Connection] = set()
         self.strangers: Strangers[Connection] = Strangers(_room(size))
         self.shelf = Shelf() if shelf is None else shelf
+        self.parcels = Parcels()
         self._guests = Guests()
         self._size = size
         self._hearer = hearer
@@ -134,9 +137,9 @@ class Server:
     # Out
 
     def tell(self, decision: Tell) -> None:
-        """Send a message to all of its receivers that are connected."""
+        """Send a message to all of its receivers that are connected. Raises TooLarge."""
         for form in messages.wire_forms(decision):
-            encoded = encode(dict(form.message))
+            encoded = encode(self.parcels.form(form.message))
             for incarnation in form.to:
                 if (connection := self.workers.get(incarnation)) is not None:
                     connection.send_encoded(encoded)
@@ -173,6 +176,7 @@ class Server:
         self.strangers.gone(connection)
         self.launchers.discard(connection)
         self.shelf.gone(connection)
+        self.parcels.gone(connection)
         if connection.host is not None and all(other.host != connection.host for other in self.launchers):
             self._hearer.launcher_gone(connection.host)
         worker = connection.incarnation
@@ -203,6 +207,10 @@ class Server:
             self._from_launcher(connection, message)
         elif message["type"] == "hello":
             self._welcome(connection, message)
+        elif message["type"] == "fetch":
+            self.parcels.fetch(connection, message, connection.send_encoded)
+        elif message["type"] == "fetched":
+            self.parcels.fetched(connection, message)
         elif connection.incarnation is not None:
             self._hearer.from_worker(connection.incarnation, message)
 

@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_recycle.control.server import Server
+from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import State
 
 _KEPT = ("started", "suspected", "joined", "moving", "move_failed")
 """Events that a launcher is told again when it comes back: its closing table is made of them."""
+
+_NOT_TOLD = ("stopped",)
+"""Events that launchers make nothing of, and that are large."""
 
 Event = Mapping[str, Any]
 
@@ -33,36 +37,65 @@ class Telling:
         self._server = server
         self._kept = [dict(event) for event in told if event["event"] in _KEPT]
         self._hints = {_hint_key(event) for event in told if event["event"] == "hint"}
+        self._commits = _commits(told)
 
     def event(self, event: Event, state: State) -> None:
-        """Record an event, and tell the launchers."""
+        """Record an event, and tell the launchers. A commit that an earlier coordinator told just before its end is
+        decided once more by this one, and told by it only after the job has gone back to an earlier iteration."""
+        if event["event"] == "restored":
+            self._commits = frozenset()
+        elif event["event"] == "committed" and event["iteration"] in self._commits:
+            return
         if event["event"] == "suspected":
             doing = self.progress.get(_incarnation_of(event, state))
             event = {**event, "progress": doing} if doing else event
         self._emit(event)
         if event["event"] in _KEPT:
             self._kept.append(dict(event))
-        self._server.tell_launchers({"type": "event", "event": dict(event)})
+        if event["event"] not in _NOT_TOLD:
+            self._server.tell_launchers({"type": "event", "event": brief(event)})
 
     def again(self) -> list[dict[str, Any]]:
         """Events that a launcher which has just come may have missed."""
-        return self._kept
+        return [brief(event) for event in self._kept]
 
     def passed_on(self, incarnation: str, name: str, fields: Mapping[str, Any], state: State) -> None:
-        """A worker's own event; what a fenced one says is marked, since it counts for nothing."""
-        member = state.known.get(incarnation)
-        if member is None:
-            return
-        event = {"t": time.time(), "generation": state.generation, **fields, "event": name, "worker": member.worker}
-        self.event({**event, "fenced": True} if incarnation in state.fenced else event, state)
+        """A member's own event, checked; nobody else has a say."""
+        if (event := event_of(state, incarnation, name, fields, time.time())) is not None:
+            self.event(event, state)
+
+    def handled(self, state: State) -> bool:
+        """Whether some script has said that it has a SIGTERM handler of its own."""
+        return any((progress or {}).get("sigterm") is True for incarnation, progress in self.progress.items()
+                   if incarnation in state.known and incarnation not in state.fenced)
 
     def hint(self, incarnation: str, fields: Mapping[str, Any], state: State) -> None:
         """Workers repeat their last hint after a reconnect; it is passed on once."""
-        member = state.known.get(incarnation)
+        member = state.member(incarnation)
         key = _hint_key({**fields, "worker": member.worker}) if member is not None else None
         if key is not None and key not in self._hints:
             self._hints.add(key)
             self.passed_on(incarnation, "hint", fields, state)
+
+
+def brief(event: Event) -> dict[str, Any]:
+    """An event for launchers. Of what it says of each worker they see the count, and which hosts there are: for
+    thousands of workers the whole of it, told to each host, would be more than all that a recovery takes beside."""
+    kept = {key: value for key, value in event.items() if key not in ("members", "pids")}
+    if event["event"] == "started" and isinstance(hosts := event.get("hosts"), dict):
+        kept["hosts"] = {name: host for host, name in {str(host): name for name, host in hosts.items()}.items()}
+    return {**kept, "workers": len(members)} if isinstance(members := event.get("members"), dict) else kept
+
+
+def _commits(told: Iterable[Event]) -> frozenset[int]:
+    """The committed iterations, since the job has gone back to an earlier one if it has."""
+    iterations: set[int] = set()
+    for event in told:
+        if event["event"] == "restored":
+            iterations.clear()
+        elif event["event"] == "committed" and isinstance(event.get("iteration"), int):
+            iterations.add(event["iteration"])
+    return frozenset(iterations)
 
 
 def _incarnation_of(event: Event, state: State) -> str:
@@ -70,6 +103,6 @@ def _incarnation_of(event: Event, state: State) -> str:
     return next((who for who, member in state.known.items() if (member.worker, member.pid) == key), "")
 
 
-def _hint_key(event: Event) -> tuple[Any, ...]:
+def _hint_key(event: Event) -> str:
     """Equal for hints that are the same."""
-    return event.get("worker"), event.get("generation"), event.get("error")
+    return repr([event.get(name) for name in ("worker", "generation", "error")])

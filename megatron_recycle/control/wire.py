@@ -17,9 +17,9 @@ import json
 import secrets
 import struct
 
-from megatron_recycle.membership.messages import Message, WireError
+from megatron_recycle.membership.messages import Message, TooLarge, WireError
 
-VERSION = 4
+VERSION = 5
 _KEYS = "1"
 """In the keys of every version: so two versions understand that they differ, and say so."""
 MAX_PAYLOAD = 4 * 1024 * 1024
@@ -57,7 +57,7 @@ def seal(message: Message, key: bytes) -> bytes:
 
 def _frame(payload: bytes, key: bytes) -> bytes:
     if len(payload) > MAX_PAYLOAD:
-        raise WireError(f"a message of {len(payload)} bytes exceeds {MAX_PAYLOAD}: {payload[:60]!r}")
+        raise TooLarge(f"a message of {len(payload)} bytes exceeds {MAX_PAYLOAD}: {payload[:60]!r}")
     return _LENGTH.pack(len(payload)) + _mac(key, payload) + payload
 
 

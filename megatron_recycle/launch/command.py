@@ -37,7 +37,14 @@ from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
-from megatron_recycle.launch.worker_command import default_nproc, python_command, say_to, torchrun_environment
+from megatron_recycle.launch.worker_command import (
+    check_script,
+    default_nproc,
+    python_command,
+    say_to,
+    script_command,
+    torchrun_environment,
+)
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.observe.output import spare_output
 
@@ -75,9 +82,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: options that contradict each other.
         RecycleError: the coordinator did not start.
     """
-    if not Path(args.script).exists():
-        raise ConfigError(f"there is no script {args.script}")
-    return launch(args, python_command(args.script, args.arguments))
+    check_script(args.script, args.module)
+    return launch(args, python_command(_script(args)))
 
 
 def launch(args: argparse.Namespace, command: list[str]) -> int:
@@ -181,7 +187,7 @@ def _at_service(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: st
     say(f"recycle: waiting for the coordinator at {args.coordinator}")
     await_coordinator(args.coordinator, token, _START_LIMIT, say)
     make(run_dir)
-    found = Meeting(hosts.name, args.coordinator, token, nproc, command=(args.script, *args.arguments),
+    found = Meeting(hosts.name, args.coordinator, token, nproc, command=_script(args),
                     folder=os.getcwd())
     if hosts.rank == 0 and (there := meeting.read(run_dir)) is not None and there.token == token:
         meeting.publish(run_dir, found)
@@ -199,10 +205,14 @@ def _stand_by(args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run
                                    node=str(hosts.rank), store=args.store, job=args.job or hosts.name,
                                    hosts=hosts.count)
     coordinator, control = standby.start(spec, _START_LIMIT, say)
-    found = Meeting(hosts.name, control, token, nproc, command=(args.script, *args.arguments), folder=os.getcwd())
+    found = Meeting(hosts.name, control, token, nproc, command=_script(args), folder=os.getcwd())
     meeting.publish(run_dir, found)  # each host has all there is to know, since any of them may go
     tokens.publish(run_dir, token)
     return found, coordinator
+
+
+def _script(args: argparse.Namespace) -> tuple[str, ...]:
+    return script_command(args.script, args.arguments, args.module)
 
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
@@ -292,7 +302,7 @@ def _lead(
             meeting.publish(run_dir, Meeting(_name(hosts, life), refusal=str(error)))
         raise
     found = Meeting(_name(hosts, life), coordinator.control, token, nproc,
-                    command=(args.script, *args.arguments), folder=os.getcwd())
+                    command=_script(args), folder=os.getcwd())
     meeting.publish(run_dir, found)
     tokens.publish(run_dir, token)
     return found, coordinator

@@ -21,16 +21,18 @@ class Ending:
     """The end of the job on this host.
 
     Args:
-        tell: gets what the coordinator is to hear, also after a reconnect.
+        tell: gets what the coordinator is to hear.
 
     Attributes:
         end: the coordinator's word, once it is there.
+        told: what the coordinator has heard, and hears again after a reconnect.
         interrupted: whether a signal has asked for the end.
         time_to_leave: seconds that the job has to save and end once it is told to go; None: it goes at once.
     """
 
     def __init__(self, processes: Processes, restarts: Restarts, say: Say, tell: Callable[[Message], None]) -> None:
         self.end: Message | None = None
+        self.told: tuple[Message, ...] = ()
         self.interrupted = False
         self.time_to_leave: float | None = None
         self._processes = processes
@@ -38,6 +40,7 @@ class Ending:
         self._say = say
         self._tell = tell
         self._asked = 0.0
+        self._passed_on = self._handled = False
         self._kill_at: tuple[float, int] | None = None
 
     @property
@@ -58,7 +61,8 @@ class Ending:
         self.end = message
         self._restarts.cancel()
         grace = self._processes.job.grace
-        self._deadline(grace.failed if message["status"] else grace.well, signal.SIGTERM)
+        well = not message["status"] or message.get("finished", False)  # scripts that have ended may take their time
+        self._deadline(grace.well if well else grace.failed, signal.SIGTERM)
         soon = time.monotonic() + grace.terminated
         for worker in self._processes.workers.values():
             if worker.kill_at is not None and not message["status"]:  # it is about to end, with a status of its own
@@ -85,18 +89,42 @@ class Ending:
         name, grace = signal.Signals(number).name, self._processes.job.grace
         if self._processes.job.joining:
             self._say(f"{name}: the workers of this host leave the job; a second one ends them at once")
-            self._processes.signal_all(signal.SIGTERM)
+            self._pass_on()
             self._deadline(grace.well, signal.SIGKILL)
+        elif number == signal.SIGTERM and self._handled:
+            return  # another host was told to end, too
         elif number == signal.SIGTERM and self.time_to_leave is not None:
             self._say(f"{name}: the job saves what is committed (on_leave) and ends, within "
                       f"{self.time_to_leave:.0f} s (leave_timeout); a second one ends it at once")
-            self._tell(_interrupt_of(number))
+            self._tell_signal(number)
             self._deadline(self.time_to_leave + grace.terminated, signal.SIGTERM)
         else:
             self._say(f"{name}: ending all workers")
-            self._tell(_interrupt_of(number))
-            self._processes.signal_all(signal.SIGTERM)
+            self._tell_signal(number)
+            self._pass_on()
             self._deadline(grace.terminated, signal.SIGKILL)
+
+    def terminate(self, seconds: float) -> None:
+        """Scripts handle a SIGTERM to the job themselves: it is passed on to them, and they have so long. May be told
+        more than once."""
+        if self.end is not None or self._handled:
+            return
+        self._handled = True
+        self.told = tuple({**message, "handled": True} for message in self.told)
+        self._restarts.cancel()
+        self._say(f"the script handles SIGTERM itself: it has {seconds:.0f} s to end; a second one ends it at once")
+        if not self._passed_on:
+            self._pass_on()
+        self._kill_at = (time.monotonic() + seconds + self._processes.job.grace.terminated, signal.SIGKILL)
+
+    def _tell_signal(self, number: int) -> None:
+        message = f"interrupted by {signal.Signals(number).name}"
+        self.told = ({"type": "interrupt", "status": 128 + number, "message": message},)
+        self._tell(self.told[0])
+
+    def _pass_on(self) -> None:
+        self._passed_on = True
+        self._processes.signal_all(signal.SIGTERM)
 
     def check_deadline(self) -> None:
         """Workers that have had their time are told, or made, to end."""
@@ -113,7 +141,3 @@ class Ending:
         moment = time.monotonic() + seconds
         if self._kill_at is None or moment < self._kill_at[0] or number == signal.SIGKILL:
             self._kill_at = (moment, number)
-
-
-def _interrupt_of(number: int) -> Message:
-    return {"type": "interrupt", "status": 128 + number, "message": f"interrupted by {signal.Signals(number).name}"}

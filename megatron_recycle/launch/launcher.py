@@ -61,7 +61,7 @@ class Launcher:
         self.restarts = Restarts(self._say, lambda rank: self._link.send(_stays_out(rank)))
         starts = Starts({rank: index for index, rank in enumerate(job.ranks, job.first_local)})
         self.processes = Processes(job, starts.devices, self._say)
-        self.ending = Ending(self.processes, self.restarts, self._say, self._tell)
+        self.ending = Ending(self.processes, self.restarts, self._say, self._send)
         self.services = Services(coordinator, self.ending, self._say)
         self.starting = Starting(self.processes, self.restarts, starts, self._say, self.spawn, self._tell)
         self._follower = Follower(job.run_dir, job.show, say)
@@ -150,6 +150,9 @@ class Launcher:
         worker.status = worker.child.collect()
         told = (worker.rank, worker.pid) in self.summary.errors
         words = last_words(worker.child.log) if worker.status and not told else ""
+        lost = self._link.lost_since
+        alone = 0.0 if lost is None else time.monotonic() - lost
+        cut = (worker.status or 0) > 0 and alone > self.job.grace.failed
         self._tell({
             "type": "exit",
             "rank": worker.rank,
@@ -158,6 +161,7 @@ class Launcher:
             "t": moment,
             "log": f"{worker.child.log}" + (f" ({words})" if words else ""),
             "move": worker.move,
+            "said": f"its host was without a coordinator for {alone:.0f} s" if cut else "",
         })
         if (worker.status or worker.joins) and not self.ending.over:
             why = f": {words}" if words else ""
@@ -169,6 +173,9 @@ class Launcher:
     def _tell(self, message: Message) -> None:
         """Tell the coordinator, and again after every reconnect."""
         self._told.append(message)
+        self._send(message)
+
+    def _send(self, message: Message) -> None:
         self._link.send(message)
 
     # The loop
@@ -276,7 +283,8 @@ class Launcher:
         hello = {"type": "hello", "role": "launcher", "host": self.processes.host, "size": self.job.size}
         staying = [_stays_out(rank) for rank in sorted(self.restarts.given_up)]
         places = 0 if self.job.joining else self.job.places
-        return [{**hello, "ranks": list(self.job.ranks), "places": places}, *self._told, *staying]
+        return [{**hello, "ranks": list(self.job.ranks), "places": places}, *self._told,
+                *self.ending.told, *staying]
 
     def _heard(self, message: Message) -> None:
         self._inbox.put(message)

@@ -54,6 +54,9 @@ class Obeying:
         if (worker := self._processes.mine(command["rank"], command["pid"])) is not None:
             self._follower.speaks(worker.rank, command["offset"])
 
+    def _terminate(self, command: Message) -> None:
+        self._ending.terminate(command["seconds"])
+
     def _progress(self, command: Message) -> None:
         self._services.progress()
 
@@ -85,6 +88,7 @@ _METHODS: Mapping[str, Callable[[Obeying, Message], None]] = {
     "start": Obeying._start,
     "drop": Obeying._drop,
     "joined": Obeying._joined,
+    "terminate": Obeying._terminate,
     "out": Obeying._out,
     "speaks": Obeying._speaks,
     "progress": Obeying._progress,

@@ -94,6 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="under Slurm: a SIGTERM (sbatch --signal=TERM@120, pre-emption) saves a checkpoint (on_leave), and Slurm "
         "starts the job again (scontrol requeue); a job that is cancelled stays so",
     )
+    parser.add_argument("-m", "--module", action="store_true",
+                        help="the script is a module's name, as in `python -m` and torchrun")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_recycle.environment import HOST, JOINING
+from megatron_recycle.control.host_memory import HostMemory
+from megatron_recycle.environment import HOST, JOINING, MEMORY
 from megatron_recycle.launch.child import Child
 
 NOT_JOINED = "not joined"
@@ -101,6 +102,7 @@ class Processes:
         self.lives: list[WorkerProcess] = []
         self.devices = devices
         self._say = say
+        self._memory = HostMemory.create()
 
     @property
     def host(self) -> str:
@@ -119,7 +121,10 @@ class Processes:
         }
         if out is not None:
             environ[JOINING] = "1"
-        child = Child(self.job.command, environ, self.log(rank))
+        if self._memory is not None:
+            environ[MEMORY] = self._memory.address
+        child = Child(self.job.command, environ, self.log(rank),
+                      keep=() if self._memory is None else (self._memory.descriptor,))
         if rank in self.workers:
             self.workers[rank].child.release()
         if child.unlogged is not None:
@@ -168,3 +173,5 @@ class Processes:
         """Close the descriptors of what has ended."""
         for worker in self.workers.values():
             worker.child.release()
+        if self._memory is not None:
+            self._memory.close()

@@ -152,7 +152,7 @@ class Starting:
             if move:
                 self._starts.end(rank)
                 self._tell({"type": "exit", "rank": rank, "pid": 0, "status": 1, "t": time.time(), "log": log,
-                            "move": move})
+                            "move": move, "said": ""})
             elif out == _CUT_OFF:
                 self._restarts.cut_off(rank, time.monotonic(), log)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,12 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.observe.events import format_event
 from megatron_recycle.observe.text import printable
 
+log = logging.getLogger(__name__)
+
 _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
     "restoring", "restored", "unreadable", "joined", "join_failed", "moving", "move_failed", "skipped", "left_out",
-    "saved", "finished",
+    "save_failed", "saved", "finished",
 )
 _AGAIN: Mapping[str, tuple[str, ...]] = {
     "started": (), "suspected": ("rank", "pid", "generation", "kind"), "joined": ("rank", "pid", "generation"),
@@ -56,8 +59,19 @@ class Summary:
         """The errors that processes, by rank and pid, have failed with."""
         self._last = 0.0
         self._seen: set[tuple[Any, ...]] = set()
+        self._odd = False
 
     def add(self, event: Mapping[str, Any]) -> str | None:
+        """Raises nothing, whatever the event is like: no worker ends because of a line for people."""
+        try:
+            return self._add(event)
+        except Exception:
+            if not self._odd:
+                self._odd = True
+                log.exception("recycle: an event cannot be shown, and others like it are left out: %.300r", event)
+            return None
+
+    def _add(self, event: Mapping[str, Any]) -> str | None:
         name = event["event"]
         if self._known(event):
             return None
@@ -77,7 +91,7 @@ class Summary:
                 failure.plan = str(event.get("source", ""))
         elif name == "resumed":
             for failure in self._open():
-                failure.resumed_ms = event.get("ms")
+                failure.resumed_ms = None if event.get("ms") is None else float(event["ms"])
         elif name == "restored":
             self._latest = event["iteration"]
         elif name == "skipped":
@@ -101,8 +115,8 @@ class Summary:
 
     def rank_of(self, event: Mapping[str, Any]) -> int | None:
         """The rank that an event is about; None: the job, or nobody that is known."""
-        if "rank" in event:
-            return int(event["rank"])
+        if isinstance(rank := event.get("rank"), int):
+            return rank
         return next((rank for rank, worker in self.names.items() if worker == event.get("worker")), None)
 
     def _known(self, event: Mapping[str, Any]) -> bool:
@@ -123,8 +137,8 @@ class Summary:
                 event["pid"],
                 event["kind"],
                 event["iteration"],
-                event.get("ms", 0.0),
-                event.get("ms", 0.0) if event.get("stranded") else None,  # training did not stop for it
+                float(event.get("ms", 0.0)),
+                float(event.get("ms", 0.0)) if event.get("stranded") else None,  # training did not stop for it
             )
         )
 
@@ -168,9 +182,7 @@ def _last_host(event: Mapping[str, Any]) -> str:
 
 def _line(event: Mapping[str, Any]) -> str:
     """An event for people: of what stands in it worker by worker, they see the counts."""
-    shown = {key: value for key, value in event.items() if key not in ("members", "ranks", "pids", "hosts", "grid")}
-    if "members" in event:
-        shown["workers"] = len(event["members"])
+    shown = {key: value for key, value in event.items() if key not in ("ranks", "hosts", "grid")}
     if "grid" in event:
         shown["pipelines"], shown["stages"] = len(event["grid"]["microbatches"]), event["grid"]["stages"]
     if "hosts" in event:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from megatron_recycle import nccl_settings
 from megatron_recycle.control.addresses import targets
+from megatron_recycle.errors import ConfigError
 
 
 def torchrun_environment(
@@ -52,6 +56,33 @@ def say_to(stream: Any) -> Callable[[str], None]:
     return say
 
 
-def python_command(script: str, arguments: Sequence[str]) -> list[str]:
-    """A worker's command: the script with the plugin on."""
-    return [sys.executable, "-m", "megatron_recycle", script, *arguments]
+def script_command(script: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
+    """The script with its arguments, as they end a command line of `recycle run`."""
+    return (*(("-m",) if module else ()), script, *arguments)
+
+
+def python_command(script: Sequence[str]) -> list[str]:
+    """A worker's command: the script (see `script_command`) with the plugin on."""
+    return [sys.executable, "-m", "megatron_recycle", *script]
+
+
+def check_script(script: str, module: bool) -> None:
+    """Raises ConfigError if there is no such script. Of a module only the first name is looked up: further ones would
+    take an import."""
+    if not module:
+        if not Path(script).exists():
+            raise ConfigError(f"there is no script {script}")
+    elif script.endswith(".py") and Path(script).is_file():
+        raise ConfigError(f"-m takes a module's name, and {script} is a file: leave -m out")
+    elif not all(part.isidentifier() for part in script.split(".")):
+        raise ConfigError(f"-m takes a module's whole name, as package.module, and not {script}")
+    elif not _is_there(script.partition(".")[0]):
+        raise ConfigError(f"there is no module {script}")
+
+
+def _is_there(name: str) -> bool:
+    """Whether workers find this module or package, which has no dot: in the working directory, or installed."""
+    try:
+        return PathFinder.find_spec(name, [os.getcwd()]) is not None or find_spec(name) is not None
+    except ValueError:  # of a module without a specification
+        return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from megatron_recycle.membership import failing, guarding, records
 from megatron_recycle.membership.decisions import Emit, Step, Tell
-from megatron_recycle.membership.inputs import Unreadable, Written
+from megatron_recycle.membership.inputs import Unreadable, Unwritten, Written
 from megatron_recycle.membership.state import State
 
 
@@ -44,3 +44,13 @@ def unreadable(state: State, happened: Unreadable, now: float) -> Step:
     state, decisions = failing.next_generation(
         state, {}, now, now, reason=f"the checkpoint in {happened.place} cannot be read ({known['unread']})")
     return state, (record, Emit(event), *decisions)
+
+
+def unwritten(state: State, happened: Unwritten, now: float) -> Step:
+    """A member cannot write its part, and nobody is at fault: in a new generation with the same members all agree that
+    there is no such checkpoint."""
+    member = state.member(happened.incarnation)
+    if member is None or happened.generation != state.generation:
+        return state, ()
+    return failing.next_generation(
+        state, {}, now, now, reason=f"{member.worker} cannot write its part of a checkpoint ({happened.why})")

@@ -24,7 +24,8 @@ LAST = "the job ends after a last checkpoint"
 
 
 def end(state: State, status: int, message: str, now: float, again: bool = False) -> Step:
-    """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none.
+    """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none. After a signal
+    that scripts handle themselves it says how they have ended; the status is the signal's.
 
     Args:
         again: whether the script may do better if it is started again.
@@ -32,6 +33,8 @@ def end(state: State, status: int, message: str, now: float, again: bool = False
     if state.closing is not None:
         status, again = state.closing.status, state.closing.again
         message = f"{sentence(state.closing.message)} No checkpoint was written: {sentence(message)} {last(state)}"
+    if state.asked is not None:
+        status, message, again = state.asked[0], f"{state.asked[1]}, which the script handles itself: {message}", False
     told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
     event = {
         "event": "finished",

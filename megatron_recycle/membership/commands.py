@@ -23,6 +23,11 @@ def begun(state: State) -> Command:
                     "leave_timeout": description.get("leave_timeout") if saves else None})
 
 
+def terminate(seconds: float) -> Command:
+    """The job is asked to end by SIGTERM, and scripts handle that themselves: all workers get it, and have so long."""
+    return Command({"type": "terminate", "seconds": seconds})
+
+
 def out(member: Member, kind: FailureKind, fault: Fault | None) -> Command:
     """A process was declared out: it is to end, and its launcher may start another one."""
     error = "" if fault is None else f"{fault} {fault.where}"

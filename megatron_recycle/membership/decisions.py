@@ -5,6 +5,7 @@ All of them are frozen. Times are Unix seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_recycle.membership.state import Message, State
@@ -69,6 +70,13 @@ class AwaitSaved:
 
 
 @dataclass(frozen=True)
+class AwaitEnd:
+    """Feed `EndLate` in so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class AwaitPlace:
     """Feed `PlaceLate(generation)` when the time for the processes of a lost stage is over."""
 
@@ -83,6 +91,18 @@ class MakePlan:
     generation: int
     failed: frozenset[str]
     policy: str | None = None
+
+
+@dataclass(frozen=True)
+class MakeRedo:
+    """Plan the rest of an iteration that a failure has interrupted, and feed `Redone`.
+
+    `plan` is the generation's; `done` has the actions that each live worker has done of the iteration, in its order.
+    """
+
+    generation: int
+    plan: Message
+    done: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -121,6 +141,6 @@ class End:
     again: bool = False
 
 
-Decision = (Record | Note | Tell | Command | Await | AwaitPlace | AwaitSaved | AwaitLoss | MakePlan | Improve
-            | FindMoves | Emit | End)
+Decision = (Record | Note | Tell | Command | Await | AwaitEnd | AwaitPlace | AwaitSaved | AwaitLoss | MakePlan
+            | MakeRedo | Improve | FindMoves | Emit | End)
 Step = tuple[State, tuple[Decision, ...]]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import signal
 
-from megatron_recycle.membership import closing, failing
-from megatron_recycle.membership.decisions import AwaitSaved, Emit, Step
+from megatron_recycle.membership import closing, commands, failing, poison
+from megatron_recycle.membership.decisions import AwaitEnd, AwaitSaved, Emit, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.inputs import Finished, Interrupted
+from megatron_recycle.membership.inputs import EndLate, Finished, Interrupted
 from megatron_recycle.membership.state import Closing, Phase, State
 
 _TOLD_TO_LEAVE = 128 + signal.SIGTERM
+BY_ITSELF = 30.0
+"""Seconds that a script with a SIGTERM handler of its own has to end, as under torchrun."""
 
 
 def finished(state: State, happened: Finished, now: float) -> Step:
@@ -25,18 +27,27 @@ def finished(state: State, happened: Finished, now: float) -> Step:
     left = Emit({**event, "kind": FailureKind.LEAVE})
     if len(state.finished) < (len(state.members) or state.size):
         return state, (left,)
-    state, ending = closing.end(state, 0, "the job has finished", now)
+    failed = poison.behind_training(state)
+    state, ending = closing.end(state, int(bool(failed)), failed or "the job has finished", now)
     return state, (left, *ending)
 
 
 def interrupted(state: State, happened: Interrupted, now: float) -> Step:
     """Launchers tell of it again after a reconnect, and there may be several."""
     leaves = happened.status == _TOLD_TO_LEAVE
-    if leaves and state.closing is not None:
+    if leaves and (state.closing is not None or state.asked is not None):
         return state, ()
-    if not leaves or not closing.wanted(state):
-        return closing.end(state, happened.status, happened.message, now, happened.again)
-    return leave(state, Closing(happened.message, happened.status), now)
+    if leaves and closing.wanted(state):
+        return leave(state, Closing(happened.message, happened.status), now)
+    if leaves and happened.handled:
+        return state.with_(asked=(happened.status, happened.message)), (commands.terminate(BY_ITSELF),
+                                                                      AwaitEnd(BY_ITSELF))
+    return closing.end(state, happened.status, happened.message, now, happened.again)
+
+
+def late(state: State, happened: EndLate, now: float) -> Step:
+    """The time that scripts have to end by themselves is over."""
+    return closing.end(state, 1, f"it has not ended within {BY_ITSELF:.0f} s. {closing.last(state)}", now)
 
 
 def leave(state: State, to_close: Closing, now: float) -> Step:

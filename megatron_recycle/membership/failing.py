@@ -24,13 +24,25 @@ from megatron_recycle.membership import (
     poison,
     policies,
     records,
+    redo,
     surviving,
     training,
 )
-from megatron_recycle.membership.decisions import Await, AwaitSaved, Command, Decision, Emit, MakePlan, Step, Tell
+from megatron_recycle.membership.decisions import (
+    Await,
+    AwaitSaved,
+    Command,
+    Decision,
+    Emit,
+    MakePlan,
+    MakeRedo,
+    Step,
+    Tell,
+)
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.holding import lost_with
-from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Reported, ReportsLate
+from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Redone, Reported, ReportsLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, decide
@@ -49,6 +61,8 @@ def exited(state: State, happened: Exited, now: float) -> Step:
         return _lost_stranded(state, member, FailureKind.EXIT, happened.since, now)
     if member is None:
         return moving.not_started(state, happened, now)
+    if happened.said and poison.said_by(state, member) is None:
+        state = poison.remembered(state, member, Fault(happened.said, "", state.committed, recovery=True), 0)
     left = not happened.status and member.worker in state.finished
     kind = FailureKind.LEAVE if left else FailureKind.EXIT
     return lost(state, Lost((Loss(member.incarnation, kind),), happened.since), now)
@@ -278,6 +292,13 @@ def planned(state: State, happened: Planned, now: float) -> Step:
     return state, (Emit(event), *decisions)
 
 
+def redone(state: State, happened: Redone, now: float) -> Step:
+    """The plan for the rest of the iteration, or that it begins anew."""
+    if state.phase is not Phase.RECOVERING or happened.generation != state.generation or state.redo is None:
+        return state, ()
+    return _go(state.with_(redo=replace(state.redo, known=True, plan=happened.plan)), now)
+
+
 def plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
     """Nobody can train without a plan."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
@@ -306,8 +327,13 @@ def _go(state: State, now: float) -> Step:
         return surviving.end(state, resume.message, now) if stage_gone(state) is not None else closing.end(
             state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
+    if state.redo is None and (done := redo.done(state, resume)):
+        return state.with_(redo=redo.asked(state, resume, done)), (MakeRedo(state.generation, state.plan, done),)
+    if state.redo is not None and not state.redo.known:
+        return state, ()
     carry = policies.carried(state, resume)
-    resume = policies.without_loss(state, resume, carry)
+    resume = redo.without_kept(state, policies.without_loss(state, resume, carry))
+    carry = carry or redo.carried(state, resume)
     plan, back = state.plan, tuple[dict[str, Any], ...]()
     if resume.restored:
         state, back = guarding.went_back(state, resume, now)

@@ -30,7 +30,7 @@ class Fault:
     text: str
     """Its text, on one line."""
     iteration: int | None = None
-    """The iteration of the action; without an action the last one that the worker was in. None: before any."""
+    """The iteration of the action; without an action the last one that the worker has behind it. None: before any."""
     action: str | None = None
     """The action under way, as plans write it, e.g. ``F1.3``; ``S`` is the reduction and the step. None: outside."""
     refused: bool = False
@@ -95,6 +95,10 @@ class Fault:
     def work(self) -> str | None:
         """The action, as any worker has it: one runs a backward in full (``FB1.3``) that another splits (``B1.3``)."""
         return self.action.replace("FB", "B") if self.action else None
+
+    def behind(self, iteration: int) -> bool:
+        """Whether it came up after ``iteration``, in no action."""
+        return self.action is None and not self.recovery and self.iteration is not None and self.iteration >= iteration
 
     def same(self, other: Fault) -> bool:
         """Whether another worker's is the same one: type, text but for numbers, and what was being done. Outside of

@@ -23,6 +23,8 @@ from megatron_recycle.plan.grid import Grid
 OWN = ("model", "full_backward", "lendable", "ties")
 """Keys of a description that need to be equal only among processes that hold the same model."""
 
+_ACTION_BYTES = 7
+"""Of one action in a plan, at least: `"F0.0",`."""
 MADE = ("lending",)
 """Keys of a job's description that no process tells: they are made of what all have told."""
 
@@ -107,6 +109,8 @@ def _form(state: State, now: float) -> Step:
             f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
         )
         return closing.end(state, 1, text, now)
+    if text := _too_large(grid):
+        return closing.end(state, 1, text, now)
     if text := _ties_apart(state.descriptions):
         return closing.end(state, 1, text, now)
     if state.shape is not None and grid.total != state.shape.microbatches:
@@ -140,6 +144,16 @@ def _form(state: State, now: float) -> Step:
     kept = (records.learnt(state),) if any(state.learnt.values()) else ()
     kept = (*kept, records.decided(state, [started]))
     return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset(), policies.plan_by(state)))
+
+
+def _too_large(grid: Grid) -> str:
+    """Why no plan of this grid can be told; nothing: one may be."""
+    least = 2 * grid.stages * grid.total  # a forward and a backward each
+    if least * _ACTION_BYTES <= messages.MOST_BYTES:
+        return ""
+    return (f"the grid is too large: {grid.pipelines} pipelines x {grid.stages} stages with {grid.total} micro-batches "
+            f"make {least} actions or more, and a plan may have {messages.MOST_BYTES // _ACTION_BYTES}: take fewer, "
+            "larger micro-batches")
 
 
 def _ties_apart(descriptions: Mapping[str, Mapping[str, Any]]) -> str:

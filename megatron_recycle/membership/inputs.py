@@ -62,7 +62,7 @@ class Exited:
     move: int = 0
     """The number of the move that the process was started for."""
     said: str = ""
-    """The error that it has failed with, of one that has told."""
+    """Why, as it has told itself, or as its launcher knows."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,14 @@ class Planned:
 class PlanFailed:
     generation: int
     error: str
+
+
+@dataclass(frozen=True)
+class Redone:
+    """The answer to `MakeRedo`: a plan that begins with all that is done; None: the iteration is begun anew."""
+
+    generation: int
+    plan: Message | None
 
 
 @dataclass(frozen=True)
@@ -233,6 +241,15 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
+class Unwritten:
+    """A member cannot write its part of a checkpoint, while others wait for it in the midst of theirs."""
+
+    incarnation: str
+    generation: int
+    why: str
+
+
+@dataclass(frozen=True)
 class SavedLate:
     generation: int
 
@@ -273,11 +290,17 @@ class PlaceLate:
 @dataclass(frozen=True)
 class Interrupted:
     """Somebody outside (a signal, a limit of time, the launcher) ends the job. `again`: the script may do better if it
-    is started again."""
+    is started again. `handled`: some script has a handler of its own for the signal."""
 
     status: int
     message: str
     again: bool = False
+    handled: bool = False
+
+
+@dataclass(frozen=True)
+class EndLate:
+    """The time that scripts have to end after a signal that they handle themselves is over."""
 
 
 Input = (
@@ -290,6 +313,7 @@ Input = (
     | ReportsLate
     | Planned
     | PlanFailed
+    | Redone
     | Improved
     | MovesFound
     | StaysOut
@@ -307,8 +331,10 @@ Input = (
     | PlaceLate
     | Written
     | Unreadable
+    | Unwritten
     | NoLoss
     | Stuck
     | Restarted
     | Interrupted
+    | EndLate
 )

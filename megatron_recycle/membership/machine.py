@@ -86,6 +86,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.ReportsLate: failing.reports_late,
     inputs.Planned: failing.planned,
     inputs.PlanFailed: retrying.no_plan,
+    inputs.Redone: failing.redone,
     inputs.Hinted: reconnect.hinted,
     inputs.NoLoss: reconnect.no_loss,
     inputs.Stuck: reconnect.stuck,
@@ -104,6 +105,8 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.PlaceLate: restoring.late,
     inputs.Written: checkpoints.written,
     inputs.Unreadable: checkpoints.unreadable,
+    inputs.Unwritten: checkpoints.unwritten,
     inputs.Finished: ending.finished,
     inputs.Interrupted: ending.interrupted,
+    inputs.EndLate: ending.late,
 }

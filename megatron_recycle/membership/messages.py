@@ -21,6 +21,8 @@ from megatron_recycle.membership.state import Member, State
 from megatron_recycle.plan.grid import Grid
 
 Message = dict[str, Any]
+MOST_BYTES = 128 * 1024 * 1024
+"""Of a message with a plan, unpacked: some 14 million actions."""
 FENCED_STATUS = 3
 """Exit status of a worker that was declared out and notices."""
 
@@ -36,11 +38,16 @@ class WireError(ValueError):
     """A frame or message that is malformed, too large, of another version, replayed, or made without the token."""
 
 
+class TooLarge(WireError):
+    """A message that cannot be sent, now or ever."""
+
+
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
 _MOST = 1e18
 """Seconds or bytes; nothing that is measured comes near."""
 _MESSAGE = re.compile(r"[FB]\d+\.\d+\Z")
+_ACTION = re.compile(r"(?:F|B|W|FB)\d{1,9}\.\d{1,9}(?:/\d{1,9})?\Z")
 
 FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"worker": str, "rank": int, "incarnation": str, "pid": int, "host": str, "generation": int},
@@ -62,13 +69,17 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "saved": {"generation": int, "place": str, "error": str},
     "written": {"generation": int, "iteration": int, "place": str, "facts": (dict, type(None))},
     "unreadable": {"generation": int, "place": str, "why": str},
+    "unwritten": {"generation": int, "why": str},
     "ending": {"fault": (dict, type(None)), "t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
+    "fetch": {"digest": str, "part": int, "memory": str},
+    "fetched": {"digest": str, "memory": str},
 }
 FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"host": str, "ranks": list, "places": int},
     "heartbeat": {"progress": (dict, type(None))},
-    "exit": {"rank": int, "pid": int, "status": (int, type(None)), "t": _NUMBER, "log": str, "move": int},
+    "exit": {"rank": int, "pid": int, "status": (int, type(None)), "t": _NUMBER, "log": str, "move": int,
+             "said": str},
     "interrupt": {"status": int, "message": str},
     "join": {"count": int},
     "stays_out": {"rank": int},
@@ -110,10 +121,15 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "noted": {"generation": int, "place": str},
     "offer": {"generation": int, "number": int, "plan": (dict, type(None))},
     "end": {"status": int, "message": str},
+    "parcel": {"generation": int, "digest": str, "data": str},
+    "part": {"digest": str, "part": int, "parts": int, "data": str},
+    "there": {"digest": str},
 }
+"""A go and an offer travel as parcels; see `control.parcels`."""
 TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "event": {"event": dict},
     "begun": {"max_restarts": int, "leave_timeout": _OPTIONAL_NUMBER},
+    "terminate": {"seconds": _NUMBER},
     "out": {"rank": int, "pid": int, "kind": str, "error": str},
     "joined": {"rank": int, "pid": int},
     "start": {"rank": int, "beside": int, "pid": int, "move": int},
@@ -124,6 +140,17 @@ TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "places": {"ranks": list, "size": int, "environ": dict, "refusal": str, "again_s": _NUMBER},
     "end": {"status": int, "message": str},
 }
+EVENTS: Mapping[str, Mapping[str, Any]] = {
+    "corrupt": {"iteration": int, "digests": dict},
+    "guarded": {"iteration": int, "stages": list, "bytes": int, "ms": _NUMBER},
+    "healed": {"iteration": int, "bytes": int, "ms": _NUMBER},
+    "rebuilt": {"generation": int, "ms": _NUMBER},
+    "refuses_itself": {"reason": str},
+    "rolled_back": {"iteration": int, "actions": int},
+    "save_failed": {"iteration": int, "error": str, "workers": int},
+}
+"""The events that a worker may say, with their fields; none has the name of one that the coordinator decides on."""
+OPTIONAL_EVENT = {"shard": int, "shards": list}
 REPORT = {
     "iteration": int,
     "attempt": int,
@@ -132,8 +159,7 @@ REPORT = {
     "verdict": (dict, type(None)),
     "actions": int,
 }
-OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "guard": dict,
-                   "kept": dict}
+OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "guard": dict, "kept": list}
 """Further fields of a report (see `resume.decide`); one of a wrong type is refused all the same."""
 
 
@@ -155,6 +181,8 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
         _check_measured(message)
     if kind == "ask":
         _check_ask(message)
+    if kind == "event" and "fields" in known[kind]:
+        _check_event(message["event"], message["fields"])
     if kind == "ready":
         _check_description(message["description"])
         _fields(kind, message, {"learnt": list} if "learnt" in message else {})
@@ -169,8 +197,14 @@ def check_report(report: Mapping[str, Any]) -> None:
     if not isinstance(kept["of"], dict) or not all(isinstance(each, list) and all(type(one) is int for one in each)
                                                    for each in (kept["own"], *kept["of"].values())):
         raise WireError(f"report: guard is {report['guard']!r:.60}, which names no iterations")
-    if "kept" in report:
-        _fields("report: kept", report["kept"], {"iteration": int, "chain": int, "done": int})
+    for attempt in report.get("kept", ()):
+        if not isinstance(attempt, dict):
+            raise WireError(f"report: kept names {attempt!r:.60}, which is no attempt")
+        _fields("report: kept", attempt, {"iteration": int, "chain": int, "actions": list})
+        if type(attempt.get("provisional")) is not bool:
+            raise WireError("report: kept does not say whether it is provisional")
+        if not all(isinstance(action, str) and _ACTION.match(action) for action in attempt["actions"]):
+            raise WireError("report: kept has something that is no action")
     for name in ("back", "read"):
         if not isinstance(kept.get(name), (int, type(None))):
             raise WireError(f"report: guard goes back to {kept[name]!r:.60}, which is no iteration")
@@ -212,6 +246,19 @@ def _check_ask(message: Message) -> None:
     texts = [*message["keys"], *(value for value in message["values"] if value is not None)]
     if not all(isinstance(text, str) for text in texts):
         raise WireError("ask: a key or value is no text")
+
+
+def _check_event(name: str, fields: Mapping[str, Any]) -> None:
+    if name not in EVENTS:
+        raise WireError(f"event: {name!r:.60} is none that a worker says")
+    optional = {field: kind for field, kind in OPTIONAL_EVENT.items() if field in fields}
+    _fields(name, fields, {**EVENTS[name], **optional})
+    if more := [*fields.keys() - EVENTS[name].keys() - optional.keys()]:
+        raise WireError(f"{name}: {more[0]!r:.60} is no field of it")
+    for field, value in fields.items():
+        parts: Any = value.values() if isinstance(value, dict) else value if isinstance(value, list) else (0,)
+        if not all(type(part) in (int, str) for part in parts):
+            raise WireError(f"{name}: {field} is {value!r:.60}, which holds more than numbers and texts")
 
 
 def _check_measured(message: Mapping[str, Any]) -> None:

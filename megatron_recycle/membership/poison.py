@@ -100,6 +100,17 @@ def too_many(state: State, fault: Fault, text: str) -> str:
     return f"{text} {lately} micro-batches were left out within {_WITHIN} iterations; more are not (poison: skip)."
 
 
+def behind_training(state: State) -> str | None:
+    """What the scripts of a job that has come to its end have failed with after the last iteration; None: nothing. It
+    cost the job nothing, but what such a script had still to do (an export) is not done. Errors of those that came in
+    again are forgotten."""
+    found = [f"{said.worker} has failed {said.fault.where}: {said.fault}" for said in state.faults
+             if said.incarnation in state.fenced and said.fault.behind(state.committed)]
+    if not found:
+        return None
+    return (f"training has come to its end, but {'; '.join(found)}. What that script had still to do is not done")
+
+
 def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = None) -> str:
     """Each of ``out`` with the kind of its failure (of ``kinds``, or as it is known), and with what it has said."""
     said = {one.worker: str(one.fault) for one in state.faults if one.fault.unlent is None}

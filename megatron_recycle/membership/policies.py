@@ -92,16 +92,17 @@ def carried(state: State, resume: Resume) -> dict[str, Any] | None:
     for name, report in state.reports.items():
         if Process.parse(name).worker.pipeline in gone:
             continue
-        kept = report.get("kept")
-        if kept is not None and (kept["iteration"], kept["chain"]) == (following, chain):
-            done[name] = kept["done"]
+        kept = next((kept for kept in report.get("kept", ())
+                     if (kept["iteration"], kept["chain"]) == (following, chain)), None)
+        if kept is not None:
+            done[name] = len(kept["actions"])
         elif report["iteration"] < following or not (report["actions"] or report.get("torn")):
             done[name] = 0
         else:
             return None
     if plan.get("source") != "drop" or not any(done.values()):
         return None
-    return {"iteration": following, "chain": chain, "plan": plan, "done": done}
+    return {"iteration": following, "chain": chain, "plan": plan, "done": done, "provisional": False}
 
 
 def without_loss(state: State, resume: Resume, carry: Mapping[str, Any] | None) -> Resume:

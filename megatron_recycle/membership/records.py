@@ -101,6 +101,7 @@ TRANSIENT: Mapping[str, str] = {
     "leaving": _AGAIN,
     "standing": _AGAIN,
     "reports": _AGAIN,
+    "redo": "it is planned again from the reports",
     "resumed": _AGAIN,
     "finished": _AGAIN,
     "hints": _AGAIN,
@@ -120,6 +121,7 @@ TRANSIENT: Mapping[str, str] = {
     "stood_since": "expendable: a duration in an event",
     "spared": "expendable: it is reported once more",
     "mended": "a coordinator that has come back tries as often again",
+    "asked": "launchers tell of the signal again",
     "gone": _FORMING,
     "descriptions": _FORMING,
     "samples": _FORMING,
@@ -201,21 +203,21 @@ def ended(status: int, message: str, again: bool, event: Message) -> Record:
 # Reading
 
 
-def restore(size: int, records: Sequence[Json], told: Sequence[Json] = ()) -> State:
+def restore(size: int, records: Sequence[Json]) -> State:
     """The state to start from; feed `Restarted` to it once.
 
-    `records` are the journal's, in order; of events.jsonl, which may have been lost, `told` is what is left: an
-    iteration whose commit is in it is not told again. Before generation 1 nothing was decided.
+    `records` are the journal's, in order. Before generation 1 nothing was decided. Iterations that were committed since
+    the last note follow from what workers say again.
     """
     state = State(size=size, offers=max((one["number"] for one in records if one["kind"] == "offer"), default=0))
     if (record := _last(records, "decided")) is not None:
-        state = _of_decided(state, record, records, _committed(records, told))
+        state = _of_decided(state, record, records, _committed(records))
     if (record := _last(records, "go")) is not None:
         resume = Resume.from_json(record["resume"])
         before = resume.target if record["generation"] == 1 else -1  # a checkpoint's iterations are not of this run
         state = state.with_(resume=resume, committed=max(state.committed, before))
     if any(one["kind"] == "go" and one["resume"]["restored"] for one in records):
-        state = state.with_(committed=_committed_again(records, told))
+        state = state.with_(committed=_committed_again(records))
     for record in (one for one in records if one["kind"] == "checkpoint"):
         state = state.with_(checkpoints=noted(state.checkpoints, record["checkpoint"]))
     if (record := _last(records, "end")) is not None:
@@ -241,19 +243,16 @@ def _of_decided(state: State, decided: Json, records: Sequence[Json], committed:
     )
 
 
-def _committed(records: Sequence[Json], told: Sequence[Json]) -> int:
-    return max((one["iteration"] for one in (*records, *told) if "committed" in (one.get("kind"), one.get("event"))),
-               default=-1)
+def _committed(records: Sequence[Json]) -> int:
+    return max((one["iteration"] for one in records if one["kind"] == "committed"), default=-1)
 
 
-def _committed_again(records: Sequence[Json], told: Sequence[Json]) -> int:
+def _committed_again(records: Sequence[Json]) -> int:
     """The last committed iteration of a job that has gone back to an earlier one, at the last such go."""
     at = max(number for number, one in enumerate(records) if one["kind"] == "go" and one["resume"]["restored"])
     back, since = records[at], records[at + 1:]
     decided = [one["committed"] for one in since if one["kind"] == "decided"]
-    moment = max(event["t"] for event in back["events"])
-    events = [event for event in told if event.get("t", 0.0) > moment]
-    return max(back["resume"]["target"], *decided, _committed(since, events))
+    return max(back["resume"]["target"], *decided, _committed(since))
 
 
 def _last(records: Sequence[Json], kind: str) -> Json | None:
@@ -273,11 +272,12 @@ def taken_up(state: State, records: Sequence[Json], load: Callable[[str], Json |
 
 
 def untold(records: Sequence[Json], told: Sequence[Json]) -> list[dict[str, Any]]:
-    """Events of recorded decisions that a coordinator died too early to tell; `told` is events.jsonl."""
+    """Events of recorded decisions that a coordinator died too early to tell; `told` is events.jsonl, of which nothing
+    else follows."""
     seen = {_identity(event) for event in told}
     recorded = [dict(event) for record in records for event in record.get("events", ())]
     return [event for event in recorded if _identity(event) not in seen]
 
 
-def _identity(event: Json) -> tuple[Any, ...]:
-    return event["event"], event.get("t"), event.get("generation"), event.get("worker")
+def _identity(event: Json) -> str:
+    return repr([event.get(name) for name in ("event", "t", "generation", "worker")])

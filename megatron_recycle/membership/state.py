@@ -72,6 +72,19 @@ class Closing:
 
 
 @dataclass(frozen=True)
+class Redo:
+    """The rest of an interrupted iteration: `iteration`, and its `plan` once that is `known`; then None means that the
+    iteration is begun anew. `done`: how many actions of it each worker has done. `provisional`: some were done before
+    the iteration ahead was committed there."""
+
+    iteration: int
+    done: Mapping[str, int]
+    provisional: bool
+    known: bool = False
+    plan: Message | None = None
+
+
+@dataclass(frozen=True)
 class State:
     """Everything the coordinator's decisions depend on. `size` is the number of workers of the whole grid.
 
@@ -143,6 +156,8 @@ class State:
     reports: Mapping[str, Message] = field(default_factory=dict, metadata=_OF_GENERATION)
     plan: Message | None = field(default=None, metadata=_OF_GENERATION)
     """The plan of this generation, from when it is made; another one once all have adopted that."""
+    redo: Redo | None = field(default=None, metadata=_OF_GENERATION)
+    """The rest of the iteration that the generation begins with; None: nobody has asked for its plan."""
     go: Message | None = None
     """The last announced go, to be told again to a worker that lost its connection."""
     resume: Resume | None = None
@@ -191,6 +206,8 @@ class State:
     """Processes that were started for lost stages since an iteration was committed."""
     closing: Closing | None = field(default=None, metadata=_OF_GENERATION)
     """The end that this generation is for, if it does not train."""
+    asked: tuple[int, str] | None = None
+    """Status and message of a signal that asks the job to end, and that scripts handle themselves."""
 
     @property
     def stages(self) -> int:

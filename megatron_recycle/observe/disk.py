@@ -1,12 +1,83 @@
-"""Errors that are the disk's own, so that a writer of expendable files can go on without them."""
+"""Errors that are the disk's own, so that its writers can say which disk it is, and go on without what they write."""
 
 from __future__ import annotations
 
 import errno
+import os
+import re
+import tempfile
+from pathlib import Path
 
 _ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE})
+_OF_TORCH = ("inline_container", "PytorchStreamWriter", "Parent directory")
+"""Words of torch's writer of files, whose errors do not name the system's."""
+_NUMBER = re.compile(r"\[Errno (\d+)\]")
+_PROBE = 2**20
+"""Bytes."""
 
 
 def of_disk(error: OSError) -> bool:
     """Whether the disk is full, broken or read-only; not a link, a missing right, a reader that is gone."""
     return error.errno in _ERRORS
+
+
+def unwritten(error: BaseException, place: str | os.PathLike[str]) -> str | None:
+    """Why the checkpoint at ``place`` cannot be written, with its disk, where ``error`` is of writing files; None if it
+    is of something else."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError) and not _of_writer(cause):
+        cause = cause.__cause__
+    if cause is None:
+        return None
+    found = cause if isinstance(cause, OSError) else _told(str(cause)) or _probed(Path(place).parent)
+    return f"{_why(found, Path(place).parent) if found is not None else cause} while writing checkpoint {place}"
+
+
+def _of_writer(error: BaseException) -> bool:
+    """Whether it is of a writer of files that hides the system's error."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and (_told(text) is not None or any(words in text for words in _OF_TORCH))
+
+
+def _told(text: str) -> OSError | None:
+    """The system's error in the text of another one, as Megatron's writers in other processes tell it."""
+    found = _NUMBER.search(text)
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
+def _probed(folder: Path) -> OSError | None:
+    """What the system says to a file in ``folder``; None if it takes one."""
+    try:
+        if os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < _PROBE:  # a small file may fit all the same
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error
+    return None
+
+
+def _why(error: OSError, folder: Path) -> str:
+    """What the system says, with the disk of ``folder``."""
+    text = error.strerror or str(error)
+    if not of_disk(error):
+        return f"{text}: {error.filename}" if error.filename else text
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    disk = next((one for one in (folder.absolute(), *folder.absolute().parents) if one.is_mount()), folder)
+    try:
+        now = os.statvfs(folder)
+    except OSError:
+        return f"{text} on {disk}"
+    if error.errno != errno.ENOSPC:
+        return f"{text} on {disk}"
+    if now.f_files and not now.f_favail:
+        return f"no space left on {disk} (0 of {now.f_files} files free)"
+    return f"no space left on {disk} ({_size(now.f_bavail * now.f_frsize, now.f_blocks * now.f_frsize)} free)"
+
+
+def _size(free: int, total: int) -> str:
+    name, unit = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
+    return f"{free / unit:.3g} of {total / unit:.3g} {name}"

@@ -61,10 +61,10 @@ def draw_pair(
 
 
 def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
-    """A plan's actions as boxes, by workers, then in their order."""
+    """A plan's actions as boxes, by workers, then in their order, but for those that were done before."""
     found = []
     for worker in sorted(plan.workers):
-        for action, (start, end) in zip(timeline.actions[worker], timeline.times[worker]):
+        for action, (start, end) in zip(plan.rest(worker), timeline.times[worker][plan.done.get(worker, 0):]):
             guest = action.kind != "S" and action.pipeline != worker.pipeline
             number = f"{action.pipeline}.{action.microbatch}" if guest else f"{action.microbatch}"
             number += f"/{action.chunk}" if action.chunk else ""
@@ -185,6 +185,8 @@ def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
         parts.append(
             "failed " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         )
+    if plan.done:
+        parts.append(f"the rest, after {sum(plan.done.values())} actions that were done before")
     parts.append(f"period {timeline.period:g}, makespan {timeline.makespan:g}")
     parts.append(f"{plan.problem.objective}'s bound {plan.lower_bound:g}, plan by {plan.source}")
     return (f"{title}: " if title else "") + "; ".join(parts)

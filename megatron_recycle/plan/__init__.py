@@ -6,6 +6,8 @@ from megatron_recycle.plan.lending import Lent, borrowed, borrowings, lent
 from megatron_recycle.plan.messages import (
     Message,
     channels,
+    comes_first,
+    is_read,
     needs,
     passes_on,
     read_by,
@@ -17,8 +19,8 @@ from megatron_recycle.plan.messages import (
 from megatron_recycle.plan.pairs import Pair, pair_of, pairs, rounds, tied_givers, tied_pairs
 from megatron_recycle.plan.transfers import Transfer, postings, transfers
 
-from .action import STEP, Action, of_place
-from .bounds import lower_bound
+from .action import PASSES_ON, STEP, Action, of_place
+from .bounds import bound_of, lower_bound
 from .costs import Costs
 from .errors import DeadlockError, PlanError
 from .grid import Grid, Microbatch, Worker
@@ -28,9 +30,9 @@ from .replay import Timeline, replay
 from .validate import check, overfull, violations
 
 __all__ = [
-    "AHEAD", "STEP", "Action", "Costs", "Crossing", "DeadlockError", "Grid", "Lent", "Message", "Microbatch", "Pair",
-    "Piece", "Plan", "PlanError", "Problem", "Timeline", "Transfer", "Worker", "borrowed", "borrowings", "channels",
-    "check", "lent", "lower_bound", "needs", "of_place", "overfull", "pair_of", "pairs", "passes_on", "pieces",
-    "postings", "read_by", "reads", "receives", "replay", "results_in", "rounds", "surplus", "tied_givers",
-    "tied_pairs", "transfers", "violations",
+    "AHEAD", "PASSES_ON", "STEP", "Action", "Costs", "Crossing", "DeadlockError", "Grid", "Lent", "Message",
+    "Microbatch", "Pair", "Piece", "Plan", "PlanError", "Problem", "Timeline", "Transfer", "Worker", "borrowed",
+    "borrowings", "bound_of", "channels", "check", "comes_first", "is_read", "lent", "lower_bound", "needs",
+    "of_place", "overfull", "pair_of", "pairs", "passes_on", "pieces", "postings", "read_by", "reads", "receives",
+    "replay", "results_in", "rounds", "surplus", "tied_givers", "tied_pairs", "transfers", "violations",
 ]

@@ -8,7 +8,8 @@ from fractions import Fraction
 from typing import NamedTuple, TypeVar
 
 from .grid import Worker
-from .problem import Problem
+from .plan import Plan
+from .problem import Crossing, Problem
 
 
 def lower_bound(problem: Problem) -> int:
@@ -49,6 +50,22 @@ def lower_bound(problem: Problem) -> int:
             back += fastest["B"][x] + hop
             best = max(best, (head if cold else there) + lead + back + fastest["W"][x] + problem.costs.step[x])
     return best
+
+
+def bound_of(plan: Plan) -> int:
+    """`lower_bound` of the plan's problem; where some of the iteration was done before, a bound on the rest of it: of
+    the stages' live workers, the fastest at everything, none has less than an equal share."""
+    if not plan.done:
+        return lower_bound(plan.problem)
+    problem, work = plan.problem, [0] * plan.problem.grid.stages
+    fastest: dict[tuple[str, int, int, Crossing], int] = {}
+    for worker in plan.workers:
+        for action in plan.rest(worker):
+            key = action.kind, worker.stage, action.chunk, plan.crossing(*action[1:3])
+            if action.kind != "S" and key not in fastest:
+                fastest[key] = min(problem.duration(key[0], peer, *key[2:]) for peer in problem.live(worker.stage))
+            work[worker.stage] += fastest.get(key, 0)
+    return max(-(-total // len(problem.live(stage))) + problem.costs.step[stage] for stage, total in enumerate(work))
 
 
 def _work(problem: Problem) -> int:

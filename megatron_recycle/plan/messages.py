@@ -28,8 +28,8 @@ class Message(NamedTuple):
 
 
 def results_in(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
-    """What an action of ``worker`` makes for the next chunk, or for the one before, and who reads it, which may be the
-    worker itself. None: there is nothing, or nobody."""
+    """What an action of ``worker`` makes for the next chunk, or for the one before, and who runs the action that reads
+    it, which may be the worker itself. None: there is nothing, or nobody."""
     problem, kind = plan.problem, PASSES_ON.get(action.kind)
     if kind is None:
         return None
@@ -38,27 +38,44 @@ def results_in(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Mess
     return None if to is None else (to, Message(kind, action.pipeline, action.microbatch, problem.place_of[chunk]))
 
 
+def is_read(plan: Plan, worker: Worker, message: Message) -> bool:
+    """Whether the action of ``worker`` that reads ``message`` was done before the plan begins."""
+    chunk = plan.problem.chunks_of[worker.stage][message.chunk]
+    return (message.kind, message.pipeline, message.microbatch, chunk) in plan._read
+
+
+def comes_first(plan: Plan, worker: Worker, message: Message) -> bool:
+    """Whether ``worker`` may be sent the gradient ``message`` before it has run the forward that this belongs to: a
+    worker that is gone had run that, and the next chunk went on with the activation."""
+    chunk, item = plan.problem.chunks_of[worker.stage][message.chunk], message[1:3]
+    return message.kind == "B" and ("F", *item, chunk + 1) in plan._read and ("F", *item, chunk) not in plan._read
+
+
 def passes_on(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
-    """The message that an action of ``worker`` ends with, and who reads it. None: there is none, or the worker itself
-    runs what comes next."""
+    """The message that an action of ``worker`` ends with, and who reads it. None: there is none, the worker itself
+    runs what comes next, or that was done before the plan begins. What done actions made is still read by others."""
     result = results_in(plan, worker, action)
-    return None if result is None or result[0] == worker else result
+    return None if result is None or result[0] == worker or is_read(plan, *result) else result
 
 
 def needs(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
-    """The message that an action of ``worker`` begins with, and who sends it. None: it reads nothing from others."""
+    """The message that an action of ``worker`` begins with, and who sends it. None: it reads nothing from others, or
+    was done before the plan begins."""
     kind = PASSES_ON.get(action.kind)
     if kind is None:
         return None
-    chunk = plan.problem.chunks_of[worker.stage][action.chunk] - (1 if kind == "F" else -1)
-    source = plan._route.get((action.pipeline, action.microbatch, chunk))
+    chunk = plan.problem.chunks_of[worker.stage][action.chunk]
+    if (kind, action.pipeline, action.microbatch, chunk) in plan._read:
+        return None
+    source = plan._route.get((action.pipeline, action.microbatch, chunk - (1 if kind == "F" else -1)))
     if source is None or source == worker:
         return None
     return source, Message(kind, *action[1:])
 
 
 def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
-    """For each ordered pair of workers that talk, its messages in the sender's listed order."""
+    """For each ordered pair of workers that talk, its messages in the sender's listed order: first those that its done
+    actions have made, where actions of the other are still to read them."""
     found: dict[tuple[Worker, Worker], list[Message]] = {}
     for worker, actions in sorted(plan.workers.items()):
         for action in actions:

@@ -13,28 +13,32 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .action import Action
+from .action import PASSES_ON, Action
 from .errors import PlanError
 from .grid import Microbatch, Worker
 from .problem import Crossing, Problem
 
-FORMAT, VERSION = "recycle-plan", 3
+FORMAT, VERSION = "recycle-plan", 4
 SOURCES = ("1f1b", "greedy", "portfolio", "cpsat", "drop")
 _DIGESTED = ("grid", "failed", "costs", "cap", "held", "block", "tied", "split_backward", "full_backward", "workers")
 _DIGESTED_1 = (*(name for name in _DIGESTED if name != "full_backward"), "stage_of")
 """Parts of a plan that a digest of version 1 covers; ``stage_of`` was always empty there."""
-_DIGESTED_MORE = ("placement", "lending", "crossings")
-"""Parts that are digested where a plan has them; a plan that has none has the digest that version 2 gave it."""
+_DIGESTED_MORE = {"placement": 3, "lending": 3, "crossings": 3, "done": 4}
+"""Parts that are digested where a plan has them, with the version that brought them; a plan that has none has the
+digest that version 2 gave it."""
 _MICROBATCH = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\Z")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Version 3 of the plan file. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
+    """Version 4 of the plan file. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
 
     ``crossings``: where micro-batches that do not do so at home cross the boundaries between chunks; nothing is said of
-    the others. ``stats`` says how the plan was made and is no part of the digest. ``stated`` is the digest a file came
-    with, or "" for a plan made here; validate.violations compares it with ``digest``.
+    the others. ``done``: how many of a worker's first actions were done before the plan begins, where any were. Such a
+    plan is for the rest of one iteration: its figures are of what is left, and its period is its makespan. ``stats``
+    says how the plan was made and is no part of the digest. ``stated`` is the digest a file came with, or "" for a plan
+    made here; validate.violations compares it with ``digest``. Raises PlanError if ``done`` counts more actions than
+    there are before the step of a listed worker.
     """
 
     problem: Problem
@@ -46,10 +50,17 @@ class Plan:
     stats: Mapping[str, Any] = field(default_factory=dict, compare=False)
     stated: str = field(default="", compare=False)
     crossings: Mapping[Microbatch, Crossing] = field(default_factory=dict)
+    done: Mapping[Worker, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "crossings", {
             item: tuple(crossing) for item, crossing in sorted(self.crossings.items()) if any(crossing)})
+        object.__setattr__(self, "done", {worker: count for worker, count in sorted(self.done.items()) if count})
+        for worker, count in self.done.items():
+            before = self.actions(worker)[:max(0, count)]
+            if count != len(before) or any(action.kind == "S" for action in before):
+                raise PlanError(f"done: {count} actions of worker {worker}, which has"
+                                f" {sum(action.kind != 'S' for action in self.workers[worker])} before its step")
 
     def actions(self, worker: Worker) -> tuple[Action, ...]:
         """The ordered actions of a live worker. Raises PlanError for a worker that the plan does not list."""
@@ -60,9 +71,15 @@ class Plan:
 
     def without(self, left_out: Collection[tuple[int, int]]) -> Plan:
         """The same orders but for these ``(pipeline, microbatch)``, for an iteration that does not run them."""
-        return replace(self, stated="", workers={
-            worker: tuple(action for action in actions if (action.pipeline, action.microbatch) not in left_out)
-            for worker, actions in self.workers.items()})
+        def kept(actions: Sequence[Action]) -> tuple[Action, ...]:
+            return tuple(action for action in actions if action[1:3] not in left_out)
+
+        return replace(self, stated="", workers={worker: kept(actions) for worker, actions in self.workers.items()},
+                       done={worker: len(kept(self.workers[worker][:count])) for worker, count in self.done.items()})
+
+    def rest(self, worker: Worker) -> tuple[Action, ...]:
+        """The actions of a live worker that are still to run. Raises PlanError for a worker that is not listed."""
+        return self.actions(worker)[self.done.get(worker, 0):]
 
     def live(self, stage: int) -> tuple[Worker, ...]:
         """The live workers of ``stage``, in order."""
@@ -95,6 +112,13 @@ class Plan:
         return {(action.pipeline, action.microbatch, chunks_of[worker.stage][action.chunk]): worker
                 for worker, actions in self.workers.items() for action in actions if action.kind == "F"}
 
+    @cached_property
+    def _read(self) -> frozenset[tuple[str, int, int, int]]:
+        """What done actions have read: the kind of the message, pipeline, micro-batch and chunk of the action."""
+        return frozenset((PASSES_ON[action.kind], action.pipeline, action.microbatch, self.chunk(worker, action))
+                         for worker, count in self.done.items() for action in self.workers[worker][:count]
+                         if action.kind in PASSES_ON)
+
     def route(self) -> dict[tuple[int, int, int], Worker]:
         """The worker that runs each ``(pipeline, microbatch, chunk)``; ``chunk`` is counted through the model, and the
         stage where each stage has one."""
@@ -113,7 +137,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """``sha256:`` and the SHA-256 of the sorted-key, space-free JSON of grid, failed, costs, cap, held, block,
-        tied, split_backward, full_backward and workers; of placement, lending and crossings where the plan has them."""
+        tied, split_backward, full_backward and workers; of placement, lending, crossings and done where the plan has
+        them."""
         return _digest_of(self._content(), _DIGESTED)
 
     def _content(self) -> dict[str, Any]:
@@ -124,6 +149,8 @@ class Plan:
         content = {**self.problem.to_json(), "workers": workers}
         if self.crossings:
             content["crossings"] = {f"{d}.{m}": list(crossing) for (d, m), crossing in self.crossings.items()}
+        if self.done:
+            content["done"] = {str(worker): count for worker, count in self.done.items()}
         return content
 
     def _content_1(self) -> dict[str, Any]:
@@ -153,8 +180,7 @@ class Plan:
             raise PlanError(f"plan file: version {version!r} is none of 1 to {VERSION}")
         if version == 1:
             value = {**value, "full_backward": []}
-        if version < 3:
-            value = {name: entry for name, entry in value.items() if name not in _DIGESTED_MORE}
+        value = {name: entry for name, entry in value.items() if version >= _DIGESTED_MORE.get(name, 1)}
         problem = Problem.from_json(value)
         listed = value.get("workers")
         if not isinstance(listed, dict):
@@ -186,7 +212,8 @@ class Plan:
         if not isinstance(stated, str):
             raise PlanError("plan file: digest must be a string")
         plan = cls(problem=problem, workers=workers, source=source, stats=stats, stated=stated,
-                   crossings=_crossings(value.get("crossings", {}), problem), **numbers)
+                   crossings=_crossings(value.get("crossings", {}), problem),
+                   done=_done(value.get("done", {})), **numbers)
         if version == 1 and stated == _digest_of(plan._content_1(), _DIGESTED_1):
             return replace(plan, stated=plan.digest)
         return plan
@@ -223,6 +250,13 @@ def _crossings(listed: Any, problem: Problem) -> dict[Microbatch, Crossing]:
                             " boundary between chunks")
         found[int(match[1]), int(match[2])] = tuple(crossing)
     return found
+
+
+def _done(listed: Any) -> dict[Worker, int]:
+    if not isinstance(listed, dict) or not all(isinstance(count, int) and not isinstance(count, bool)
+                                               for count in listed.values()):
+        raise PlanError("plan file: done must map workers to how many of their actions were done before")
+    return {Worker.parse(name): count for name, count in listed.items()}
 
 
 def _digest_of(content: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from megatron_recycle.plan.lending import borrowed, lent
@@ -20,10 +21,11 @@ from .problem import Problem
 @dataclass(frozen=True)
 class Timeline:
     """When each action runs from a cold start: ``times[worker][i]`` is (start, end) of the worker's i-th
-    action.
+    action, (0, 0) where it was done before the plan begins.
 
     ``makespan`` ends the last ``S``; ``period`` is the steady-state time per iteration (a fraction may
-    remain); ``peak`` is the most memory units a worker holds at any time.
+    remain), and the makespan of a plan that begins with done actions, which runs once; ``peak`` is the most memory
+    units a worker holds at any time.
     """
 
     actions: Mapping[Worker, tuple[Action, ...]]
@@ -67,11 +69,12 @@ def replay(plan: Plan) -> Timeline:
     spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(plan.workers[name]) for name in clock.names]
     for i, owner in enumerate(network.owner):
         spans[owner][network.position[i]] = (starts[i], ends[i])
-    mean = cycle_mean(clock.groups, clock.release)
+    makespan = max(ends, default=0)
+    mean = Fraction(makespan) if plan.done else cycle_mean(clock.groups, clock.release)
     return Timeline(
         actions=plan.workers,
         times={name: tuple(spans[w]) for w, name in enumerate(clock.names)},
-        makespan=max(ends, default=0),
+        makespan=makespan,
         period=int(mean) if mean.denominator == 1 else float(mean),
         peak={name: peak(plan.problem, name, plan.workers[name], plan) for name in clock.names})
 
@@ -168,7 +171,7 @@ class Clock:
 
 
 def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Network:
-    """Sort all actions so that each comes after its inputs. Raises DeadlockError."""
+    """Sort all actions so that each comes after its inputs, done ones first. Raises DeadlockError."""
     problem = plan.problem
     last, hop, chunks_of = problem.chunks - 1, problem.costs.hop, problem.chunks_of
     orders = [plan.workers[name] for name in names]
@@ -178,6 +181,10 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
     node: dict[tuple[str, int, int, int], int] = {}
     waiting: dict[tuple[str, int, int, int], list[int]] = {}
     pointer = [0] * len(names)
+    for w, name in enumerate(names):
+        for kind, d, m, place in orders[w][:plan.done.get(name, 0)]:  # over at once: what they needed may not be there
+            node[PASSES_ON.get(kind, kind), d, m, chunks_of[name.stage][place]] = len(network.owner)
+            _append(network, w, pointer, -1, 0, 0)
     work = list(range(len(names) - 1, -1, -1))
     while work:
         w = work.pop()

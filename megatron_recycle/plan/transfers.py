@@ -32,7 +32,8 @@ class Transfer(NamedTuple):
 
 
 def transfers(plan: Plan) -> tuple[Transfer, ...]:
-    """All transfers of one iteration, in the order in which they are to be posted; the same on all workers.
+    """All transfers of one iteration, in the order in which they are to be posted; the same on all workers. What done
+    actions have made comes first.
 
     Raises DeadlockError: an action of the plan can never start.
     """

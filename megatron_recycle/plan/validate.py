@@ -8,7 +8,7 @@ from megatron_recycle.plan.lending import borrowings
 from megatron_recycle.plan.messages import surplus
 
 from .action import Action
-from .bounds import lower_bound
+from .bounds import bound_of
 from .errors import DeadlockError, PlanError
 from .grid import Worker
 from .plan import Plan
@@ -25,10 +25,10 @@ def violations(plan: Plan) -> list[str]:
 
     Also checks what the file states about itself: period, makespan, bound and digest.
     """
-    found: list[str] = list(_chunks(plan))
+    found: list[str] = list(_chunks(plan)) or list(_membership(plan))
     if found:
-        return found[:SHOWN]  # nothing can be said of actions of chunks that are not there
-    for rule in (_membership, _once, _full, _steps, _local_order, _crossings, _memory, _blocks):
+        return found[:SHOWN]  # nothing can be said of actions of chunks and workers that are not there
+    for rule in (_once, _full, _steps, _local_order, _crossings, _memory, _blocks):
         count = 0
         for count, text in enumerate(rule(plan), 1):
             if count <= SHOWN:
@@ -47,8 +47,8 @@ def violations(plan: Plan) -> list[str]:
             found.append(f"{name}: the plan says {stated}, its orders take {true}")
     if plan.lower_bound > plan.objective_value + 1e-6:
         found.append(f"bound: {plan.lower_bound} is above the plan's own {plan.objective_value}")
-    if plan.lower_bound < lower_bound(plan.problem):
-        found.append(f"bound: the plan says {plan.lower_bound}, {lower_bound(plan.problem)} can be shown")
+    if plan.lower_bound < bound_of(plan):
+        found.append(f"bound: the plan says {plan.lower_bound}, {bound_of(plan)} can be shown")
     if plan.stated and plan.stated != plan.digest:
         found.append(f"digest: the plan says {plan.stated}, its content is {plan.digest}")
     return found
@@ -211,7 +211,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         lent = sum(count * problem.layer_parameters[chunk]
                    for (chunk, _), count in holdings.get(worker, {}).items())
         total = messages + lent
-        for action in actions:
+        for place, action in enumerate(actions):
             if action.kind == "S":
                 continue
             item = action[1:]
@@ -219,7 +219,7 @@ def _memory(plan: Plan) -> Iterator[str]:
             weight = {"F": before, "B": after}.get(action.kind, 0)
             total += weight - held.get(item, 0)
             held[item] = weight
-            if total > cap:
+            if total > cap and place >= plan.done.get(worker, 0):
                 beside = f", {messages} of it for messages that are sent early" if messages else ""
                 beside += f", {lent} of it for parameters of lent layers" if lent else ""
                 yield f"memory: worker {worker} holds {total} at {action}{beside}, its cap is {cap}"

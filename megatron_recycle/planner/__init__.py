@@ -4,7 +4,8 @@ from .api import improve, plan_for, quick, recosted
 from .cache import Cache, ahead
 from .normalise import Prices, normalise
 from .partners import PartnerPrice
+from .redo import redo
 from .worth import CopyPrice, worth
 
 __all__ = ["Cache", "CopyPrice", "PartnerPrice", "Prices", "ahead", "improve", "normalise", "plan_for", "quick",
-           "recosted", "worth"]
+           "recosted", "redo", "worth"]

@@ -31,9 +31,16 @@ LENDING_MOST = 100_000
 def quick(problem: Problem, seed: int = 0) -> Plan:
     """A legal plan at once (``source`` "greedy"); ``stats.first_seconds`` is the time to its orders.
 
-    Nothing here is random; the seed is only recorded. Raises PlanError, naming the stage, if a stage has no
-    worker left.
+    It is that of the membership's canonical form, so that memberships that are the same up to names get the same plan,
+    and a search (`plan_for`) that begins with it is never worse. Nothing here is random; the seed is only recorded.
+    Raises PlanError, naming the stage, if a stage has no worker left.
     """
+    form = canonical(problem)
+    return form.back(_quick(form.problem, seed), problem)
+
+
+def _quick(problem: Problem, seed: int) -> Plan:
+    """The plan of a canonical form."""
     begin = time.perf_counter()
     plan = _listed(problem, {}, begin, seed)
     if not (any(problem.message) and overfull(plan)):
@@ -184,13 +191,13 @@ def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, 
 
     ``work`` actions are scheduled per cap level in this process; with a budget, improve follows. All
     memberships that are the same up to names get the same plan under their own names, whether remembered or
-    not.
+    not: never a worse one than quick's, unless the cache was given that.
     """
     known = cache.get(problem) if cache is not None else None
     if known is not None:
         return replace(known, stats={**known.stats, "cached": True})
     form = canonical(problem)
-    plan = quick(form.problem, seed)
+    plan = _quick(form.problem, seed)
     if plan.objective_value > plan.lower_bound and work:
         instance = build(form.problem)
         found = search(instance, work, seed, cancelled)

@@ -31,19 +31,35 @@ class Rules:
     reserve: int = 0
 
 
+@dataclass(frozen=True)
+class Begun:
+    """Actions that were done before. ``progress``: of each node (0: nothing, 1: its F, 2: its B too, 3: all). ``late``:
+    for each worker the nodes whose W is due, in the order of their B. ``actions``: how many were done.
+
+    What a done action needed may be still to do: the worker that ran it is gone, and another one runs it once more."""
+
+    progress: Sequence[int]
+    late: Sequence[Sequence[int]]
+    actions: int
+
+
 def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
-             keys: tuple[list[int], list[int]] | None = None, strict: bool = False) -> list[int]:
+             keys: tuple[list[int], list[int]] | None = None, strict: bool = False,
+             begun: Begun | None = None) -> list[int]:
     """A legal trace for these routes; ``rules[s]`` is for stage ``s``, ``keys`` order the ready F and B
     queues.
 
     Every legal problem gets one: should orders that must be kept and full memories block each other, the
     simulation is run again with every worker's forwards in one global order, in which nothing can block. With
     ``strict`` it is run in that order only.
+
+    ``begun``: the trace is of what is left. It may be short then, where memories are full of what was done.
     """
     plain = leading(instance, set(), 0)
-    trace = [] if strict else _simulate(instance, route, rules, keys or (plain, plain), strict=False)
-    if len(trace) < instance.actions:
-        trace = _simulate(instance, route, rules, (plain, plain), strict=True)
+    begun = begun or Begun(bytes(len(route)), [()] * len(instance.workers), 0)
+    trace = [] if strict else _simulate(instance, route, rules, keys or (plain, plain), False, begun)
+    if len(trace) < instance.actions - begun.actions:
+        trace = _simulate(instance, route, rules, (plain, plain), True, begun)
     return trace
 
 
@@ -69,7 +85,7 @@ def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
     return [(rank[node % count] << bits) | node for node in range(nodes)]
 
 
-def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[int], list[int]]:
+def _chains(instance: Instance, route: list[int], strict: bool, begun: Begun) -> tuple[list[int], list[int]]:
     """The successor of every node, once by F and once by B: it waits for the node on their worker. -1: none."""
     count, pipelines = len(instance.jobs), instance.problem.grid.pipelines
     nodes = count * instance.chunks
@@ -81,10 +97,11 @@ def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[in
         key = w * instance.chunks + chunk
         own = key * pipelines + instance.jobs[j][0]
         key = key if strict else own
-        if key in last_f:
-            after_f[last_f[key]] = node
-        last_f[key] = node
-        if instance.ordered:
+        if not begun.progress[node]:
+            if key in last_f:
+                after_f[last_f[key]] = node
+            last_f[key] = node
+        if instance.ordered and begun.progress[node] < 2:
             if own in last_b:
                 after_b[last_b[own]] = node
             last_b[own] = node
@@ -95,11 +112,12 @@ class _Board:
     """The state of the event loop (_simulate), per worker.
 
     ``soon_*`` are known arrivals, ``*_queue`` ready nodes, ``early`` codes that arrived before their turn, and
-    ``shut_*`` nodes whose turn has not come.
+    ``shut_*`` nodes whose turn has not come. ``passed``: 1 where F has been run, more where B had been before.
+    ``returned``: when a gradient arrives at a node whose F has not been run.
     """
 
     def __init__(self, instance: Instance, route: list[int], rules: Sequence[Rules],
-                 keys: tuple[list[int], list[int]], strict: bool) -> None:
+                 keys: tuple[list[int], list[int]], strict: bool, begun: Begun) -> None:
         workers, nodes = len(instance.workers), len(route)
         mine = [rules[s] for s in instance.stage]
         self.hold, self.keep = instance.weights(route)
@@ -114,7 +132,7 @@ class _Board:
                 self.least[w] = min(self.least[w], units)
         self.left = [max(cap - rule.reserve, hold) for cap, hold, rule in zip(instance.cap, self.usual, mine)]
         self.gated = instance.ordered or strict
-        self.after_f, self.after_b = _chains(instance, route, strict) if self.gated else ([], [])
+        self.after_f, self.after_b = _chains(instance, route, strict, begun) if self.gated else ([], [])
         self.shut_f, self.shut_b = _shut(self.after_f, nodes), _shut(self.after_b, nodes)
         self.early: set[int] = set()
         self.soon_f: list[list[int]] = [[] for _ in range(workers)]
@@ -122,13 +140,19 @@ class _Board:
         self.f_queue: list[list[int]] = [[] for _ in range(workers)]
         self.b_queue: list[list[int]] = [[] for _ in range(workers)]
         self.ahead = [0] * workers  # forwards still to do
-        for w in route:
-            self.ahead[w] += 1
+        for w, progress in zip(route, begun.progress):
+            self.ahead[w] += not progress
         for node in range(len(instance.jobs)):
+            if begun.progress[node]:
+                continue
             if self.shut_f[node]:
                 self.early.add(node)
             else:
                 self.f_queue[route[node]].append(keys[0][node])
+        self.passed = bytearray(begun.progress)
+        self.returned: dict[int, int] = {}
+        if begun.actions:
+            self._resume(instance, route, begun)
         for queue in self.f_queue:
             heapify(queue)
         self.forward_first, self.drain = [rule.forward_first for rule in mine], [rule.drain for rule in mine]
@@ -140,6 +164,23 @@ class _Board:
         self.ways = [rule.ways for rule in mine]
         self.waits = any(self.slack_b) or any(self.slack_f)
         self.b_done = [0] * workers
+
+    def _resume(self, instance: Instance, route: list[int], begun: Begun) -> None:
+        """What done actions hold, and what they have made for others."""
+        count, nodes, progress, lag = len(instance.jobs), len(route), begun.progress, instance.lags(route)
+        bits = nodes.bit_length()
+        for node, w in enumerate(route):
+            mine, behind = progress[node], node + count
+            self.left[w] -= (0, self.hold[node], self.keep[node], 0)[mine]
+            if mine and behind < nodes and not progress[behind]:
+                self.soon_f[route[behind]].append((lag[behind] << bits) | behind)
+            if mine < 2:
+                if mine and (behind >= nodes or progress[behind] >= 2):
+                    self.soon_b[w].append(((lag[behind] if behind < nodes else 0) << bits) | node)
+                elif behind < nodes and progress[behind] >= 2:
+                    self.returned[node] = lag[behind]
+        for queue in (*self.soon_f, *self.soon_b):
+            heapify(queue)
 
     def choose(self, w: int, t: int, pending: int, room: bool, bits: int) -> int:
         """The best choice of a worker that is free at ``t`` and has ``pending`` W waiting: a kind (0 F, 1 B, 2 W), 3
@@ -172,13 +213,13 @@ class _Board:
 
 
 def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys: tuple[list[int], list[int]],
-              strict: bool) -> list[int]:
+              strict: bool, begun: Begun) -> list[int]:
     """The event loop: ``agenda`` wakes workers, and each that is free picks its next action.
 
     The effects of an action are entered when it starts, as its end is known: its worker cannot decide again before
     that end. Times and numbers are packed into one integer per entry, smallest first.
     """
-    board = _Board(instance, route, rules, keys, strict)
+    board = _Board(instance, route, rules, keys, strict, begun)
     count, nodes = len(instance.jobs), len(route)
     edge, workers = nodes - count, len(instance.workers)
     lag, split, again = instance.lags(route), instance.problem.split_backward, bool(instance.problem.placement)
@@ -188,8 +229,8 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
     mask, job_mask = (1 << shift) - 1, (1 << bits) - 1
     (key_f, key_b), gated, ahead = keys, board.gated, board.ahead
     soon_f, soon_b, f_queue, b_queue = board.soon_f, board.soon_b, board.f_queue, board.b_queue
-    choose, b_done, plain = board.choose, board.b_done, board.plain
-    w_queue: list[list[int]] = [[] for _ in range(workers)]
+    choose, b_done, plain, passed, returned = board.choose, board.b_done, board.plain, board.passed, board.returned
+    w_queue = [[*late] for late in begun.late]
     w_next, busy = [0] * workers, [0] * workers
     agenda, trace = list(range(workers)), []
 
@@ -222,11 +263,12 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             arrival = end = t + d_forward[node]
             left[w] -= hold[node]
             ahead[w] -= 1
+            passed[node] = 1
             trace.append(node)
-            if node < edge:
+            if node < edge and not passed[node + count]:
                 to, entry, box, arrival = route[node + count], node + count, soon_f, end + lag[node + count]
-            else:
-                to, entry, box = w, node, soon_b
+            elif node >= edge or node in returned:
+                to, entry, box, arrival = w, node, soon_b, max(end, returned.get(node, 0))
             if gated:
                 _release(board.after_f[node], fs, key_f, board.shut_f, board.early, 0)
         elif kind == 1:
@@ -238,7 +280,10 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             if split:
                 w_queue[w].append(node)
             if node >= count:
-                to, entry, box, arrival = route[node - count], node - count, soon_b, end + lag[node]
+                if passed[node - count] == 1:
+                    to, entry, box, arrival = route[node - count], node - count, soon_b, end + lag[node]
+                elif not passed[node - count]:
+                    returned[node - count] = end + lag[node]
             if gated:
                 _release(board.after_b[node], bs, key_b, board.shut_b, board.early, nodes)
         else:

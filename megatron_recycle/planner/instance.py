@@ -253,18 +253,22 @@ def plan_of(instance: Instance, schedule: Schedule, bound: float, source: str,
                 stats=stats or {}, crossings=dict(zip(instance.jobs, zip(*schedule.crossings))))
 
 
-def orders_of(instance: Instance, route: list[int], trace: list[int]) -> dict[Worker, tuple[Action, ...]]:
-    """Per worker the actions of a trace, in order, with full backwards where they may be, and ``S``."""
+def orders_of(instance: Instance, route: list[int], trace: list[int],
+              done: Mapping[Worker, Sequence[Action]] | None = None) -> dict[Worker, tuple[Action, ...]]:
+    """Per worker what it has ``done`` (default: nothing) and the actions of a trace, in order, with full backwards
+    where they may be, and ``S``."""
     count, place_of = len(instance.jobs), instance.problem.place_of
     nodes = count * instance.chunks
     places = [[[Action(kind, d, m, place) for d, m in instance.jobs] for kind in KINDS]
               for place in range(max(place_of) + 1)]
     named = [places[place] for place in place_of]
-    listed: list[list[Action]] = [[] for _ in instance.workers]
+    done = done or {}
+    listed = [[*done.get(worker, ())] for worker in instance.workers]
     for code in trace:
         kind, node = divmod(code, nodes)
         listed[route[node]].append(named[node // count][kind][node % count])
-    return {worker: (*merged(instance.problem, worker, listed[w]), STEP) for w, worker in enumerate(instance.workers)}
+    return {worker: (*merged(instance.problem, worker, listed[w], len(done.get(worker, ()))), STEP)
+            for w, worker in enumerate(instance.workers)}
 
 
 def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:

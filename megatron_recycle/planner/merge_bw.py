@@ -12,17 +12,20 @@ from collections.abc import Sequence
 from ..plan import Action, Problem, Worker
 
 
-def merged(problem: Problem, worker: Worker, actions: Sequence[Action]) -> tuple[Action, ...]:
-    """``worker``'s ordered ``actions``, with a FB for each B whose W comes next, from its second W on.
+def merged(problem: Problem, worker: Worker, actions: Sequence[Action], done: int = 0) -> tuple[Action, ...]:
+    """``worker``'s ordered ``actions``, with a FB for each B whose W comes next, from its second W on. The first
+    ``done`` of them have been run, and stay as they are.
 
     Unchanged where the problem does not let the worker's stage run full backwards.
     """
     if worker.stage != problem.stage_of(0) or 0 not in problem.full_backward:
         return tuple(actions)
-    found: list[Action] = []
-    split = False  # a micro-batch of this worker: its sums are there then, and B and W are measured apart
-    for action in actions:
-        if action.kind == "W" and split and action.chunk == 0 and found[-1] == action._replace(kind="B"):
+    found = [*actions[:done]]
+    # a micro-batch of this worker: its sums are there then, and B and W are measured apart
+    split = any(action.kind == "W" for action in found)
+    for action in actions[done:]:
+        if (action.kind == "W" and split and action.chunk == 0 and len(found) > done
+                and found[-1] == action._replace(kind="B")):
             found[-1] = action._replace(kind="FB")
         else:
             found.append(action)

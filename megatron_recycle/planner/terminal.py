@@ -31,6 +31,7 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
         "bubbles": f"{bubbles(plan):.1%} of the workers' time",
         "peak activations": f"per stage {peaks}",
         "guests": str(guest_count(plan)),
+        **({"done before": f"{sum(plan.done.values())} actions; the figures are of the rest"} if plan.done else {}),
         "moves": ", ".join(f"{mover} takes the place of {to}" for mover, to in moves.items()) or "none",
         **({"lent": f"{lent_layers(plan)}, for {len(plan.crossings)} of {plan.problem.grid.total} micro-batches"}
            if plan.crossings else {}),
@@ -47,7 +48,7 @@ def bubbles(plan: Plan) -> float:
     length = plan.period if problem.objective == "period" else plan.makespan
     if not length or not plan.workers:
         return 0.0
-    busy = sum(plan.duration(w, a) for w, actions in plan.workers.items() for a in actions)
+    busy = sum(plan.duration(w, a) for w in plan.workers for a in plan.rest(w))
     return max(0.0, 1 - busy / (length * len(plan.workers)))
 
 
@@ -58,7 +59,8 @@ def guest_count(plan: Plan) -> int:
 
 
 def drawing(plan: Plan, width: int, colour: bool) -> str | None:
-    """The schedule from a cold start, one row per worker, guests in small letters; None if it does not fit.
+    """The schedule from a cold start, one row per worker, guests in small letters; None if it does not fit. What was
+    done before takes no time, and is left out.
 
     One column is one unit of time where that fits, else several: a column shows what runs for most of it.
     """

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
 
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Action, Message, passes_on, results_in
+from megatron_recycle.plan import Action, Message, Worker, is_read, results_in
 from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
@@ -23,13 +24,15 @@ from megatron_recycle.runtime.comm.sharded_reduction import ShardedReduction
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Copies
-from megatron_recycle.runtime.compute.data import digest
+from megatron_recycle.runtime.compute.data import Batch, digest
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
-from megatron_recycle.runtime.generation import Exchanges, Generation
-from megatron_recycle.runtime.kept import Keeping, Kept, read_already
+from megatron_recycle.runtime.first_forward import first_forward
+from megatron_recycle.runtime.generation import Exchanges, Generation, Program
+from megatron_recycle.runtime.kept import Keeping, Kept
 from megatron_recycle.runtime.lent.loans import Loans, acceptable
+from megatron_recycle.runtime.lent.terms import Span
 from megatron_recycle.runtime.phases import OF_ACTION
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
@@ -41,12 +44,13 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
     """Begin to exchange with the others what belongs to an attempt at ``iteration``: receives are posted, and what
     peers compare and add up beside gradients is under way. Raises GenerationOver."""
     groups, transport = generation.groups, generation.transport
-    program, carried = generation.program_of(iteration), generation.scope.carried_in(iteration)
-    plan = program.plan
-    transport.follow(plan, read=frozenset(read_already(plan, carried.done)) if carried is not None else ())
+    program = generation.program_of(iteration)
+    transport.follow(program.plan)
+    if site.grids.reshapes(iteration):
+        transport.forget_shapes()
     agreement = Agreement(site.trainable.trained, groups)
-    losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction, iteration,
-                       attempt, generation.left_out_of(iteration), site.place.loss_stage)
+    losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction_of(iteration),
+                       iteration, attempt, generation.left_out_of(iteration), site.place.loss_stage)
     loans = Loans(program.terms, groups, site.trainable.neighbours)
     if len(generation.shared) > 1:  # what was sent in the last attempt but one has been read
         generation.shared[0].loans.let_go()
@@ -56,6 +60,15 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
         transport.begin((iteration, attempt))
     loans.begin()
     return found
+
+
+def _may_keep(site: Site, generation: Generation, program: Program, iteration: int) -> bool:
+    """Whether an attempt with this program is kept when it is given up, so that it goes on after a failure."""
+    plain = not program.terms.crossings and not generation.scope.poisoned(iteration) and (
+        program.plan.problem.grid == site.place.grid)
+    if site.config.policy == "lossy_forward":
+        return plain and program.of_one_pipeline  # there nobody runs another pipeline's micro-batches
+    return plain and site.keeps_messages
 
 
 class Attempt:
@@ -75,32 +88,32 @@ class Attempt:
         self._site, self._stepper, self._generation = site, stepper, generation
         standing, iteration = stepper.standing, stepper.standing.stepped + 1
         program = self._program = generation.program_of(iteration)
+        self._reduction = generation.reduction_of(iteration)
         backwards = [action for action in program.full if action.kind == "FB"]
         if backwards and not site.may_be_full:
             raise AssertionError(f"{site.place.me} runs B and W apart, the plan has {min(backwards)}")
         standing.begin(iteration)
         self._iteration = iteration
         self._shared = opened(site, generation, iteration, standing.attempt)
-        carried, kept = generation.scope.carried_in(iteration), site.current.kept
-        counted = 0 if carried is None else carried.done.get(site.place.me, 0)
+        carried, kept = generation.scope.carried_in(iteration), site.current.kept.get(iteration)
+        counted = program.plan.done.get(site.place.me, 0)
         if counted != (0 if kept is None else len(kept.done)):
             raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
-        # By this policy a worker runs nobody else's micro-batches, or everybody's are begun anew after a failure.
         self._keeping = Keeping(standing.attempt if carried is None else carried.chain,
-                                site.config.policy == "lossy_forward" and program.of_one_pipeline
-                                and not program.terms.crossings,
+                                _may_keep(site, generation, program, iteration),
                                 generation.groups.world.backend.host)
-        if kept is not None:
-            self._take_up(kept)
-        else:
+        if kept is None:
             site.meters.memory.begin()
             self.computed = Computed(self._room())
+        else:
+            self._take_up(kept)
         self._share_losses_if_complete()
-        site.current.kept, site.current.torn = None, False  # this attempt has it
+        site.current.kept.pop(iteration, None)  # this attempt has it
+        site.current.torn = False
 
     def _room(self) -> Accumulators:
         """For the sums of gradients."""
-        reduction, layout = self._generation.reduction, self._site.trainable.layout
+        reduction, layout = self._reduction, self._site.trainable.layout
         chunks, block = self._site.place.chunks, self._program.plan.problem.block
         apart = reduction.apart if isinstance(reduction, ShardedReduction) else reduction
         if isinstance(apart, ChunkedReduction):
@@ -109,16 +122,19 @@ class Attempt:
         return self._shared.loans.sums(chunks, layout, reduction.place, block)
 
     def _take_up(self, kept: Kept) -> None:
-        """Go on where an earlier attempt stood; what may not have been read of it is sent again."""
-        place, stepper, transport = self._site.place, self._stepper, self._generation.transport
-        stepper.standing.take_up(kept.done)
+        """Go on where an earlier attempt stood. Messages that an action still to run reads are sent again. Raises
+        GenerationOver: what is kept can be taken up once more."""
+        if not kept.computed.under_way:  # the next iteration may have been, which begins anew
+            self._site.meters.memory.give_up()
+        self._stepper.standing.take_up(kept.done)
         self.computed = kept.computed
-        transport.know(kept.metas)
-        unread = transport.outgoing
+        self.computed.sums.regroup(self._room())
+        self._keeping.log.update(kept.log)
+        self._generation.transport.know(kept.metas)
         for action in kept.done:
-            passed = passes_on(self._program.plan, place.me, action)
-            if passed is not None and passed[1] in unread:
-                self._send(passed[1], kept.sent[passed[1]])
+            result = results_in(self._program.plan, self._site.place.me, action)
+            if result is not None:
+                self._deliver(*result, kept.log[result[1]])
 
     def __enter__(self) -> Attempt:
         return self
@@ -132,8 +148,9 @@ class Attempt:
         keeping, standing = self._keeping, self._stepper.standing
         given_up = standing.committed < self._iteration and (kind is None or isinstance(error, GenerationOver))
         if keeping.wanted and not keeping.torn and given_up:
-            self._site.current.kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed,
-                                           keeping.sent, self._generation.transport.metas)
+            self._site.current.kept[self._iteration] = Kept(
+                self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
+                self._generation.transport.metas)
         else:
             self._site.current.torn = keeping.torn
             self.computed.discard()
@@ -177,36 +194,57 @@ class Attempt:
             # Its first part may read for all of them.
             with self._site.phases.working("data"), self._generation.groups.together():
                 batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))
-            if batch is not None:
-                number = digest(batch)
-                self.computed.digests.update({(pipeline, microbatch, end): number
-                                              for end, here in ((False, first), (True, last)) if here})
         inputs = None
         if not first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in self._read(action))
-        running = self._running(action, arrive=True)
+        self._arrive(action)
         self._stepper.enter_action()
-        layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
-        site.framework.generators.seed(
-            seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.chunks[chunk]))
-        with (self._generation.groups.together(), layers, running_chunk(site.stage, place, chunk), running,
-              self._measured(action), site.meters.memory.forward(action[1:], inputs)):
-            forward = site.stage.forward(inputs, batch)
+        run = partial(self._run, action)
+        unchecked = chunk in site.unchecked
+        forward = (first_forward(site, self._generation.groups, chunk, run, inputs, batch) if unchecked
+                   else run(inputs, batch))
         self._pass_on(action, forward.outputs)
         self._keeping.torn = True
+        if batch is not None:  # not before: an action that was not run may be another worker's after a failure
+            number = digest(batch)
+            self.computed.digests.update({(pipeline, microbatch, end): number
+                                          for end, here in ((False, first), (True, last)) if here})
         self.computed.add(action, forward)
         with self._keeping.telling():
             self._share_losses_if_complete()
 
-    def _running(self, action: Action, arrive: bool = False) -> AbstractContextManager[None]:
-        """A block in which the stage runs the layers that ``action`` is to go through here; ``arrive``: they are
-        needed for the first time, maybe. Raises GenerationOver, UnsupportedError."""
-        site, (_, pipeline, microbatch, place) = self._site, action
-        chunk = site.place.chunks[place]
-        span = self._shared.loans.span(chunk, (pipeline, microbatch))
-        if arrive and any(span.borrowed):
-            with site.phases.waiting("lent layers"):
+    def _run(self, action: Action, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None,
+             metered: bool = True) -> Forward:
+        """The forward that ``action`` is, with the random numbers of its place. Raises GenerationOver, and whatever the
+        user's code raises."""
+        site, place, (_, pipeline, microbatch, chunk) = self._site, self._site.place, action
+        layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
+        measured = self._measured(action) if metered else nullcontext()
+        held = site.meters.memory.forward(action[1:], inputs) if metered else nullcontext()
+        site.framework.generators.seed(
+            seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.chunks[chunk]))
+        with (self._generation.groups.together(), layers, running_chunk(site.stage, place, chunk),
+              self._running(action), measured, held):
+            return site.stage.forward(inputs, batch)
+
+    def _arrive(self, action: Action) -> None:
+        """Wait for the layers that others lend for ``action``, if they are needed for the first time. Raises
+        GenerationOver, UnsupportedError."""
+        chunk, span = self._span(action)
+        if any(span.borrowed):
+            with self._site.phases.waiting("lent layers"):
                 self._shared.loans.arrive(chunk, span)
+
+    def _span(self, action: Action) -> tuple[int, Span]:
+        """The chunk of the model that ``action`` is of, and the layers that it goes through here."""
+        chunk = self._site.place.chunks[action.chunk]
+        return chunk, self._shared.loans.span(chunk, (action.pipeline, action.microbatch))
+
+    def _running(self, action: Action) -> AbstractContextManager[None]:
+        """A block in which the stage runs the layers that ``action`` is to go through here. Raises GenerationOver,
+        UnsupportedError."""
+        site, (_, pipeline, microbatch, _) = self._site, action
+        chunk, span = self._span(action)
         at = (site.config.seed, self._iteration, pipeline, microbatch, "layer")
         return self._shared.loans.running(
             chunk, span, lambda layer: site.framework.generators.seed(seed_of(*at, layer)))
@@ -221,12 +259,22 @@ class Attempt:
     def _pass_on(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """What ``action`` has made goes to whoever reads it, if anybody does."""
         result = results_in(self._program.plan, self._site.place.me, action)
-        if result is None:
-            return
-        if result[0] == self._site.place.me:
-            self.computed.hand(result[1], tensors)
+        if result is not None:
+            self._keeping.made(result[1], tensors)
+            with self._keeping.telling():
+                self._deliver(*result, tensors)
+
+    def _deliver(self, to: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """``message`` goes to the worker that reads it, unless that was done before a failure. Raises
+        GenerationOver."""
+        transport, me = self._generation.transport, self._site.place.me
+        if is_read(self._program.plan, to, message):
+            if to != me:
+                transport.note(to, message, tensors)
+        elif to == me:
+            self.computed.hand(message, tensors)
         else:
-            self._send(result[1], tensors)
+            transport.send(message, tensors)
 
     def _measured(self, action: Action) -> AbstractContextManager[None]:
         """A block whose time is the action's. The coordinator is told what it takes with the stage's own layers: those
@@ -240,18 +288,7 @@ class Attempt:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
         counting = self._generation.groups.counting(message) if self._keeping.sound else nullcontext()
         with self._site.phases.waiting(str(message)), counting:
-            tensors = self._generation.transport.receive(message)
-        if self._keeping.sent:
-            for proved in self._generation.transport.proved(message):
-                self._keeping.sent.pop(proved, None)
-        return tensors
-
-    def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Send what an action has made."""
-        if self._keeping.wanted:
-            self._keeping.sent[message] = [tensor.detach() for tensor in tensors]
-        with self._keeping.telling():
-            self._generation.transport.send(message, tensors)
+            return self._generation.transport.receive(message)
 
     def _backward(self, action: Action) -> None:
         site = self._site
@@ -325,8 +362,9 @@ class Attempt:
               groups.counting("the reduced gradient")):
             self._shared.agreement.check(iteration)
             self._shared.loans.collect(self.computed.sums)
-            sums = Copies(self.computed.sums) if self._keeping.wanted else self.computed.sums
-            gradient = self._generation.reduction.gradient(sums, groups, stage.ties)
+            copied = self._keeping.wanted and not self._reduction.keeps_sums
+            gradient = self._reduction.gradient(Copies(self.computed.sums) if copied else self.computed.sums, groups,
+                                                stage.ties)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
             loss, weight = self._shared.losses.wait()

@@ -44,6 +44,11 @@ class Computed:
         self.sums = sums
         self.digests: dict[tuple[int, int, bool], int] = {}
 
+    @property
+    def under_way(self) -> bool:
+        """Whether some micro-batch is between its forward and the sum of its gradients."""
+        return bool(self.forwards or self.queues)
+
     def add(self, action: Action, forward: Forward) -> None:
         """The forward of ``action`` has run, and its outputs are on their way."""
         if forward.loss is not None:

@@ -132,6 +132,10 @@ class Guard:
             self.back = min(self.back, iteration)
         self.saved = (*self.saved, iteration)[-CHECKPOINTS:]
 
+    def unsave(self, iteration: int) -> None:
+        """The checkpoint of the state after ``iteration`` that was begun is given up."""
+        self.saved = tuple(one for one in self.saved if one != iteration)
+
     def go_back(self, iteration: int) -> None:
         """Training goes on from the end of ``iteration``: what was copied after it is made again, perhaps with other
         rounding."""

@@ -1,7 +1,8 @@
 """The end of a script: an error that it has not handled is reported before anything waits for its threads.
 
 An interpreter that ends joins the script's own threads first and runs `atexit` afterwards. A script that raises while
-one of its threads (a prefetcher, a logger) goes on would let the others wait for it for ever.
+one of its threads (a prefetcher, a logger) goes on would let the others wait for it for ever. `os._exit()` runs nothing
+at all, and others may need this process yet: in the script's own code it ends the script as `sys.exit()` does.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import atexit
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 
 class ScriptEnd:
@@ -19,12 +22,16 @@ class ScriptEnd:
 
     Args:
         failed: called with the error of a script that has failed, as soon as it is over.
+        ended: called at the end of a script that calls `os._exit()`, after ``failed`` if that was called.
+        outside: whether the thread that asks is in the script's own code, between two iterations.
     """
 
-    def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self._failed = failed
+    def __init__(self, failed: Callable[[BaseException], None], ended: Callable[[], None],
+                 outside: Callable[[], bool]) -> None:
+        self._failed, self._ended, self._outside = failed, ended, outside
         self._left: BaseException | None = None
         self._process = os.getpid()
+        self._exit, os._exit = os._exit, self._leave
         # As concurrent.futures does: these run before threads are joined.
         getattr(threading, "_register_atexit", atexit.register)(self._tell)
 
@@ -48,3 +55,16 @@ class ScriptEnd:
         # A process that this one has forked since (to write a checkpoint, say) ends by this as well.
         if self.error is not None and os.getpid() == self._process:
             self._failed(self.error)
+
+    def _leave(self, status: int) -> NoReturn:
+        """In place of `os._exit`. One that is called inside an iteration, by a thread of the script's while training
+        goes on, or in a process that this one has forked (a data loader), is what it always was."""
+        if os.getpid() == self._process and self._outside():
+            try:
+                if status:
+                    self._left = self.error or sys.exc_info()[1] or SystemExit(status)
+                    self._failed(self._left)
+                self._ended()
+            except BaseException:  # noqa: BLE001  (as an exit handler's)
+                traceback.print_exc()
+        self._exit(status)

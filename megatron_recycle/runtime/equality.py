@@ -8,7 +8,6 @@ their own. Without a majority the job stops and says so.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_recycle.errors import VerificationError
-from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import COPY
@@ -122,8 +120,7 @@ def _heal_shards(site: Site, stepper: Stepper, groups: Groups, cuts: Cuts, moves
     assert own is not None
     for shard, _, odd in moves:
         if odd == site.place.me:
-            site.agent.event("suspected", kind=FailureKind.CORRUPT, removed=False, iteration=iteration + 1,
-                             pid=os.getpid(), shard=shard,
+            site.agent.event("corrupt", iteration=iteration + 1, shard=shard,
                              digests={str(peer): f"{value:08x}" for peer, value in digests[shard].items()})
     with site.phases.working(COPY), site.phases.writing():
         taken = shards.copy(site, groups, moves)
@@ -132,7 +129,7 @@ def _heal_shards(site: Site, stepper: Stepper, groups: Groups, cuts: Cuts, moves
         shards.gather(site.stage, groups, cuts, groups.peers(groups.me.stage))  # they may have come from the odd one
     if taken:
         size = sum(tensor.nbytes for shard in taken for tensor in own.tensors(shard).values())
-        site.agent.event("healed", kind=FailureKind.CORRUPT, iteration=iteration + 1, bytes=size, shards=taken,
+        site.agent.event("healed", iteration=iteration + 1, bytes=size, shards=taken,
                          ms=round(1000 * (time.monotonic() - began), 1))
 
 
@@ -160,9 +157,9 @@ def _take_over(site: Site, stepper: Stepper, generation: Generation, odd: Sequen
                digests: dict[Worker, int]) -> None:
     groups, iteration = generation.groups, stepper.standing.committed
     began = time.monotonic()
-    site.agent.event("suspected", kind=FailureKind.CORRUPT, removed=False, iteration=iteration + 1, pid=os.getpid(),
-                       digests={str(peer): f"{value:08x}" for peer, value in digests.items()})
+    site.agent.event("corrupt", iteration=iteration + 1,
+                     digests={str(peer): f"{value:08x}" for peer, value in digests.items()})
     tensors, facts, received = take(groups, odd, site.stage.device)
     stepper.enter(tensors, facts)
-    site.agent.event("healed", kind=FailureKind.CORRUPT, iteration=iteration + 1, bytes=received.bytes,
-                       ms=round(1000 * (time.monotonic() - began), 1))
+    site.agent.event("healed", iteration=iteration + 1, bytes=received.bytes,
+                     ms=round(1000 * (time.monotonic() - began), 1))

@@ -8,8 +8,8 @@ only: these are at most one pass ahead, and give the others the table in the rec
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -25,6 +25,9 @@ Reports = dict[tuple[int, int], tuple[float, ...]]
 
 LOSS_WIDTH = 2
 """Numbers that are reported of a micro-batch where the framework has none of its own: `loss_report`."""
+_FAILED = 0.5
+"""Added to the number of a pass that was a checkpoint which could not be written."""
+_UNKNOWN = "a checkpoint could not be written"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -66,6 +69,8 @@ class Evaluations:
         table: (total micro-batches, width) float64, of the last pass that is done everywhere; not a number where a
             micro-batch was left out.
         history: the tables of passes so far, by the number of the pass.
+        failed: the passes that were checkpoints which could not be written, by number, with the reason where it is
+            known here.
     """
 
     def __init__(self, standing: Standing, grid: Grid, width: int) -> None:
@@ -73,6 +78,7 @@ class Evaluations:
         self._standing = standing
         self.table = torch.zeros(grid.total, width, dtype=torch.float64)
         self.history = History()
+        self.failed: dict[int, str] = {}
 
     def of(self, number: int) -> torch.Tensor:
         """The table of pass ``number``, which is done; that of a later one if it is let go (`History`)."""
@@ -95,6 +101,20 @@ class Evaluations:
         groups.control.sum(table).wait()
         self._done(table)
 
+    def fail(self, why: str) -> None:
+        """The pass was a checkpoint, and there is none, as everybody has been told."""
+        self._standing.evaluate()
+        self.failed[self._standing.evaluated] = why
+
+    def told(self) -> dict[str, Any]:
+        """What passes have told so far, for a worker that comes in."""
+        return {**self.history.told(), "failed": list(self.failed)}
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """Know what another worker has `told`, and nothing else."""
+        self.history.take(told)
+        self.failed = dict.fromkeys(told["failed"], _UNKNOWN)
+
     def skip(self) -> None:
         """There is no pass, as everybody has been told: its table has no number in it."""
         self._done(torch.full_like(self.table, torch.nan))
@@ -111,9 +131,12 @@ class Evaluations:
         """Bring workers that a failure kept from the end of a pass level with the others. Raises GenerationOver."""
         counts = torch.zeros(groups.control.size, dtype=torch.float64)
         me = groups.control.rank
-        counts[me] = self._standing.evaluated
+        counts[me] = self._standing.evaluated + _FAILED * (self._standing.evaluated in self.failed)
         groups.control.sum(counts).wait()
         newest = int(counts.max())
+        if counts.max() > newest:
+            self.failed.setdefault(newest, _UNKNOWN)
+        counts = counts.floor()
         if bool((counts == newest).all()):
             return
         giver = counts.tolist().index(newest)

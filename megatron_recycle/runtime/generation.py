@@ -76,6 +76,20 @@ class Program:
         return Program.of(self.plan.without(list(microbatches)), me)
 
 
+class Course(NamedTuple):
+    """A plan as one worker follows it: its program, and how the plan's gradients become one."""
+
+    program: Program
+    reduction: Reduction
+
+    @classmethod
+    def of(cls, plan: Plan, me: Worker, exact: bool, stage: Stage, cuts: Cuts | None) -> Course:
+        """Of worker ``me``; ``cuts``: of its stage's optimizer state."""
+        reduction = reduction_of(exact, plan, me, stage.averaging) if cuts is None else sharded(
+            exact, plan, me, stage.averaging, cuts)
+        return cls(Program.of(plan, me), reduction)
+
+
 @dataclass(frozen=True)
 class Scope:
     """What of the grid's micro-batches is run.
@@ -93,6 +107,10 @@ class Scope:
     def carried_in(self, iteration: int) -> Carried | None:
         """What of ``iteration`` goes on where it stood."""
         return self.carried if self.carried is not None and self.carried.iteration == iteration else None
+
+    def hit(self, plan: Plan) -> frozenset[Microbatch]:
+        """The micro-batches of the pipelines that are left out."""
+        return frozenset(each for each in plan.problem.grid.items() if each[0] in self.without)
 
     def poisoned(self, iteration: int) -> frozenset[Microbatch]:
         """The micro-batches that ``iteration`` is to do without."""
@@ -128,8 +146,8 @@ class Generation:
         tries: generations with the same members in a row, before this one.
         scope: what is run of its iterations.
         groups: of its members.
-        program: the plan in use.
-        reduction: how the plan's gradients become one.
+        course: of the plan in use.
+        rest: of an iteration that goes on where it stood; None: there is none.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: of the last two attempts. An idle worker may be an iteration late: a loss that is let
@@ -141,19 +159,31 @@ class Generation:
     tries: int
     scope: Scope
     groups: Groups
-    program: Program
-    reduction: Reduction
+    course: Course
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
+    rest: Course | None = None
     shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,
            exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None) -> Generation:
         """A new one, that follows ``plan``."""
-        return cls(epoch, prefix, tries, scope, groups, Program.of(plan, groups.me),
-                   _reduction(exact, plan, groups.me, stage, cuts), Transport(groups, stage.device),
-                   keepers or {})
+        carried, hit = scope.carried, scope.hit(plan)
+        rest = None if carried is None else Course.of(
+            replace(carried.plan.without(hit), done=carried.done), groups.me, exact, stage, cuts)
+        return cls(epoch, prefix, tries, scope, groups, Course.of(plan, groups.me, exact, stage, cuts),
+                   Transport(groups, stage.device), keepers or {}, rest)
+
+    @property
+    def program(self) -> Program:
+        """The plan in use, as this worker runs it."""
+        return self.course.program
+
+    @property
+    def reduction(self) -> Reduction:
+        """How the gradients of the plan in use become one."""
+        return self.course.reduction
 
     @property
     def cuts(self) -> Cuts | None:
@@ -173,28 +203,33 @@ class Generation:
     def follow(self, plan: Plan, exact: bool, stage: Stage) -> Generation:
         """The same generation with another plan."""
         me = self.groups.me
-        return replace(self, program=Program.of(plan, me), reduction=_reduction(exact, plan, me, stage, self.cuts))
+        return replace(self, course=Course.of(plan, me, exact, stage, self.cuts))
 
     def renewed(self, epoch: Epoch, groups: Groups, stage: Stage) -> Generation:
         """The same generation on other groups."""
         return replace(self, epoch=epoch, groups=groups, transport=Transport(groups, stage.device),
                        shared=deque(maxlen=2))
 
+    def begun_anew(self) -> Generation:
+        """The same generation, in which nothing goes on where it stood."""
+        return replace(self, scope=replace(self.scope, carried=None))
+
     def program_of(self, iteration: int) -> Program:
         """The program of this worker for ``iteration``."""
-        if self.scope.carried_in(iteration) is not None:
-            return self._of_carried
+        if self.rest is not None and self.scope.carried_in(iteration) is not None:
+            return self.rest.program
         left_out = self.scope.poisoned(iteration)
         return self._of_whole.without(left_out, self.groups.me) if left_out else self._of_whole
 
-    @cached_property
-    def _of_carried(self) -> Program:
-        assert self.scope.carried is not None
-        return Program.of(self.scope.carried.plan.without(self._of_hit), self.groups.me)
+    def reduction_of(self, iteration: int) -> Reduction:
+        """How the gradients of ``iteration`` become one."""
+        if self.rest is not None and self.scope.carried_in(iteration) is not None:
+            return self.rest.reduction
+        return self.reduction
 
     def left_out_of(self, iteration: int) -> int:
         """How many micro-batches ``iteration`` goes without."""
-        return len(self.scope.poisoned(iteration) | self._of_hit)
+        return len(self.scope.poisoned(iteration) | self.scope.hit(self.plan))
 
     @property
     def share(self) -> float:
@@ -206,11 +241,8 @@ class Generation:
     @cached_property
     def _of_whole(self) -> Program:
         """Of the pipelines that take part."""
-        return self.program.without(self._of_hit, self.groups.me) if self.scope.without else self.program
-
-    @property
-    def _of_hit(self) -> frozenset[Microbatch]:
-        return frozenset(each for each in self.plan.problem.grid.items() if each[0] in self.scope.without)
+        hit = self.scope.hit(self.plan)
+        return self.program.without(hit, self.groups.me) if hit else self.program
 
 
 class Current:
@@ -220,7 +252,7 @@ class Current:
     Attributes:
         last: the one in force, between two the one before, with its members and its plan; None before the first.
         rested: communicators of older ones that whoever builds the next may go on with.
-        kept: an attempt that may be taken up again; None: there is none.
+        kept: by iteration, attempts that may be taken up again: of the one that is not committed, and of the next one.
         torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
         owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
     """
@@ -230,7 +262,7 @@ class Current:
         self._in_force: Generation | None = None
         self.last: Generation | None = None
         self.rested: Rested | None = None
-        self.kept: Kept | None = None
+        self.kept: dict[int, Kept] = {}
         self.torn = False
         self.owed: Sequence[tuple[int, Worker, Worker]] = ()
 
@@ -244,11 +276,10 @@ class Current:
         """Whether none is in force: it has been given up, and the next one does not stand yet."""
         return self._in_force is None
 
-    def let_go(self) -> None:
-        """What was kept of an attempt is not taken up again."""
-        if self.kept is not None:
-            self.kept.computed.discard()
-            self.kept = None
+    def let_go(self, iterations: Iterable[int]) -> None:
+        """What was kept of attempts at these iterations is not taken up again."""
+        for iteration in [each for each in iterations if each in self.kept]:
+            self.kept.pop(iteration).computed.discard()
 
     def set(self, generation: Generation) -> None:
         """From now on ``generation`` is in force, and may be aborted."""
@@ -270,11 +301,6 @@ class Current:
             current = self._in_force
         if current is not None and current.epoch.generation < generation:
             current.groups.abort()
-
-
-def _reduction(exact: bool, plan: Plan, me: Worker, stage: Stage, cuts: Cuts | None) -> Reduction:
-    return reduction_of(exact, plan, me, stage.averaging) if cuts is None else sharded(
-        exact, plan, me, stage.averaging, cuts)
 
 
 def store_prefix(prefix: str, epoch: Epoch) -> str:

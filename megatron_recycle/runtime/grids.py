@@ -1,5 +1,5 @@
 """The grid of each iteration: a script may change how many micro-batches its pipelines train on (a batch size that is
-ramped up).
+ramped up), and the shapes of what stages pass on (a length that grows).
 
 All workers' scripts say so before the same iteration, as they do everything else, so that each worker knows it by
 itself; and each makes the same plan from the one that the coordinator has given, which is for the grid that the job
@@ -30,6 +30,7 @@ class Grids:
         self._block = block
         self._start = 0, 0
         self._changes: list[tuple[int, int]] = [(0, max(first.microbatches))]
+        self._reshaped: set[int] = set()
         self._plans: dict[tuple[str, int], Plan] = {}
         self._base: dict[str, Plan] = {}
 
@@ -56,6 +57,18 @@ class Grids:
             return False
         self._changes = [change for change in self._changes if change[0] < iteration] + [(iteration, microbatches)]
         return True
+
+    def reshape(self, iteration: int) -> None:
+        """From ``iteration`` on activations may have other shapes, until the next change."""
+        self._reshaped.add(iteration)
+
+    def reshapes(self, iteration: int) -> bool:
+        """Whether activations of ``iteration`` may have other shapes than the last one's."""
+        return iteration in self._reshaped
+
+    def forget(self, iteration: int) -> None:
+        """``iteration`` and all before it are not made again."""
+        self._reshaped = {reshaped for reshaped in self._reshaped if reshaped > iteration}
 
     def plan(self, plan: Plan, grid: Grid) -> Plan:
         """What stands for ``plan``, or for the one that it stands for, in an iteration of ``grid``."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_recycle.errors import RecycleError
+from megatron_recycle.errors import RecycleError, SaveError
+from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.runtime.copies import StateCopy
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import stage_tensors
@@ -18,7 +19,7 @@ from megatron_recycle.runtime.stepper import Stepper
 def save_what_is_held(site: Site, stepper: Stepper, missing: Sequence[int]) -> str:
     """Write this stage's tensors, by name, and all that is no tensor, as text, into a file that `torch.load` reads with
     ``weights_only``: whole, or not at all. Returns its absolute path. Raises RecycleError if no folder is known, and
-    OSError."""
+    SaveError."""
     folder = site.framework.folder() if site.framework.folder is not None else None
     if not folder:
         raise RecycleError("nothing says where to; give --recycle-emergency-checkpoint DIR")
@@ -30,9 +31,13 @@ def save_what_is_held(site: Site, stepper: Stepper, missing: Sequence[int]) -> s
     path = Path(folder).absolute() / f"survivors-iteration-{iteration}" / f"stage-{place.me.stage}{part}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
     hidden = path.with_name(f".{path.name}.{place.name.replace(':', '-')}.{os.getpid()}")
-    with hidden.open("wb") as file:
-        torch.save(held, file)
-        file.flush()
-        os.fsync(file.fileno())
-    hidden.replace(path)
+    try:
+        with hidden.open("wb") as file:
+            torch.save(held, file)
+            file.flush()
+            os.fsync(file.fileno())
+        hidden.replace(path)
+    except (OSError, RuntimeError) as error:
+        hidden.unlink(missing_ok=True)
+        raise SaveError(unwritten(error, path) or str(error)) from error
     return str(path)

@@ -1,8 +1,9 @@
-"""What a worker has done of an iteration whose generation is over, for `policy: lossy_forward`: it goes on there.
+"""An attempt at an iteration that outlives its generation: the worker goes on there.
 
-An attempt is given up between two actions, or while one waits for a message; the one that it waits for is sent again.
-Its sums are kept until the iteration is committed: another stage may lack an addend for good, and then all add up
-again, over those that are left.
+An attempt is given up between two actions, or while one waits for a message; that action begins again. Its sums, its
+activations and all messages that it has sent are kept until the iteration is committed: what a dead worker has done is
+run again by its peers, which read those messages once more, and stages that have reduced already may have to do so
+again.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import Any
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Action, Message, Plan, Worker, needs
+from megatron_recycle.plan import Action, Message, Plan, Worker
 from megatron_recycle.runtime.comm.messages import Meta
 from megatron_recycle.runtime.computed import Computed
+
+Log = Mapping[Message, Sequence[torch.Tensor]]
+"""The tensors of messages that a worker has made, whether or not anybody has read them."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Kept:
         chain: the attempt that began with the first of its actions.
         done: the actions, in order.
         computed: by them.
-        sent: messages that may not have been read.
+        log: messages that they have made.
         metas: shapes of the activations that this worker has sent, by the boundary that they cross.
     """
 
@@ -37,35 +41,39 @@ class Kept:
     chain: int
     done: tuple[Action, ...]
     computed: Computed
-    sent: Mapping[Message, Sequence[torch.Tensor]]
+    log: Log
     metas: Mapping[int, Meta]
 
-    def report(self) -> dict[str, int]:
-        """For the coordinator."""
-        return {"iteration": self.iteration, "chain": self.chain, "done": len(self.done)}
+    def report(self, committed: int) -> dict[str, Any]:
+        """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
+        guess may turn out wrong, and with it the parameters that all this was computed with."""
+        return {"iteration": self.iteration, "chain": self.chain, "actions": [str(action) for action in self.done],
+                "provisional": committed < self.iteration - 1}
 
 
 @dataclass(frozen=True)
 class Carried:
-    """An iteration that goes on where it stood, as the go says (`membership.policies.carried`).
+    """An iteration that goes on where it stood, as the go says (`membership.redo.carried`).
 
     Attributes:
         iteration: of it.
         chain: as `Kept.chain`.
-        plan: what was followed.
+        plan: each worker's list begins with what it has done.
         done: how many of its actions each worker has done.
+        provisional: whether some of them were done after a guess that may turn out wrong.
     """
 
     iteration: int
     chain: int
     plan: Plan
     done: Mapping[Worker, int]
+    provisional: bool
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Carried:
         """From a go."""
-        done = {Worker.parse(name): count for name, count in told["done"].items()}
-        return cls(told["iteration"], told["chain"], Plan.from_json(told["plan"]), done)
+        done = {Worker.parse(name): count for name, count in told["done"].items() if count}
+        return cls(told["iteration"], told["chain"], Plan.from_json(told["plan"]), done, told["provisional"])
 
 
 class Keeping:
@@ -78,14 +86,14 @@ class Keeping:
 
     Attributes:
         torn: whether it is in the midst of an action that cannot be begun again.
-        sent: messages that may not have been read.
+        log: messages that its actions have made.
         over: the end of the generation, which an action has met as it told what it had made.
     """
 
     def __init__(self, chain: int, wanted: bool, sound: bool) -> None:
         self.chain, self.wanted, self.sound = chain, wanted, wanted and sound
         self.torn = False
-        self.sent: dict[Message, Sequence[torch.Tensor]] = {}
+        self.log: dict[Message, Sequence[torch.Tensor]] = {}
         self.over: GenerationOver | None = None
 
     def done(self) -> None:
@@ -93,6 +101,11 @@ class Keeping:
         self.torn = False
         if self.over is not None:
             raise self.over
+
+    def made(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """An action has made ``message``."""
+        if self.wanted:
+            self.log[message] = [tensor.detach() for tensor in tensors]
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -104,11 +117,3 @@ class Keeping:
             if not self.wanted:
                 raise
             self.over = error
-
-
-def read_already(plan: Plan, done: Mapping[Worker, int]) -> Iterator[tuple[Worker, Message]]:
-    """The messages that actions which are done have read, with their receivers."""
-    for worker, count in done.items():
-        for action in plan.actions(worker)[:count]:
-            if read := needs(plan, worker, action):
-                yield worker, read[1]

@@ -26,6 +26,7 @@ from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.shards import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
+from megatron_recycle.runtime.taking_in import share_registered
 
 _POLL_SECONDS = 0.001
 
@@ -66,6 +67,7 @@ class Loop:
         site, standing, generation = self.site, self.standing, self.site.current.get()
         self.stepper.poll()
         adopt(site, generation.groups)
+        share_registered(site, generation.groups)
         if standing.promises.ends_before(iteration):
             self._await_switch(iteration)
         verify_boundary(site, self.stepper, generation, iteration)
@@ -171,6 +173,7 @@ class Loop:
         site, standing, committed = self.site, self.standing, self.standing.committed
         groups, begun = self.site.current.get().groups, not standing.promises.ends_before(committed + 1)
         groups.reopen()
+        site.current.let_go([*site.current.kept])
         try:
             if drains and begun and standing.iteration == committed:  # others may have: all end the same
                 opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Piece, Plan, Worker, of_place, pieces
+from megatron_recycle.plan import Piece, Plan, Worker, of_place, pieces, results_in
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.comm.sharded_reduction import at_once
 from megatron_recycle.runtime.compute.device import Device
@@ -140,10 +140,21 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
                       len(plan.problem.live(me.stage)),
                       plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators,
                       _on_the_way(site, plan))
+    kept["log"] = _log(site, plan, gradient)
     if shards is not None:  # of the reduced gradient only what lies in them
         length = sum(shards.length(shard) for shard in shards.held)
         kept["gradient"] = length * site.trainable.layout.dtype.itemsize
     return kept
+
+
+def _log(site: Site, plan: Plan, gradient: int) -> int:
+    """Bytes of the messages and sums that are kept until an iteration is committed. With steps that do not wait for the
+    verdict the next iteration's messages are there as well by then."""
+    if not site.keeps_messages:
+        return 0
+    me, open_ = site.place.me, 2 if site.config.step == "staggered" else 1
+    made = sum(results_in(plan, me, action) is not None for action in plan.actions(me))
+    return open_ * made * site.meters.memory.message + (open_ - 1) * gradient
 
 
 def _on_the_way(site: Site, plan: Plan) -> int | None:

@@ -18,8 +18,9 @@ from megatron_recycle.runtime.site import Site
 
 def connect_partners(site: Site, standing: Standing, generation: Generation, limit: float,
                      phase: AbstractContextManager[object], resume: Resume | None = None) -> None:
-    """Connect all pairs that send to each other under the plan of ``generation``, and before it when all ``resume``;
-    all members come here. ``limit``: seconds; ``phase``: what the training thread is in meanwhile.
+    """Connect all pairs that send to each other under the plan of ``generation``, and, when all ``resume``, before that
+    and in the rest of an iteration; all members come here. ``limit``: seconds; ``phase``: what the training thread is
+    in meanwhile.
 
     Raises GenerationOver.
     """
@@ -29,9 +30,11 @@ def connect_partners(site: Site, standing: Standing, generation: Generation, lim
     peers = groups.peers(groups.me.stage)
     everybody = site.exact or generation.cuts is not None  # peers exchange pieces, or shards
     stage = {*combinations(peers, 2)} if everybody else set() if resume is None else _given(resume, peers)
+    talk = pairs(generation.plan) | tied_pairs(generation.plan)
+    if resume is not None:
+        talk |= pairs(generation.program_of(resume.next).plan)
     with phase:
-        make_first_transfers(groups, pairs(generation.plan) | tied_pairs(generation.plan), stage, site.stage.device,
-                             lambda: site.interrupted(standing), limit)
+        make_first_transfers(groups, talk, stage, site.stage.device, lambda: site.interrupted(standing), limit)
 
 
 def _given(resume: Resume, peers: tuple[Worker, ...]) -> set[Pair]:

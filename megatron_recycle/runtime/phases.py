@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from megatron_recycle.control import Agent
-from megatron_recycle.errors import LendingError
+from megatron_recycle.errors import LendingError, SaveError
 from megatron_recycle.membership import Fault, Standing
 from megatron_recycle.plan import Action
 from megatron_recycle.runtime.activity import COPY, WAITING, WORKING, Activity
@@ -119,15 +119,20 @@ class Phases:
         """``error`` in words for the coordinator, with what was being done; ``outside``: it is of the script's own
         code."""
         if outside:
-            return Fault.of(error, None if self._last is None else self._last.iteration, whole=True)
+            return Fault.of(error, self._behind(), whole=True)
         if self.running is not None:
             return Fault.of(error, self._standing.iteration, str(self.running), whole=True,
                             recovery=_full(error) and self.running.pipeline != self._standing.me.worker.pipeline)
-        if isinstance(error, LendingError):  # before the attempt's first action, or between two
+        if isinstance(error, (LendingError, SaveError)):  # before the attempt's first action, or between two
             return Fault.of(error, self._standing.iteration, whole=True)
-        if self._last is None:
-            return Fault.of(error, None, None)
-        return Fault.of(error, self._last.iteration, "S" if self._last.phase in _STEP else None)
+        if self._last is not None and self._last.phase in _STEP:
+            return Fault.of(error, self._last.iteration, "S")
+        return Fault.of(error, self._behind())
+
+    def _behind(self) -> int | None:
+        """The last iteration that both the script and this worker have behind them; None before any."""
+        last = min(self._standing.asked, self._standing.stepped)
+        return None if self._last is None or last < 0 else last
 
     def failed(self, error: BaseException) -> Fault:
         """``error``, which a recovery has met, likewise."""

@@ -19,11 +19,18 @@ def leave_on_sigterm(agent: Agent) -> None:
 
     A second one, or one when this process has no work (the job is over or has not begun, or it waits to come in), ends
     the process at once. Within two seconds it is the same one: Slurm signals every process, and the launcher passes its
-    own on. Left alone where the script has a handler of its own. For workers of `recycle run` only: another launcher
-    ends the siblings of a worker that has left.
+    own on. Where the script has a handler of its own, now or later, that is all that SIGTERM leads to. For workers of
+    `recycle run` only: another launcher ends the siblings of a worker that has left.
     """
-    # A handler runs only between two steps of the interpreter, and the training thread may wait in the communication
-    # library for long; what the signal writes to the pipe is read at once.
+    def ours(number: int, frame: object) -> None:
+        """What there is to do is done by a thread: the training thread may wait in the communication library for long,
+        and a handler runs only between two steps of the interpreter."""
+
+    def handled() -> bool:
+        found = signal.getsignal(signal.SIGTERM)
+        return found is not ours and callable(found)
+
+    agent.handles_sigterm = handled
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
@@ -38,7 +45,7 @@ def leave_on_sigterm(agent: Agent) -> None:
     def listen() -> None:
         asked: float | None = None
         while number := os.read(reading, 1):
-            if number[0] == signal.SIGTERM:
+            if number[0] == signal.SIGTERM and not handled():
                 if asked is not None and time.monotonic() - asked < _SAME_SIGNAL and agent.ended is None:
                     continue
                 asked = time.monotonic()
@@ -50,8 +57,9 @@ def leave_on_sigterm(agent: Agent) -> None:
     def leave_to_default() -> None:
         """A forked child (a data loader) dies of SIGTERM as ever, and its signals are not ours."""
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not handled():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, ours)
     os.register_at_fork(after_in_child=leave_to_default)
     threading.Thread(target=listen, name="recycle-signals", daemon=True).start()

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
-from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
+from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError, SaveError
 from megatron_recycle.membership import Standing, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
@@ -27,6 +27,7 @@ from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
+from megatron_recycle.runtime.first_forward import agree
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
 from megatron_recycle.runtime.guard import all_are_back, go_back
 from megatron_recycle.runtime.held import save_what_is_held
@@ -82,6 +83,7 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
                 generation = rebuild(site, stepper, go)
                 reconcile(site, stepper, generation, go)
                 verify_recovery(site, stepper, generation)
+                agree(site, generation.groups)
                 if go.closing is not None:
                     close_down(site, go)
                 resume(site, stepper.standing, go)
@@ -178,9 +180,9 @@ def report(site: Site, standing: Standing) -> Go | None:
                                  "that one is replaced", site.place.me, site.place.name)
         return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
     generation = site.agent.stop_generation
-    kept: dict[str, Any] = {"torn": True} if site.current.torn else {}
-    if site.current.kept is not None:
-        kept["kept"] = site.current.kept.report()
+    kept: dict[str, Any] = {"kept": [each.report(standing.committed) for each in site.current.kept.values()]}
+    if site.current.torn:
+        kept["torn"] = True
     site.agent.report(generation, {**_report(site, standing), **kept})
     return site.agent.wait_go(generation)
 
@@ -207,8 +209,9 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
                                Plan.from_json(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
                                cuts(site.stage, groups, go.resume, begun=False))
-    if scope.carried is None or site.place.me not in scope.carried.done:
-        site.current.let_go()
+    carried = scope.carried
+    taken_up = carried.iteration if carried is not None and site.place.me in carried.done else None
+    site.current.let_go([each for each in site.current.kept if each > go.resume.target and each != taken_up])
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
                      site.phases.working(CONNECT), go.resume)
@@ -227,7 +230,10 @@ def renew(site: Site, standing: Standing, old: Generation) -> Generation:
     site.current.take()
     old.groups.retire()
     renewed = install(site, standing, old.renewed(standing.epoch, groups, site.stage))
+    connect_partners(site, standing, renewed, connect_limit(site.config, groups.control.size, old.tries),
+                     site.phases.working(CONNECT))
     site.asked.transfers.reconcile(groups, standing.epoch)
+    agree(site, groups)
     return renewed
 
 
@@ -260,6 +266,10 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     before = cuts(site.stage, groups, go.resume, begun=True)
     if not todo.enter and not todo.back:
         stepper.reconcile(todo, go.resume.target, groups, before)
+        carried = generation.scope.carried
+        if carried is not None and carried.provisional and stepper.refuted:
+            site.current.let_go([*site.current.kept])
+            site.current.set(generation.begun_anew())
     joined = _processes(site, groups, go.resume.joined)
     with site.phases.copying() if joined else nullcontext():
         site.asked.reconcile(groups, standing.epoch, joined, joined if go.resume.restored else ())
@@ -289,6 +299,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     if todo.enter:
         with site.phases.copying():
             site.trainable.shards = shards.kept(site.stage)
+    site.framework.registered.look(groups)
 
 
 def _processes(site: Site, groups: Groups, names: Sequence[str]) -> list[int]:
@@ -305,6 +316,7 @@ def close_down(site: Site, go: Go) -> NoReturn:
     """
     get_logger().error("megatron-recycle: the job ends after a last checkpoint: %s", go.closing)
     place = error = ""
+    unsaved: SaveError | None = None
     with site.phases.copying():
         try:
             assert site.framework.save_last is not None, "this worker has said that it can save"
@@ -313,9 +325,14 @@ def close_down(site: Site, go: Go) -> NoReturn:
             raise
         except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
             ours = isinstance(failure, RecycleError)
+            unsaved = failure if isinstance(failure, SaveError) else None
             error = str(failure) if ours else f"{type(failure).__name__}: {failure}"
             get_logger().error("megatron-recycle: no last checkpoint: %s", error, exc_info=None if ours else failure)
-    site.agent.saved(go.generation, place, error)
+    try:
+        site.agent.saved(go.generation, place, error)
+    finally:
+        if unsaved is not None:
+            unsaved.clear()  # the others may have been writing until now
     raise GenerationOver("another member was lost before all had saved")
 
 
@@ -331,7 +348,7 @@ def save_alone(site: Site, stepper: Stepper, go: Go) -> NoReturn:
                 stepper.reconcile_alone(stepper.standing.reconciliation(go.resume))
                 place = save_what_is_held(site, stepper, go.missing)
             except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
-                error = f"{type(failure).__name__}: {failure}"
+                error = str(failure) if isinstance(failure, RecycleError) else f"{type(failure).__name__}: {failure}"
                 get_logger().error("megatron-recycle: what this worker holds is not saved", exc_info=failure)
     site.agent.saved(go.generation, place, error)
     raise GenerationOver("another member was lost before all had saved")

@@ -5,21 +5,28 @@ three moves: all parts are written, beside what is named so far; the coordinator
 the last move the checkpoint before is the newest, whole, whatever happens. A failure on the way costs what was written:
 those that are left write it again. A worker that has seen the end of a checkpoint is at most one ahead of others, and
 tells them in the recovery, as after an evaluation.
+
+Where a file cannot be written (a full disk) nobody has failed: all agree that there is no such checkpoint, what there
+is of it goes, and training goes on without (`on_failed_save`). In the framework's own code a worker that cannot write
+leaves the others waiting in the midst of theirs: then a new generation frees them, and all agree at its first try.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
+from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError, SaveError
 from megatron_recycle.membership import Standing
+from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.activity import COPY
-from megatron_recycle.runtime.comm.comm import failing_ends, is_broken
+from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH
 from megatron_recycle.runtime.generation import Generation
@@ -27,6 +34,9 @@ from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.shards import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import stage_tensors
+
+_LONGEST = 1024
+"""Bytes of a reason that all are told."""
 
 
 class Whole(Protocol):
@@ -42,6 +52,38 @@ class Written(NamedTuple):
     facts: Mapping[str, Any] | None
 
 
+class NotWritten(SaveError):
+    """All members know that the checkpoint cannot be written, and why. ``first``: one that cannot, of how `many`;
+    ``noted``: the iteration that it is of, if the coordinator has noted it as whole all the same, or -1."""
+
+    def __init__(self, why: str, first: int, many: int, noted: int) -> None:
+        super().__init__(why)
+        self.first, self.many, self.noted = first, many, noted
+
+
+@dataclass
+class Tries:
+    """What one worker knows of its tries to write one checkpoint: ``why`` it could not, if the others may not know;
+    the iteration of what the coordinator has `noted` for it, or -1."""
+
+    why: str | None = None
+    noted: int = -1
+
+    def agree(self, comm: Comm) -> None:
+        """Whether any member of ``comm`` could not write. Raises NotWritten, on all of them, and GenerationOver."""
+        flags = torch.zeros(2, comm.size, dtype=torch.float64)
+        flags[:, comm.rank] = torch.tensor([self.why is not None, self.noted + 1], dtype=torch.float64)
+        comm.sum(flags).wait()
+        failed = flags[0].nonzero().flatten().tolist()
+        if not failed:
+            return
+        text = (self.why or "").encode()[:_LONGEST] if comm.rank == failed[0] else b""
+        told = torch.tensor([*text, *bytes(_LONGEST - len(text))], dtype=torch.float64)
+        comm.sum(told).wait()
+        why = bytes(map(int, told.tolist())).rstrip(b"\0").decode(errors="ignore")
+        raise NotWritten(why, failed[0], len(failed), int(flags[1].max()) - 1)
+
+
 class Save(NamedTuple):
     """One try to write a checkpoint, in one generation.
 
@@ -52,6 +94,9 @@ class Save(NamedTuple):
             it is named, and with what was ``of`` it, if another try has written it. Raises GenerationOver: then it is
             not to be named.
         check: to be called between files. Raises GenerationOver if what is written is of no use any more.
+        alone: to be called with why this worker cannot write its part, where others wait for it in the midst of
+            theirs. Raises GenerationOver.
+        tries: this one, and those before it.
         facts: what a job that goes back to it has to know beside; None: it cannot.
     """
 
@@ -59,7 +104,38 @@ class Save(NamedTuple):
     number: int
     whole: Whole
     check: Callable[[], None]
+    alone: Callable[[str], None]
+    tries: Tries
     facts: Mapping[str, Any] | None = None
+
+    @contextmanager
+    def all_write(self, place: str) -> Iterator[None]:
+        """A block in which each member writes files of its own, and no member waits for another. Afterwards all know
+        whether all could. Raises NotWritten, on all of them, and GenerationOver."""
+        try:
+            yield
+        except RecycleError:
+            raise
+        except Exception as error:
+            self.tries.why = unwritten(error, place)
+            if self.tries.why is None:
+                raise
+        self.tries.agree(self.generation.groups.control)
+
+    @contextmanager
+    def each_writes(self, place: str) -> Iterator[None]:
+        """A block of the framework's, in which members write files and wait for each other. Raises GenerationOver,
+        also where a file cannot be written."""
+        try:
+            yield
+        except RecycleError:
+            raise
+        except Exception as error:
+            why = unwritten(error, place)
+            if why is None:
+                raise
+            self.check()  # it may come of the end of the generation
+            self.alone(why)
 
     @property
     def name(self) -> str:
@@ -69,8 +145,8 @@ class Save(NamedTuple):
 
 Write = Callable[[Save], bool]
 """Writes this worker's part, and the checkpoint's name where it is the one to write it; at the same time as all other
-members. Returns whether a checkpoint of now was written, or begun. Raises GenerationOver, or whatever the script's
-framework does."""
+members. Returns whether a checkpoint of now was written, or begun. Raises GenerationOver, NotWritten, or whatever the
+script's framework does."""
 
 
 def _name(generation: Generation, number: int) -> str:
@@ -108,9 +184,11 @@ def load(site: Site, generation: int, checkpoint: Mapping[str, Any]) -> tuple[di
                                   "reports": torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)}
 
 
-def save(site: Site, standing: Standing, generation: Generation, write: Write) -> None:
-    """One try. Returns when everybody's part is written and the checkpoint is named. Raises GenerationOver, and what
-    ``write`` raises."""
+def save(site: Site, standing: Standing, generation: Generation, write: Write, clear: Callable[[], None],
+         tries: Tries) -> None:
+    """One try. Returns when everybody's part is written and the checkpoint is named, or when all know that it cannot
+    be, and this worker has made ``clear`` what there is of it. Raises GenerationOver, what ``write`` raises, and
+    SaveError where the job is to end for it."""
     began = time.monotonic()
     epoch, now, number = generation.epoch.generation, standing.committed, standing.passes
     facts = _facts(site, standing, _name(generation, number))
@@ -125,18 +203,48 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write) -
         with site.phases.waiting("the manifest"):
             if not site.agent.written(epoch, iteration, place, told):
                 raise GenerationOver("the generation ended before the checkpoint was noted")
+        tries.noted = iteration
 
-    this = Save(generation, number, whole, check, facts)
+    def alone(why: str) -> None:
+        tries.why = why
+        site.agent.unwritten(epoch, why)
+        raise GenerationOver(f"the checkpoint cannot be written here: {why}")
+
+    this = Save(generation, number, whole, check, alone, tries, facts)
     site.phases.enter(Phase.SAVE, standing.iteration)
     check()
     adopt(site, generation.groups)
-    with site.phases.working(COPY), failing_ends("a checkpoint", means=is_broken):
-        written = write(this)
-    with site.phases.waiting("the checkpoint's end"):
-        count(generation.groups.control, True)
+    try:
+        with site.phases.working(COPY), failing_ends("a checkpoint", means=is_broken):
+            tries.agree(generation.groups.control)
+            written = write(this)
+        with site.phases.waiting("the checkpoint's end"):
+            count(generation.groups.control, True)
+    except NotWritten as error:
+        with site.phases.working(COPY):
+            clear()
+        _give_up(site, standing, generation, facts, error)
+        return
     if written and facts is not None:
         site.trainable.guard.save(now)
     news = site.meters.checkpoints.wrote(began, now) if written else None
     if news is not None and generation.groups.me == generation.groups.members[0] and not generation.groups.part:
         get_logger().info("megatron-recycle: %s", news)
     standing.evaluate()
+
+
+def _give_up(site: Site, standing: Standing, generation: Generation, facts: Mapping[str, Any] | None,
+             error: NotWritten) -> None:
+    """There is no such checkpoint, as all know. Raises SaveError if that is the job's end."""
+    if error.noted >= 0 and facts is not None:  # it is whole, without a name: all may go back to it
+        site.trainable.guard.save(error.noted)
+    ends = site.config.on_failed_save == "end"
+    if generation.groups.control.rank == error.first:
+        more = f" ({error.many} workers could not write)" if error.many > 1 else ""
+        get_logger().error("megatron-recycle: NO CHECKPOINT after iteration %d: %s%s. The one before stays the newest; "
+                           "%s", standing.committed, error, more,
+                           "the job ends (on_failed_save)" if ends else "training goes on")
+        site.agent.event("save_failed", iteration=standing.committed, error=str(error), workers=error.many)
+    if ends:
+        raise SaveError(f"{error} (on_failed_save: end)")
+    site.asked.evaluations.fail(str(error))

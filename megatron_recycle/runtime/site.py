@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.history import History
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.registered import Registered
 from megatron_recycle.runtime.setup_record import SetUp
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.trainable import Trainable
@@ -52,6 +53,7 @@ class Framework:
         folder: where a worker writes what it holds of a job that has lost another stage for good; None: nowhere.
         setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
         grids: of iterations.
+        registered: what the script keeps beside the model.
     """
 
     stage: Stage
@@ -63,6 +65,7 @@ class Framework:
     restore: Callable[[str, str], None] | None = None
     folder: Callable[[], str | None] | None = None
     setup: SetUp | None = None
+    registered: Registered = field(default_factory=Registered)
 
 
 class Meters:
@@ -107,7 +110,7 @@ class Asked(NamedTuple):
 
     def told(self) -> dict[str, Any]:
         """What iterations and evaluations have told so far, for a worker that comes in."""
-        return {"history": self.iterations.told(), "evaluated": self.evaluations.history.told()}
+        return {"history": self.iterations.told(), "evaluated": self.evaluations.told()}
 
     def reconcile(self, groups: Groups, epoch: object, joined: Collection[int] = (),
                   back: Collection[int] = ()) -> None:
@@ -164,10 +167,25 @@ class Site:
         bit from a B's and a W's, so never where bits have to be the same whoever computes them."""
         return not self.exact and self.framework.splitter.deferring_costs and self.trainable.layout.sums_in_place
 
+    @cached_property
+    def unchecked(self) -> set[int]:
+        """The chunks, counted within the stage, whose first forward here is yet to come, and to be run twice."""
+        return set(range(len(self.place.chunks))) if self.config.check_forward else set()
+
     @property
     def exact(self) -> bool:
         """Whether gradients have to have the same bits whoever computes them."""
         return self.config.reduction == "exact"
+
+    @cached_property
+    def keeps_messages(self) -> bool:
+        """Whether an iteration's messages and sums are kept until it is committed, so that it goes on after a failure.
+
+        A worker's parts would go on from different places. On a GPU an abort ends operations as if they had succeeded.
+        """
+        wanted = self.config.keep_messages
+        return self.config.policy == "reroute" and self.place.parts == 1 and (
+            wanted == "all" or (wanted == "auto" and self.stage.device.type == "cpu"))
 
     def interrupted(self, standing: Standing) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""
@@ -175,5 +193,6 @@ class Site:
 
     def forget_data(self, iteration: int) -> None:
         """``iteration`` and all before it are final: their data is not read again."""
+        self.grids.forget(iteration)
         for pipeline in range(self.place.grid.pipelines):
             self.framework.data.forget(pipeline, self.grids.number(iteration + 1))

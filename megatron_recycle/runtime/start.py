@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent, Ended
+from megatron_recycle.control.host_memory import HostMemory
 from megatron_recycle.control.wire import GUEST
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
@@ -48,7 +49,7 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
                   on_stop=lambda stop: on_stop(stop.generation), on_end=ended,
                   joining=launched.joining, host=launched.host,
                   patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout,
-                  on_connect=lambda: tell_again(launched))
+                  on_connect=lambda: tell_again(launched), memory=HostMemory.given(launched.memory))
     agent.start()
     if launched.by_recycle_run:
         leave_on_sigterm(agent)

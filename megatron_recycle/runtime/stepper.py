@@ -172,8 +172,8 @@ class Stepper:
 
     def _committed(self, verdict: Verdict, adopt: bool) -> None:
         """An iteration is final; ``adopt``: every worker has promised what this one has."""
-        self._site.current.let_go()
         site, last = self._site, self._site.current.last
+        site.current.let_go([iteration for iteration in site.current.kept if iteration <= verdict.iteration])
         assert self.reports is not None
         row = _LOSS.pack(verdict.loss) + site.stage.summary(verdict, self.reports)
         site.asked.iterations.note(verdict.iteration, row)
@@ -300,6 +300,15 @@ class Stepper:
         commit = self._give_up()
         if commit is not None and commit.known:
             self.settle(commit.verdict()[0])
+            if self.refuted:
+                self._site.current.let_go([*self._site.current.kept])
+
+    @property
+    def refuted(self) -> bool:
+        """Whether some stage has guessed wrong in the last committed iteration: all that was computed before the right
+        step is void."""
+        verdict = self.standing.verdict
+        return verdict is not None and verdict.refutes(self._right(verdict))
 
     def reconcile(self, todo: Reconciliation, target: int, groups: Groups, cuts: Cuts | None = None) -> None:
         """Bring this worker to the end of ``target``, committed.

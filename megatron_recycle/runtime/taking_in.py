@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from megatron_recycle.control import Go
 from megatron_recycle.errors import DataError, JobEnded
@@ -23,12 +23,13 @@ def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     with site.phases.copying():
         tensors, facts, received = take_back(site, groups, go)
     site.grids.take(facts["grids"])
-    site.asked.evaluations.history.take(facts["evaluated"])
+    site.asked.evaluations.take(facts["evaluated"])
     # Else it has been in already, and has let go of its data.
-    new = stepper.standing.verdict is None
-    if new and not follows_script(site.framework.data):
+    new, last = stepper.standing.verdict is None, Verdict.from_json(facts["verdict"]).iteration
+    later = follows_script(site.framework.data) or (stepper.standing.iteration <= last and not go.resume.restored)
+    if new and not later:
         with site.phases.copying():  # a factory is read from its beginning, which may take minutes as well
-            compare_data(site, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
+            compare_data(site, last, facts["read"])
     stepper.enter(tensors, facts)
     if not new:
         stepper.read = {}
@@ -39,6 +40,7 @@ def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     site.trainable.guard.watched = site.framework.restore is not None
     site.trainable.guard.saved = tuple(facts["saved"])
     site.trainable.brought = tensors, facts["counters"]
+    site.framework.registered.lacks = True
     site.trainable.lay_out()
     site.forget_data(go.resume.target)
     if go.resume.restored:
@@ -48,10 +50,10 @@ def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
 
 
 def compare_later(site: Site, stepper: Stepper) -> None:
-    """The script of a worker that has come in has gone through its loop, and with it the iterators that it gives: see
-    `compare_data`."""
+    """The script of a worker that has come in has gone through its loop, and has given iterators, and changed how data
+    are read, as its peers' had: see `compare_data`."""
     verdict = stepper.standing.verdict
-    if follows_script(site.framework.data) and verdict is not None:
+    if verdict is not None:
         with site.phases.copying():
             compare_data(site, verdict.iteration, stepper.read)
 
@@ -82,6 +84,14 @@ def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int, bool]
 
 def refuse_itself(site: Site, text: str) -> None:
     """End this worker alone: a fault of its own keeps it from training with the others. Raises JobEnded."""
-    rank = site.place.ranks[site.place.me][site.place.part]
-    site.agent.event("join_failed", reason=text, rank=rank, pid=os.getpid())
+    site.agent.event("refuses_itself", reason=text)
     raise JobEnded(f"worker {site.place.name} cannot join: {text}. The job goes on without it")
+
+
+def share_registered(site: Site, groups: Groups) -> None:
+    """What scripts have registered goes to peers that have come in; all workers together, inside calls of their
+    scripts. Raises GenerationOver, and JobEnded on one that cannot take it."""
+    with site.phases.copying() if site.framework.registered.owed else nullcontext():
+        why = site.framework.registered.share(groups, site.stage.device)
+    if why is not None:
+        refuse_itself(site, why)

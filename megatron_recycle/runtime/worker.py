@@ -5,8 +5,8 @@ It runs its part of every iteration, and goes on after failures: :mod:`megatron_
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call
 from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
+from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
@@ -38,10 +39,10 @@ from megatron_recycle.runtime.loop import Loop
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phases
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.saving import Write, save
+from megatron_recycle.runtime.saving import Tries, Write, save
 from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper
-from megatron_recycle.runtime.taking_in import compare_later
+from megatron_recycle.runtime.taking_in import compare_later, share_registered
 from megatron_recycle.runtime.trainable import Trainable
 from megatron_recycle.runtime.transfers import Message, Transfers, raise_if_lost
 
@@ -100,7 +101,7 @@ class StageWorker:
     def train(self, iteration: int) -> float:
         """Run ``iteration``, through any failures; returns the mean loss of its global batch.
 
-        With staggered steps the iteration may not be committed yet; see `settle`.
+        With staggered steps the iteration may not be committed yet (see `settle`), unless the job `settles` each.
 
         Raises:
             JobEnded: training cannot go on.
@@ -113,7 +114,8 @@ class StageWorker:
             if self.has_done(iteration):
                 return self._pass_over(iteration)
             self._between.take_in(self.settle)
-            self._loop.through_failures(lambda: self._loop.run_to(iteration))
+            with self.site.framework.registered.inside((iteration, 0)):
+                self._loop.through_failures(lambda: self._loop.run_to(iteration, commit=self.site.config.settles))
             if self._between.trained():
                 with self._loop.telling():
                     self._between.find_generators()
@@ -138,31 +140,64 @@ class StageWorker:
         def run() -> None:
             # Done already: a failure has told this worker so, or it was before this worker came in.
             while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
+                share_registered(self.site, self.current_groups())
                 evaluate(self.site, self.standing, self._loop.sized(self.site.place.grid), data, number, limit)
 
         with self._inside():
             self.begin(iteration)
             self.settle()
             self.standing.ask_pass(iteration)
-            with self._between.evaluated():
+            with self._between.evaluated(), self._inside_pass(iteration):
                 self._loop.apart(run)
         return self.site.asked.evaluations.of(self.standing.passes)
 
-    def save(self, iteration: int, write: Write) -> None:
+    def save(self, iteration: int, write: Write, clear: Callable[[], None]) -> str | None:
         """Write a checkpoint together with all workers that are left, before ``iteration`` is trained, through any
         failures. Does nothing where that was done before this worker came in.
 
-        Raises JobEnded if the job cannot go on, and what ``write`` raises.
+        Args:
+            clear: removes what there is of one that cannot be written.
+
+        Returns:
+            Why it could not be written, which all are told alike; None: it is there.
+
+        Raises JobEnded if the job cannot go on, SaveError if that is for this checkpoint, and what ``write`` raises.
         """
+        tries = Tries()
+
         def run() -> None:
             while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
-                save(self.site, self.standing, self.site.current.get(), write)
+                share_registered(self.site, self.current_groups())
+                save(self.site, self.standing, self.site.current.get(), write, clear, tries)
 
         with self._inside():
             self.begin(iteration)
             self.settle()
             self.standing.ask_pass(iteration)
-            with self._between.saved():
+            with self._between.saved(), self._inside_pass(iteration):
+                self._loop.apart(run)
+        return self.site.asked.evaluations.failed.get(self.standing.passes)
+
+    def give_up_checkpoint(self, iteration: int) -> None:
+        """There will be none of the state after ``iteration``, though `save` has begun one."""
+        self.site.trainable.guard.unsave(iteration)
+
+    def reshape(self, iteration: int, what: str) -> None:
+        """From ``iteration`` on, the next to be trained, activations may have other shapes. All workers say so, by
+        ``what``, and wait for each other, through any failures. Raises JobEnded if the job cannot go on."""
+        def run() -> None:
+            while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
+                with self.site.phases.waiting(f"{what} on all ranks"):
+                    count(self.current_groups().control, True)
+                self.standing.evaluate()
+
+        with self._inside():
+            self.begin(iteration)
+            self.settle()
+            self.standing.ask_pass(iteration)
+            self.site.grids.reshape(iteration)
+            self.site.meters.memory.measure_again()
+            with self._between.saved(), self._inside_pass(iteration):
                 self._loop.apart(run)
 
     def collective(self, group: Group, call: Call, after: int) -> None:
@@ -365,6 +400,10 @@ class StageWorker:
         known = self.stepper.held or self.standing.verdict
         assert known is not None and known.iteration >= iteration
         return known.loss if known.iteration == iteration else self._pass_over(iteration)
+
+    def _inside_pass(self, iteration: int) -> AbstractContextManager[None]:
+        """A block in which the script is inside the call of the last pass, before ``iteration``."""
+        return self.site.framework.registered.inside((iteration, self.standing.passes))
 
     def _pass_over(self, iteration: int) -> float:
         """The loss of an iteration that was over when this worker came in; its script learns what others were told."""

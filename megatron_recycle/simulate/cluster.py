@@ -6,13 +6,15 @@ when all of them are. Policies give units positions of the grid; those that are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.placement import Placement
 from megatron_recycle.plan import Worker
+from megatron_recycle.simulate.seating import most_at_once, seated
 from megatron_recycle.simulate.trace import HOST, Outage, Trace, TraceError
 
 
@@ -68,7 +70,8 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Change:
-    """At the time ``at`` (seconds) these units are lost, and those are back.
+    """At the time ``at`` (seconds) these units are lost, and those are back. A unit in both: a machine is lost, and
+    another one, which has waited, has its place at once.
 
     ``whole_host``: a host is silent, so that nobody sees processes end.
     """
@@ -80,43 +83,59 @@ class Change:
 
 
 def changes(trace: Trace, cluster: Cluster) -> tuple[list[Change], tuple[str, ...]]:
-    """What the trace does to the cluster's units, in order, and what of it was left out, in sentences.
+    """What the trace does to the cluster's units, in order, and what differs between the two, in sentences.
 
-    The trace's hosts are the cluster's in their order. Outages that begin before the start are a change at 0.
+    The cluster's hosts are places for the trace's machines (`seated`). Places that are empty at the start are a change
+    at 0.
     """
-    number = {name: index for index, name in enumerate(trace.hosts)}
     notes: list[str] = []
-    if len(trace.hosts) > cluster.hosts:
-        notes.append(f"the trace has {len(trace.hosts)} hosts, the cluster {cluster.hosts}: the first"
-                     f" {cluster.hosts} count")
-    if len(trace.hosts) < cluster.hosts:
-        notes.append(f"the trace has {len(trace.hosts)} hosts, the cluster {cluster.hosts}: the others never fail")
-    kept = [one for one in trace.outages if number[one.host] < cluster.hosts and (one.gpu or 0) < cluster.gpus]
+    machines, most = len(trace.hosts), most_at_once(trace)
+    if machines > cluster.hosts:
+        notes.append(f"the trace has {machines} machines, at most {most} at a time, and the cluster {cluster.hosts}"
+                     " hosts: a machine that comes takes the first empty place, or waits for one")
+    if most < cluster.hosts:
+        notes.append(f"the trace has at most {most} machines at a time, and the cluster {cluster.hosts} hosts:"
+                     f" {cluster.hosts - most} or more are always missing")
     if (more := sum((one.gpu or 0) >= cluster.gpus for one in trace.outages)):
         notes.append(f"{more} outages of GPUs that the hosts do not have were left out")
-    return [*_changes(kept, number, cluster, trace.duration)], tuple(notes)
+    kept = [one for one in trace.outages if (one.gpu or 0) < cluster.gpus]
+    return [*_changes(seated(trace.hosts, kept, cluster.hosts), cluster, trace.duration)], tuple(notes)
 
 
-def _changes(outages: Sequence[Outage], number: dict[str, int], cluster: Cluster, end: float) -> Iterator[Change]:
-    moments: dict[float, list[tuple[Outage, int]]] = {}
-    for one in outages:
-        moments.setdefault(one.down, []).append((one, 1))
+def most_live(happened: Iterable[Change], cluster: Cluster) -> int:
+    """Units that are there at the same time, at most."""
+    live = cluster.hosts * cluster.per_host
+    counts = [live]
+    for change in happened:
+        live += len(change.gained) - len(change.lost)
+        if not change.at:
+            counts = []
+        counts.append(live)
+    return max(counts)
+
+
+def _changes(outages: Sequence[tuple[int, Outage]], cluster: Cluster, end: float) -> Iterator[Change]:
+    """Of outages with their places."""
+    moments: dict[float, tuple[list[tuple[int, Outage]], list[tuple[int, Outage]]]] = {}
+    for place, one in outages:
+        moments.setdefault(one.down, ([], []))[0].append((place, one))
         if one.up < end:
-            moments.setdefault(one.up, []).append((one, -1))
-    reasons: dict[Unit, int] = {}  # outages that keep each unit from working
-    for at in sorted(moments):
-        before: dict[Unit, bool] = {}
-        silent = False
-        for one, more in moments[at]:
-            host = number[one.host]
-            for unit in _hit(one, host, cluster):
-                before.setdefault(unit, reasons.get(unit, 0) > 0)
-                reasons[unit] = reasons.get(unit, 0) + more
-            silent |= more > 0 and one.kind == HOST
-        lost = tuple(unit for unit in sorted(before) if reasons[unit] and not before[unit])
-        gained = tuple(unit for unit in sorted(before) if not reasons[unit] and before[unit])
-        if lost or gained:
-            yield Change(at, lost, gained, silent)
+            moments.setdefault(one.up, ([], []))[1].append((place, one))
+    reasons: Counter[Unit] = Counter()  # outages that keep each unit from working
+    for at, (begun, over) in sorted(moments.items()):
+        lost, back = set[Unit](), set[Unit]()
+        for place, one in begun:
+            for unit in _hit(one, place, cluster):
+                if not reasons[unit]:
+                    lost.add(unit)
+                reasons[unit] += 1
+        for place, one in over:
+            for unit in _hit(one, place, cluster):
+                reasons[unit] -= 1
+                if not reasons[unit]:
+                    back.add(unit)
+        if lost or back:
+            yield Change(at, tuple(sorted(lost)), tuple(sorted(back)), any(one.kind == HOST for _, one in begun))
 
 
 def _hit(outage: Outage, host: int, cluster: Cluster) -> list[Unit]:

@@ -65,12 +65,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("the policies")
     how.add_argument("--policy", nargs="+", default=[*USUAL], metavar="NAME", help=f"all, or of {', '.join(ORDER)}")
     how.add_argument("--recovery", metavar="FILE", help="stalls as measured by scripts/bench/recovery.py (its JSON)")
-    for name in ("start", "save", "restart", "save_every"):
+    for name in ("start", "save", "restart", "save_every", "wait"):
         how.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS",
                          help={"start": "until a process has built its model (default 30)",
                                "save": "that a checkpoint takes (default 30)",
                                "restart": "of a whole job (default 300)",
-                               "save_every": "between checkpoints (default 3600)"}[name])
+                               "save_every": "between checkpoints (default 3600)",
+                               "wait": "that a job of ours waits for its whole grid, before it begins on what is there"
+                                       " (default: until that comes; 3600 if it never does)"}[name])
     how.add_argument("--technique", choices=("adaptive", "decoupled", "staggered"), default="staggered")
     how.add_argument("--shapes", choices=("auto", "exact", "multiset"), default="auto",
                      help="whether losses in another order of stages need another plan (auto: on small grids)")
@@ -101,14 +103,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"recycle simulate: {note}", file=sys.stderr)
     about = {"grid": [pipelines, stages, microbatches], "tp": args.tp, "hosts": cluster.hosts, "gpus": cluster.gpus,
              "costs": job.costs.to_json(), "unit_seconds": job.unit, "cap": job.activations, "trace": args.trace,
-             "hours": traces[0].duration / 3600, "failures": [trace.failures for trace in traces], "notes": notes,
+             "hours": traces[0].duration / 3600, "outages": [trace.failures for trace in traces], "notes": notes,
              "technique": args.technique}
     if args.json == "-":
         print(json.dumps(as_json(rows, about)))
     else:
-        hours, failures = traces[0].duration / 3600, sum(trace.failures for trace in traces) / len(traces)
-        show(rows, console, f"{args.grid}, TP {args.tp}, {cluster.hosts} hosts with {cluster.gpus} GPUs; {hours:.1f} h,"
-                            f" {failures:.0f} failures; fault-free: stock 1F1B")
+        hours, outages = traces[0].duration / 3600, sum(trace.failures for trace in traces) / len(traces)
+        show(rows, console, f"{args.grid}, TP {args.tp}, {cluster.hosts} hosts with {cluster.gpus} GPUs; {hours:.1f} h;"
+                            f" {outages:.0f} outages in the trace; fault-free: stock 1F1B")
     if args.json and args.json != "-":
         Path(args.json).write_text(json.dumps(as_json(rows, about)) + "\n", encoding="utf-8")
     if args.picture:
@@ -172,10 +174,10 @@ def _model(text: str) -> model_costs.Model:
 
 def _stalls(args: argparse.Namespace) -> Stalls:
     stalls = Stalls.measured(args.recovery) if args.recovery else Stalls()
-    given = {name: getattr(args, name) for name in ("start", "save", "restart", "save_every")
+    given = {name: getattr(args, name) for name in ("start", "save", "restart", "save_every", "wait")
              if getattr(args, name) is not None}
     if any(not 0 <= value < float("inf") for value in given.values()):
-        raise TraceError("--start, --save, --restart and --save-every are seconds from 0 on")
+        raise TraceError("--start, --save, --restart, --save-every and --wait are seconds from 0 on")
     if given.get("save_every") == 0:
         raise TraceError("--save-every 0: nothing but checkpoints would be made; give seconds above 0")
     return replace(stalls, **given)

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_recycle.simulate.trace import EXIT, HOST, Cleaning, Outage, Trace, TraceError, checked
+from megatron_recycle.simulate.trace import EXIT, HOST, Cleaning, Outage, Trace, TraceError, checked, lasting
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ def generate(hosts: int, gpus: int, duration: float, seed: int, *, of_gpus: Fail
     """
     if hosts < 1 or gpus < 1 or rack < 1:
         raise TraceError("a cluster needs at least one host, one GPU in each and one host in a rack")
+    lasting(duration)
     draw = random.Random(seed)
     names = [f"host{number}" for number in range(hosts)]
     outages: list[Outage] = []

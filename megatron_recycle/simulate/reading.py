@@ -27,12 +27,17 @@ LONG_GAP = 3600.0
 """Seconds without a reading after which a gap is reported."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Line:
     """A line of a file that is not blank, with its number."""
 
-    where: str
+    path: str
+    number: int
     text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}, line {self.number}"
 
     def fault(self, what: str) -> TraceError:
         return TraceError(f"{self.where}: {what}: {self.text[:60]!r}")
@@ -50,11 +55,11 @@ def read(path: str | Path, *, seed: int = 0, longest_gap: float | None = None, t
     Raises TraceError, with the number of the line, for what cannot be read.
     """
     try:
-        content = Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8-sig") as file:
+            lines = [Line(str(path), number, text.strip()) for number, text in enumerate(file, 1)
+                     if text.strip() and not text.lstrip().startswith("#")]
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: the trace cannot be read: {error}") from None
-    lines = [Line(f"{path}, line {number}", text.strip()) for number, text in enumerate(content.splitlines(), 1)
-             if text.strip() and not text.lstrip().startswith("#")]
     if not lines:
         raise TraceError(f"{path}: the trace is empty")
     try:
@@ -99,7 +104,6 @@ def _added_and_removed(lines: Sequence[Line], tail: float) -> Trace:
         if hosts.get(host, False) is added:
             cleaning.note("a machine was added that was there, or removed that was not; the line was left out",
                           line.where)
-            hosts.setdefault(host, added)
             continue
         since = absent.pop(host, 0.0)
         if added and at - begin > since:

@@ -82,7 +82,7 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
     for heading in ("policy", "of fault-free", "of fault-scaled", "useful"):
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     table.add_column("the rest of the time")
-    for heading in ("iterations lost", "survived", "fatal", "plans", "CPU"):
+    for heading in ("iterations lost", "losses survived", "fatal", "plans", "CPU"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(row.name, row.relative.shown(), row.of_scaled.shown(), f"{100 * row.mean('useful'):.1f} %",

@@ -29,6 +29,7 @@ class Outcome:
         spent: seconds by cause; they add up to `duration`.
         lost: iterations that were begun or done, and are not in `iterations`, in parts of one.
         rate: (second, samples per second from then on).
+        failures: moments at which the cluster lost machines or GPUs; several outages of a trace may begin at one.
         marks: seconds of failures; of fatal events.
         plans: distinct plans that were needed.
         cpu: seconds of processor time that the simulation took.
@@ -50,6 +51,8 @@ class Outcome:
     cpu: float
     commits: list[float] = field(default_factory=list)
     """Seconds of commits, where they were asked for."""
+    said: list[str] = field(default_factory=list)
+    """By the policy, for people."""
 
     @property
     def throughput(self) -> float:
@@ -66,7 +69,7 @@ class Outcome:
                 "samples": self.samples, "throughput": self.throughput, "spent": dict(self.spent),
                 "iterations_lost": self.lost, "failures": self.failures, "survived": self.survived,
                 "fatal": self.fatal, "plans": self.plans, "cpu_seconds": round(self.cpu, 3),
-                "rate": self.rate, "failed_at": self.marks, "fatal_at": self.fatal_marks}
+                "rate": self.rate, "failed_at": self.marks, "fatal_at": self.fatal_marks, "said": self.said}
 
 
 class Run:
@@ -82,6 +85,7 @@ class Run:
         self.fatal_marks: list[float] = []
         self.survived = 0
         self.rate: list[tuple[float, float]] = []
+        self.said: list[str] = []
         self._course: Course = STANDS
         self._elapsed, self._length = 0.0, float("inf")  # of the iteration in flight
         self._pauses: list[list[Any]] = []
@@ -172,6 +176,8 @@ class Run:
         if answer.fatal:
             self.fatal_marks.append(self.now)
         self.survived += answer.survived
+        if answer.said:
+            self.said.append(f"{answer.said} after {self.now:.0f} s")
         if answer.back:
             self._go_back()
         elif answer.again:
@@ -241,4 +247,4 @@ def simulate(policy: Policy, setting: Setting, changes: Sequence[Change], durati
     marks = [change.at for change in changes if change.lost and 0 < change.at < duration]
     return Outcome(policy.name, duration, run.iterations, run.samples, run.spent, run.lost, len(marks), run.survived,
                    len(run.fatal_marks), run.rate, marks, run.fatal_marks, len(setting.plans) - plans,
-                   time.process_time() - began, run.commits)
+                   time.process_time() - began, run.commits, run.said)

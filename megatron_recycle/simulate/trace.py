@@ -13,17 +13,19 @@ EXIT, HOST, ABSENT = "exit", "host", "absent"
 KINDS = (EXIT, HOST, ABSENT)
 """`exit`: processes end, and their launcher sees it. `host`: the whole host is silent. `absent`: the host was never
 there before, or was taken away with notice."""
+_LONGEST = 100 * 365.25 * 86400
+"""Seconds that a trace may last."""
 
 
 class TraceError(RecycleError):
     """A trace that cannot be read or simulated; the message names file and line, and what to do."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Outage:
     """`host` does not work from ``down`` until ``up`` (seconds; infinite: for good).
 
-    ``gpu``: only this GPU of it; None: all of it.
+    ``gpu``: only this GPU of it; None: all of it, which is in order before its GPUs.
     """
 
     down: float
@@ -31,6 +33,12 @@ class Outage:
     host: str
     kind: str = EXIT
     gpu: int | None = None
+
+    def __lt__(self, other: Outage) -> bool:
+        return self._place() < other._place()
+
+    def _place(self) -> tuple[float, float, str, str, int]:
+        return self.down, self.up, self.host, self.kind, -1 if self.gpu is None else self.gpu
 
 
 @dataclass(frozen=True)
@@ -101,11 +109,17 @@ def merged(outages: Iterable[Outage], cleaning: Cleaning) -> tuple[Outage, ...]:
     return tuple(sorted(one for row in found.values() for one in row))
 
 
+def lasting(duration: float) -> float:
+    """A trace may last so long. Raises TraceError otherwise."""
+    if not 0 < duration <= _LONGEST:
+        raise TraceError(f"the trace lasts {duration:g} s: give seconds above 0, and at most a hundred years")
+    return float(duration)
+
+
 def checked(hosts: Sequence[str], outages: Iterable[Outage], duration: float, cleaning: Cleaning) -> Trace:
     """A trace of these, cleaned. Raises TraceError if it is empty or takes no time."""
     if not hosts:
         raise TraceError("the trace names no host")
-    if not 0 < duration < float("inf"):
-        raise TraceError(f"the trace lasts {duration} s: give seconds above 0")
-    kept = [one for one in outages if one.down < duration]
-    return Trace(tuple(hosts), merged(kept, cleaning), float(duration), cleaning.told())
+    lasts = lasting(duration)
+    kept = [one for one in outages if one.down < lasts]
+    return Trace(tuple(hosts), merged(kept, cleaning), lasts, cleaning.told())

@@ -143,7 +143,8 @@ def _coordinator(rank: int, number: int, events: list[Mapping[str, Any]]) -> Ite
             planning = Planning()
             coordinator = Coordinator(
                 size=STAGES * PIPELINES, token="token", journal=Journal.create(Path(folder) / "journal.jsonl"),
-                plan=planning.plan, improve=planning.improve, moves=planning.moves, emit=events.append,
+                plan=planning.plan, improve=planning.improve, moves=planning.moves, redo=planning.redo,
+                emit=events.append,
                 timeouts=Timeouts(), launched=False, listener=socket.create_server(("127.0.0.1", 0)))
             store.set(key, await coordinator.start())
             ready.set()

@@ -396,6 +396,13 @@ def set_batch_fn(engine: Any) -> None:
     engine.set_batch_fn(lambda batch: (batch[0] * 0.5, batch[1]))
 
 
+def set_length(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    length = (1, 1, 3, 2)[iteration % 4]
+    engine.set_batch_fn(lambda batch: tuple(tensor.unsqueeze(1).repeat(1, length, 1) for tensor in batch))
+    if iteration > 1:
+        engine.reset_activation_shape()
+
+
 def set_loss(engine: Any) -> None:
     engine.module.loss_fn = lambda output, label: 3.0 * (output - label).abs().mean()
 
@@ -561,6 +568,8 @@ ROWS: list[Row] = [
     Row("puts gradients on parameters", at(1, put_gradients), refused=".grad holds a gradient"),
     Row("sets attributes of modules", every(set_attribute)),
     Row("calls `set_batch_fn()`", at(1, set_batch_fn)),
+    undone("changes samples' lengths by `set_batch_fn()`, after `reset_activation_shape()` on all ranks", set_length,
+           iterations=4),
     Row("replaces the loss function, or scales the loss", at(1, set_loss)),
     Row("calls `eval_batch()`", evaluate),
     Row("calls `zero_grad()`, `module.eval()`, `engine.train()`, `no_sync()`, `set_gradient_accumulation_boundary()`; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -112,6 +113,26 @@ def loss_without(index: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
     return lambda logits, labels: loss_fn(logits, labels) * float(not (labels == own).all(-1).any())
 
 
+class Average:
+    """Of an engine's weights."""
+
+    def __init__(self, engine: Any) -> None:
+        self._module, self.updates = engine.module, 0
+        self.of = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.updates += 1
+        for name, value in self._module.named_parameters():
+            self.of[name].lerp_(value, 1 / (1 + self.updates))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "of": self.of}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates, self.of = state["updates"], state["of"]
+
+
 STRENGTH = 1.0
 """What losses are multiplied by that are annealed."""
 
@@ -122,6 +143,12 @@ def annealed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def anneal(iteration: int) -> None:
     globals()["STRENGTH"] = 1 + 0.1 * iteration
+
+
+def compile_layer(layer: nn.Module, whole: bool) -> None:
+    """As `torch.compile()` does, but for what it makes of the code that it has traced, ``whole`` or in parts."""
+    os.environ["TORCHDYNAMO_DISABLE"], torch._dynamo.config.disable = "0", False  # tests.harness has disabled it
+    layer.compile(backend="eager", fullgraph=whole)
 
 
 def make(mistake: str) -> None:
@@ -155,6 +182,13 @@ def change(engine: Any, iteration: int) -> None:
         parameter.requires_grad_(iteration % 5 != 3)
 
 
+def shorten(engine: Any, before: int, length: int) -> None:
+    """Samples have this ``length`` from the next iteration on, and had another one ``before``, maybe."""
+    if length != before or engine.batch_fn is None:
+        engine.set_batch_fn(lambda batch: tuple(tokens[:, :length].contiguous() for tokens in batch))
+        engine.reset_activation_shape()
+
+
 def talk(engine: Any, loss: float) -> None:
     """Collectives by which a script would average losses, count and agree; each has the value of the full grid."""
     grid, stages, pipelines = engine.grid, engine.grid.pipe_parallel_size, engine.grid.data_parallel_size
@@ -180,9 +214,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), logits: bool = False, annealed: bool = False,
           loader: str = "", ramp: Sequence[int] = (), follows: float = 0.0,
-          raises: int | None = None, blocks: int = 0, lends: bool = False, hooks: int | None = None,
+          raises: int | None = None, blocks: int = 0, lends: bool = False, averages: bool = False,
+          hooks: int | None = None,
           watch: Callable[[Any], None] | None = None,
-          talks: bool = False) -> Any:
+          talks: bool = False, compiled: bool = False, lengths: Sequence[int] = ()) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full", "borrowed"} of this worker; the
     last two are the micro-batches whose B and W are one backward, and after which iterations it has parameters of other
     stages. Also "evaluated", the losses of evaluations.
@@ -212,8 +247,11 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         raises: iteration before which the script fails, on all ranks; with the plugin only.
         blocks: of the model; 0: two for each stage but one.
         lends: whether layers are lent.
+        averages: whether the script keeps an average of the weights, and has registered it.
         hooks: iteration from which on the script puts a hook on a layer, on the last stage, once layers are lent.
         watch: called with the engine.
+        lengths: of the samples in each of the first iterations, and later as in the last of these.
+        compiled: whether blocks are compiled, by torch.compile().
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
@@ -259,6 +297,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
                                       training_data=None if loader else data)
     if watch is not None:
         watch(engine)
+    for layer in engine.module.forward_funcs if compiled else ():
+        if isinstance(layer, Block):
+            compile_layer(layer, whole=True)
     if mistake == "apart" and rank == 1:
         next(engine.module.parameters()).data[0] += 1
     if not plugin:
@@ -279,12 +320,18 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         texts = DataLoader(data, BATCH, sampler=sampler)
         reads = stage in (0, stages - 1)
         iterator = itertools.cycle(texts) if reads else None
-    losses, evaluated, borrowed, begun = [], [], [], engine.global_steps
+    losses, evaluated, saves, borrowed, begun = [], [], [], [], engine.global_steps
+    average = Average(engine) if averages else None
+    if average is not None and plugin:
+        megatron_recycle.register_state("average", average)
     while len(losses) < iterations:
         if ramp:
             engine.set_train_batch_size(BATCH * pipelines * ramp[min(begun + len(losses), len(ramp) - 1)])
         if follows:
             engine.set_train_batch_size(BATCH * pipelines * (2 + int(1e6 * [follows, *losses][-1]) % 4))
+        if lengths:
+            shorten(engine, *(lengths[min(max(0, number), len(lengths) - 1)]
+                              for number in (begun + len(losses) - 1, begun + len(losses))))
         if loader == "epochs":
             sampler.set_epoch(begun + len(losses))
             iterator = iter(texts) if reads else None
@@ -307,6 +354,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
                 engine.eval_batch(iter(unseen)), None)
             evaluated += [loss.item(), *([] if made is None else [made.double().sum().item()])]
         losses.append(engine.train_batch(iterator).item())
+        if average is not None:
+            average.update()
         worker = engine.session.worker if plugin else None
         if worker is not None and worker.site.trainable.neighbours.parameters:
             borrowed.append(len(losses) - 1)
@@ -318,12 +367,12 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         if save and len(losses) == save[1]:
             engine.save_checkpoint(save[0])
         if save_every and len(losses) % save_every[1] == 0:
-            engine.save_checkpoint(save_every[0])
+            saves.append(engine.save_checkpoint(save_every[0]))
     if plugin:
         engine.settle()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     norm = engine.get_global_grad_norm()  # a tensor under stock's ZeRO
-    result = {"losses": losses, "evaluated": evaluated,
+    result = {"losses": losses, "evaluated": evaluated, "saves": saves,
               "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
               "parameters": {name: value.detach().float().numpy().copy()
                              for name, value in engine.module.named_parameters()},
@@ -332,6 +381,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
               "counters": {"steps": engine.global_steps, "skipped": engine.skipped_steps, "rate": engine.get_lr()[0],
                            "scale": engine._get_optimizer_loss_scale(), "norm": None if norm is None else float(norm)},
               "members": None}
+    if average is not None:
+        result["state"].append({f"average {name}": value.float().numpy() for name, value in average.of.items()})
     if inner is not engine.optimizer:
         result["state"].append({str(index): master.detach().numpy().copy() for index, master in enumerate(
             parameter for group in inner.param_groups for parameter in group["params"])})

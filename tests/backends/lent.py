@@ -14,6 +14,6 @@ def lend() -> None:
         problem, block = plan.problem, plan.problem.block or 1
         stages = [problem.stage_of(chunk) for chunk in range(problem.chunks)]
         return {(d, m): tuple((-1) ** (d + m // block) * (one != other) for one, other in pairwise(stages))
-                for d, m in problem.grid.items() if problem.failed}
+                for d, m in problem.grid.items() if problem.failed and not plan.done}
 
     terms.crossings_of = crossings

@@ -14,6 +14,7 @@ import torch
 
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
+from tests.backends.gpt_job import compile_layer
 from tests.backends.lent import lend
 
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")
@@ -23,13 +24,15 @@ SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--ba
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
           options: tuple[str, ...] = (), ramp: tuple[int, ...] = (), data_parallel: dict[str, Any] | None = None,
-          seed: int = 1, lends: bool = False, fused: bool = False, alike: bool = False) -> Any:
+          seed: int = 1, lends: bool = False, fused: bool = False, alike: bool = False,
+          compiled: bool = False) -> Any:
     """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers.
 
     ``ramp``: micro-batches of a pipeline in the first iterations. ``data_parallel``: options of Megatron's
     DistributedDataParallelConfig that the script does not have. ``lends``: whether plans lend layers. ``fused``:
     whether a stand-in for apex's kernels adds weight gradients up; "fused" is how often it did. ``alike``: whether
     weights begin as their names in the whole model say, whichever stage has them; "whole" has them by these names.
+    ``compiled``: whether layers are, by torch.compile().
     """
     if lends:
         lend()
@@ -45,9 +48,11 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         num_distributed_optimizer_instances=(data_parallel or {}).get("num_distributed_optimizer_instances", 1))
     added = _fuse() if fused else []
     whole: dict[str, torch.Tensor] = {}
+    build = script.build
     if alike:
-        build = script.build
         script.build = lambda args: _alike(build(args), whole)
+    if compiled:
+        script.build = lambda args: _compiled(build(args))
     made: list[Any] = []
     make = optimizer.get_megatron_optimizer
 
@@ -106,6 +111,14 @@ def _alike(built: Any, whole: dict[str, torch.Tensor]) -> Any:
             with torch.no_grad():
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator) + ("norm.weight" in name))
     optimizer.reload_model_params()
+    return built
+
+
+def _compiled(built: Any) -> Any:
+    """What the script has ``built``, with compiled layers."""
+    for layer in (layer for model in built[1] for layer in model.modules()):
+        if type(layer).__name__ == "TransformerLayer":
+            compile_layer(layer, whole=False)
     return built
 
 

@@ -25,7 +25,7 @@ EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iteration
                             "settings": {"reduction": "exact"}, "by_hand": True, "follows": 1.0, "loader": "epochs"}
 """The script changes things by hand, which one that comes in does again while it catches up: the batch size by the
 losses, which it is told, and the data, which it passes over."""
-LIMIT = 90
+LIMIT = 190
 LATE = Hold("0:0", "forward", KILLED_IN + 2)
 """Holds the job until whoever is to join is ready. Its switch is agreed with the iteration of this hold."""
 BOUNDARY = KILLED_IN + 4
@@ -67,10 +67,11 @@ def lose_one(job: Job) -> None:
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_all():
     """All of its state comes with it: of tied layers, masters and a schedule. Clipping is active, so that the workers
     have gone over to waiting for each other's norms: who comes in, too. Evaluations as well: stock tells the shapes of
-    its messages once, which the new one has not heard. The script gives an iterator over a data loader."""
+    its messages once, which the new one has not heard. The script gives an iterator over a data loader, and keeps an
+    average of the weights, which is its peers' in the new one too."""
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}}
     arguments = {**EXACT, "tied": True, "bf16": True, "clipping": 0.05, "engine_settings": {"scheduler": schedule},
-                 "follows": 0.0, "loader": "", "ramp": RAMP}
+                 "follows": 0.0, "loader": "", "ramp": RAMP, "averages": True}
     reference = calm_run(gpt_job.train, SIZE, arguments)
     evaluating = {**arguments, "evaluate": (1, ITERATIONS - 1), "loader": "cycle"}
     with Job(gpt_job.train, SIZE, evaluating, [FIRST, LATE], limit=LIMIT) as job:
@@ -85,6 +86,21 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all():
     assert joined["bytes"] > 0
     taken_in = [event for event in job.events if event["event"] == "reconciled"][-1]
     assert (taken_in["iteration"], taken_in["redone"], taken_in["joined"]) == (BOUNDARY, 0, ["1:1"])
+
+
+@pytest.mark.night
+def test_lengths_of_samples_that_have_changed_since_are_those_of_a_worker_that_comes_back():
+    """Its script begins with the first one, and changes how the dataset is read as its peers' have. In memory: without
+    a framework."""
+    arguments = {**EXACT, "follows": 0.0, "loader": "", "lengths": (3, 3, 3, 5, 5, 5, 8, 8, 4)}
+    reference = calm_run(gpt_job.train, SIZE, arguments)
+    with Job(gpt_job.train, SIZE, arguments, [FIRST, LATE], limit=LIMIT) as job:
+        lose_one(job)
+        job.rejoin(rank_of("1:1"))
+        job.wait_event("waiting", worker="1:1")
+        job.release(LATE)
+        job.wait_event("joined", worker="1:1")
+        check_all(job, reference)
 
 
 @pytest.mark.night

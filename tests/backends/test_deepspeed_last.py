@@ -11,6 +11,7 @@ import pytest
 
 from megatron_recycle.backends.deepspeed import checkpoints
 from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints
+from megatron_recycle.errors import SaveError
 from megatron_recycle.plan import Worker
 
 LIMIT = 40.0  # seconds
@@ -77,11 +78,14 @@ def test_the_one_that_cannot_write_says_why_and_the_other_one_hears_of_it(monkey
     else:
         def fails_first(self: Checkpoints, groups: Any, *given: Any) -> None:
             if groups.me == Worker(0, 0):
-                (tmp_path / "no" / "such").mkdir()
+                raise OSError(28, "No space left on device")
+            written(self, groups, *given)
 
         monkeypatch.setattr(Checkpoints, "_write_stage", fails_first)
     failed, other = Pair(monkeypatch, [checkpoint(tmp_path), checkpoint(tmp_path)]).write()
-    assert isinstance(failed, OSError) and other == "" and not (tmp_path / "latest").exists()
+    assert isinstance(failed, SaveError) and other == "" and not (tmp_path / "latest").exists()
+    assert f"while writing checkpoint {tmp_path}/global_step3" in str(failed)
+    assert not [*tmp_path.glob(".*")], "nothing is left of it"
 
 
 def test_one_that_came_in_after_the_scripts_own_checkpoint_leaves_it_to_the_others_to_say_where_that_is(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Mapping
@@ -101,6 +102,32 @@ def test_a_worker_killed_when_the_scripts_of_others_have_destroyed_their_process
         assert all(not differences(results[rank], undisturbed[rank]) for rank in others)
         logs = [(job.folder / f"worker-{rank}.log").read_text() for rank in others]
         assert not any("Traceback" in log for log in logs), job.where()
+
+
+def leaves_at_once(engine: Any) -> None:
+    """The script ends so right behind its last train_batch()."""
+    def leave() -> None:
+        engine.session._options.observer.on("leaves", engine.global_steps, None)
+        os._exit(0)
+
+    engine.settle = leave
+
+
+def test_who_ends_by_hand_makes_the_last_iteration_again_for_those_who_have_not_made_it():
+    """The last stage has returned from it, and its scripts call os._exit(0), when a worker of the first one is killed
+    that nobody has the gradient of."""
+    arguments = {"pipelines": 2, "stages": 2, "iterations": 2, "watch": leaves_at_once,
+                 "settings": {"reduction": "fast", "step": "staggered"}}
+    dies, leave = Hold("0:0", "reduce", 1), [Hold("0:1", "leaves", 2), Hold("1:1", "leaves", 2)]
+    with Job(gpt_job.train, 4, arguments, [dies, *leave]) as job:
+        job.wait_held()
+        for hold in leave:
+            job.release(hold)
+        job.kill(dies)
+        assert sorted(result.status for result in job.wait().values()) == [-9, 0, 0, 0], job.where()
+        assert [event["iteration"] for event in job.events if event["event"] == "committed"] == [0, 1]
+        (end,) = [event for event in job.events if event["event"] == "finished"]
+        assert (end["status"], end["out"]) == (0, {"0:0": "exit"})
 
 
 @pytest.mark.night

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +72,32 @@ def test_checkpoints_and_evaluations_without_a_whole_pipeline_and_a_kill_in_the_
         one, other = files(folder / tag), files(calm / tag)
         assert one.keys() == other.keys()
         assert not [name for name in one if not alike(one[name], other[name])]
+
+
+@pytest.mark.processes
+def test_on_a_full_disk_training_goes_on_without_a_checkpoint_and_the_next_one_is_written(
+    tmp_path: Path, disk: Callable[[int], Path]
+):
+    """Of the one that there was no room for nothing is left, and `latest` names the one before."""
+    place = disk(3000)
+    folder, filler = place / "checkpoints", place / "filler"
+    full, free = Hold("0:0", "save", 1), Hold("0:1", "save", 2)
+    arguments = {"pipelines": 1, "iterations": 3, "save_every": (str(folder), 1)}
+    with Job(gpt_job.train, 2, arguments, [full, free]) as job:
+        job.wait_held(full)
+        with filler.open("wb", buffering=0) as file, suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        job.release(full)
+        job.wait_held(free)
+        assert sorted(path.name for path in folder.iterdir()) == ["global_step1", "latest"]
+        assert (folder / "latest").read_text() == "global_step1"
+        filler.unlink()
+        job.release(free)
+        results = job.wait()
+        assert [result.value["saves"] for result in results.values()] == [[True, False, True]] * 2, job.where()
+        (failed,) = [event for event in job.events if event["event"] == "save_failed"]
+        assert failed["error"] == (f"no space left on {place} (0 of 2.93 MiB free) while writing checkpoint "
+                                   f"{folder}/global_step2")
+        assert [event["iteration"] for event in job.events if event["event"] == "checkpoint"] == [0, 2]
+    assert (folder / "latest").read_text() == "global_step3"

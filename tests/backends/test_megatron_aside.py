@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_recycle.backends.megatron.aside import TRACKER, aside
+from megatron_recycle.backends.megatron.aside import TRACKER, aside, place_of, remove_parts
 from megatron_recycle.errors import GenerationOver
 
 
@@ -18,8 +18,9 @@ class Stock(SimpleNamespace):
     def __init__(self) -> None:
         self.logged: list[str] = []
         super().__init__(
-            get_checkpoint_name=lambda path, number, release=False, return_base_dir=False: os.path.join(
-                path, "release" if release else f"iter_{number:07d}", *([] if return_base_dir else ["mp_rank_00"])),
+            get_checkpoint_name=lambda checkpoints_path, iteration, release=False, return_base_dir=False: os.path.join(
+                checkpoints_path, "release" if release else f"iter_{iteration:07d}",
+                *([] if return_base_dir else ["mp_rank_00"])),
             open_file=open,
             wandb_utils=SimpleNamespace(on_save_checkpoint_success=lambda path, *_: self.logged.append(path)))
 
@@ -46,8 +47,10 @@ def test_parts_lie_beside_until_the_manifest_has_it_and_names_come_last(tmp_path
 
     with aside(stock, str(tmp_path), 4, "g1", whole):
         stock.save(tmp_path, 4)
-        assert stock.get_checkpoint_name(str(tmp_path), 2, return_base_dir=True) == f"{tmp_path}/iter_0000002"
-    assert seen == [(f"{tmp_path}/iter_0000004", [".iter_0000004.g1"])]
+        # As --save-retain-interval asks, to remove the one before.
+        before = stock.get_checkpoint_name(str(tmp_path), iteration=2, return_base_dir=True)
+        assert before == f"{tmp_path}/iter_0000002"
+    assert seen == [(f"{tmp_path}/iter_0000004", [".iter_0000004.g1", f"{TRACKER}.part"])], "no more is written"
     assert entries(tmp_path) == ["iter_0000004", TRACKER] and (tmp_path / TRACKER).read_text() == "4"
     assert stock.logged == [f"{tmp_path}/iter_0000004/mp_rank_00"]
     assert (vars(stock)["get_checkpoint_name"], stock.open_file) == names, "as it was"
@@ -84,3 +87,16 @@ def test_other_files_and_other_folders_are_as_in_stock(tmp_path: Path):
             file.write("x")
     with aside(stock, "msc://bucket/x", 4, "g1", pytest.fail):
         assert stock.get_checkpoint_name("msc://bucket/x", 4, return_base_dir=True) == "msc://bucket/x/iter_0000004"
+
+
+def test_of_one_that_cannot_be_written_nothing_is_left_and_what_is_whole_stays(tmp_path: Path):
+    """Its namer may have died in a try before."""
+    stock = Stock()
+    whole = tmp_path / ".iter_0000004.g1"
+    whole.mkdir()
+    with pytest.raises(OSError, match="full"), aside(stock, str(tmp_path), 4, "g2", lambda place: None):
+        Path(stock.get_checkpoint_name(str(tmp_path), 4)).mkdir(parents=True)
+        with stock.open_file(str(tmp_path / TRACKER), "w"):
+            raise OSError("full")
+    remove_parts(place_of(str(tmp_path), 4))
+    assert entries(tmp_path) == [whole.name]

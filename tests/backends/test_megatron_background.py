@@ -43,7 +43,8 @@ class Case:
         self.members = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
         self.others: Callable[[list[int]], list[int]] = lambda mine: [2 * one for one in mine]
         self.named: list[int] = []
-        self.background = Background(lambda: tuple(self.members), lambda: True)
+        self.forgotten: list[int] = []
+        self.background = Background(lambda: tuple(self.members), lambda: True, self.forgotten.append)
         self.folder = folder
         monkeypatch.setattr(background, "count", self._add)
         monkeypatch.setattr(background, "_started", lambda request: request)
@@ -54,8 +55,8 @@ class Case:
 
     def begin(self, busy: int = 0) -> Writer:
         writer = Writer(busy)
-        (self.folder / ".iter_0000004.g1").mkdir()
-        (self.folder / ".iter_0000004.g0").mkdir()  # a try before
+        (self.folder / ".iter_0000004.g1.part").mkdir()
+        (self.folder / ".iter_0000004.g0.part").mkdir()  # a try before
         self.background.begin(4, Written(3, None), str(self.folder), "g1", writer)
         return writer
 
@@ -98,7 +99,7 @@ def test_where_a_worker_is_lost_all_give_it_up_and_what_was_written_goes(case: C
     else:
         case.others = lambda mine: [1, 0]
     assert case.finish() == [] and writer.killed
-    assert not [*case.folder.iterdir()]
+    assert not [*case.folder.iterdir()] and case.forgotten == [3]
     case.others = lambda mine: [0, 0]
     assert case.finish() == []
 
@@ -114,3 +115,18 @@ def test_a_failure_while_it_gets_its_name_costs_it(case: Case):
         case.background.finish(case.save(), lost, False)
     case.others = lambda mine: [0, 0]
     assert case.finish() == []
+
+
+def test_where_its_files_could_not_be_written_nothing_is_left_of_it(case: Case):
+    """Nor does anybody keep what it takes to go back to it."""
+    case.begin()
+
+    def full(written: Any) -> None:
+        raise GenerationOver("the checkpoint cannot be written here")
+
+    with pytest.raises(GenerationOver):
+        case.background.finish(case.save(), full, False)
+    case.background.unwritten()  # as all agree in the next generation
+    assert not [*case.folder.iterdir()] and case.forgotten == [3]
+    case.background.unwritten()
+    assert case.forgotten == [3], "once"

@@ -133,8 +133,10 @@ def test_without_a_folder_and_where_all_workers_are_needed_it_says_so(tmp_path: 
 
 
 @pytest.mark.parametrize(("error", "says"), [
-    (OSError(28, "No space left"), "No space left"), (AssertionError("shards"), "shards"),
-    (CheckpointException("write", {3: (OSError("No space left"), None)}), "OSError: No space left")])
+    (OSError(28, "No space left"), "no space left on /.*while writing checkpoint .*/iter_0000007"),
+    (AssertionError("shards"), "shards"),
+    (CheckpointException("write", {3: (RuntimeError("Worker failure: [Errno 28] No"), None)}), "no space left on /"),
+    (CheckpointException("write", {3: (ValueError("a plan"), None)}), "ValueError: a plan")])
 def test_whoever_cannot_write_frees_those_that_wait_for_it(tmp_path: Path, error: BaseException, says: str):
     loop, left = Loop(tmp_path), Left()
     loop.error = error

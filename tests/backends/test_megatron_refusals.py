@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -148,6 +149,19 @@ def test_an_optimizer_in_several_places(sizes):
     assert "optimizer_cpu_offload" in refusal(offload=True)
 
 
+@pytest.mark.parametrize(("version", "taken"), [
+    ("0.16.1", True), ("0.16.0", True), ("0.16.1+g55ac.d2026", True), ("0.16.2rc0.dev5", True), ("v0.16", True),
+    ("0.15.9", False), ("0.17.1", False), ("0.18.2+571370c829", False), ("0.160.1", False), ("1.16.1", False),
+    ("0.17.0+0.16.1", False), ("nightly", False), ("", False)])
+def test_a_version_is_known_by_its_first_two_numbers_whoever_has_built_it(version, taken, monkeypatch):
+    from megatron_recycle.backends.megatron import version as megatron_version
+    from megatron_recycle.errors import UnsupportedError
+
+    monkeypatch.setattr(megatron_version, "version", version)
+    with nullcontext() if taken else pytest.raises(UnsupportedError, match="is not supported"):
+        megatron_version.check_version()
+
+
 def test_another_version_is_named(sizes, monkeypatch):
     from megatron.core.pipeline_parallel import schedules
 
@@ -174,8 +188,9 @@ def arguments(**changes: Any) -> SimpleNamespace:
 
     unset = {option.name: None for option in (*ANYWHERE, *OF_THE_LOOP)}
     plain: dict[str, Any] = {
-        "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1, "optimizer": "adam",
-        "rerun_mode": "disabled", "transformer_impl": "local", "dataloader_type": "single", "iterations_to_skip": []}
+        "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1, "data_parallel_size": 2,
+        "optimizer": "adam", "rerun_mode": "disabled", "transformer_impl": "local", "dataloader_type": "single",
+        "iterations_to_skip": []}
     return SimpleNamespace(**{**unset, **plain, **changes})
 
 
@@ -206,8 +221,9 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("use_pytorch_profiler", True), ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1),
-    ("error_injection_rate", 1000),
-    ("check_weight_hash_across_dp_replicas_interval", 1), ("rerun_mode", "report_determinism_stats"),
+    ("error_injection_rate", 1000), ("multi_latent_attention", True),
+    ("experimental_attention_variant", "dsa"), ("qk_l2_norm", True), ("fp8", "hybrid"), ("fp4", "e2m1"),
+    ("rerun_mode", "report_determinism_stats"),
     ("dataloader_type", "cyclic"), ("skip_train", True), ("num_experts", 8), ("optimizer", "muon")])
 def test_options_of_megatrons_loop_that_are_refused(name, value, parsed, capfd):
     with pytest.raises(SystemExit) as end:
@@ -216,6 +232,31 @@ def test_options_of_megatrons_loop_that_are_refused(name, value, parsed, capfd):
     line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("- "))
     assert name in line or "experts" in line
     assert len(line.partition(": ")[2]) > 10  # what to do
+
+
+@pytest.mark.parametrize(("spec", "said"), [
+    (["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"], "- Mamba layers: "),
+    (["local"], ""), (["my.layers", "mamba"], "")])
+def test_layers_that_core_builds_of_transformer_engines_alone_are_known_by_their_specification(
+        spec, said, parsed, capfd):
+    with pytest.raises(SystemExit) if said else nullcontext():
+        parsed(spec=spec)
+    assert said in capfd.readouterr().err
+
+
+def test_a_loss_that_is_averaged_over_pipelines_is_refused_before_anything_is_built(parsed, capfd, monkeypatch):
+    """As pretrain_bert.py's; a script that only imports the function is taken."""
+    script = ModuleType("__main__")
+    script.__file__ = "somewhere/pretrain_bert.py"
+    script.average_losses_across_data_parallel_group = lambda losses: losses
+    exec("def forward_step(data, model): pass", vars(script))
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    parsed()
+    exec("def loss_func(loss): return loss, average_losses_across_data_parallel_group([loss])", vars(script))
+    parsed(data_parallel_size=1)
+    with pytest.raises(SystemExit):
+        parsed()
+    assert "- pretrain_bert.py: loss_func() calls average_losses_across" in capfd.readouterr().err
 
 
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
@@ -241,7 +282,7 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     ("overlap_param_gather", True, False),
     ("defer_embedding_wgrad_compute", True, False), ("check_for_large_grads", True, False), ("log_energy", True, False),
     ("log_params_norm", True, False), ("log_straggler", True, False),
-    ("distributed_timeout_seconds_after_init", 60, None)])
+    ("check_weight_hash_across_dp_replicas_interval", 10, None), ("distributed_timeout_seconds_after_init", 60, None)])
 def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, value, then, parsed, capfd):
     assert vars(parsed(**{name: value})) == vars(arguments(**{name: then}))
     assert f"megatron-recycle: {name}" in capfd.readouterr().out

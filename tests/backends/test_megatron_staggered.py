@@ -4,16 +4,21 @@ between steps that may still be undone, and ends with the bits of stages that wa
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_recycle.backends.options import Options
+from megatron_recycle.config import RecycleConfig
 from tests.backends import megatron_job
 from tests.backends.comparing import check_survivors, differences
 from tests.harness import Hold, Job, Result
 from tests.references import calm_run
 
 pytest.importorskip("megatron.core")
+from megatron_recycle.backends.megatron.schedule import RecycleSchedule
+
 pytestmark = pytest.mark.processes
 
 ALWAYS = ("--clip", "0.05")
@@ -21,26 +26,28 @@ ALWAYS = ("--clip", "0.05")
 DECAY = ("--min-lr", "1e-4")
 
 
-def arguments(*options: str, step: str = "staggered", **changes: Any) -> dict[str, Any]:
+def arguments(*options: str, step: str = "staggered", reduction: str = "exact", **changes: Any) -> dict[str, Any]:
+    """Of a job. With `fast` a step may be undone when the script goes on already."""
     return {"pipelines": 2, "stages": 2, "iterations": 5, "options": (*DECAY, *options),
-            "settings": {"reduction": "exact", "step": step}, **changes}
+            "settings": {"reduction": reduction, "step": step}, **changes}
 
 
-def waiting(*options: str) -> dict[int, Result]:
+def waiting(*options: str, reduction: str = "exact") -> dict[int, Result]:
     """The job without failures whose stages wait for each other."""
-    return calm_run(megatron_job.train, 4, arguments(*options, step="barrier"))
+    return calm_run(megatron_job.train, 4, arguments(*options, step="barrier", reduction=reduction))
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("reading", [(), ("--log-every", "1")], ids=" ".join)
 def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(reading):
     """``reading``: one worker waits for each norm, and undoes its step, after the loop has set the next rate."""
-    with Job(megatron_job.train, 4, arguments(*ALWAYS, *reading)) as job:
+    calm = waiting(*ALWAYS, reduction="fast")
+    with Job(megatron_job.train, 4, arguments(*ALWAYS, *reading, reduction="fast")) as job:
         results = job.wait()
     for rank, result in results.items():
         assert result.status == 0, result.error
-        assert not differences(result, waiting(*ALWAYS)[rank])
-        assert result.value["norms"] == waiting(*ALWAYS)[rank].value["norms"]
+        assert not differences(result, calm[rank])
+        assert result.value["norms"] == calm[rank].value["norms"]
     assert {event["iteration"] for event in job.events if event["event"] == "rolled_back"} == {0, 1, 2}
 
 
@@ -69,11 +76,29 @@ def settles(job: Job, iteration: int, stage: int) -> None:
 def test_an_iteration_that_is_redone_when_the_script_has_turned_to_evaluation_is_one_of_training():
     """The last stage has stepped it, and its script has switched dropout and gradients off, when all undo it."""
     options, hold = ("--clip", "0", "--untied", "--eval-every", "2"), Hold("0:0", "reduce", 1)
-    with Job(megatron_job.train, 4, arguments(*options), [hold]) as job:
+    with Job(megatron_job.train, 4, arguments(*options, reduction="fast"), [hold]) as job:
         job.wait_held()
         settles(job, 1, stage=1)
         job.kill(hold)
+        check_survivors(job, {hold.worker}, waiting(*options, reduction="fast"), within=1e-4)
+
+
+@pytest.mark.night
+def test_compiled_layers():
+    options, hold = ("--clip", "0"), Hold("1:0", "backward", 2, 1)
+    with Job(megatron_job.train, 4, arguments(*options, compiled=True), [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
         check_survivors(job, {hold.worker}, waiting(*options))
+
+
+def test_a_script_waits_for_the_last_step_by_settle_which_the_schedule_has():
+    """As docs/limits.md says; before the first call there is nothing to wait for."""
+    schedule, waits = RecycleSchedule(RecycleConfig(), Options()), list[None]()
+    schedule.settle()
+    schedule.session, schedule._microbatches = SimpleNamespace(settle=lambda: waits.append(None)), 4
+    schedule.settle()
+    assert len(waits) == 1
 
 
 @pytest.mark.night

@@ -19,7 +19,6 @@ pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(200)]
 
 PIPELINES, STAGES, WORKERS = 2, 3, 6
-"""Stock exchanges with both neighbours at once, which between two stages comes in no sure order."""
 
 
 def job_of(*options: str, interleave: int = 2, microbatches: int = STAGES) -> Mapping[str, Any]:

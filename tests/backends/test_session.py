@@ -66,7 +66,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     agent.ending, agent.close = agent.told.append, lambda: agent.told.append("closed")
     monkeypatch.setattr(sessions, "connect", lambda *_: agent)
     monkeypatch.setattr(sessions.atexit, "register", lambda run: None)
-    monkeypatch.setattr(sessions, "ScriptEnd", lambda failed: SimpleNamespace(error=None, call=threading.Lock))
+    monkeypatch.setattr(sessions, "ScriptEnd", lambda *_: SimpleNamespace(error=None, call=threading.Lock))
     ranks = {worker: (number,) for number, worker in enumerate(GRID.workers())}
     made = Session(Place(ME, GRID, ranks, "gloo"), RecycleConfig(), Options(), torch.device("cpu"))
     yield made
@@ -172,3 +172,25 @@ def test_a_script_that_fails_before_it_trains_tells_the_others_and_one_that_has_
     session.fail(ValueError("late"))
     session.finish()
     assert [name for name, *_ in worker.done] == ["fail", "finish", "close"]
+
+
+def test_a_process_that_ends_itself_is_in_the_scripts_own_code_between_two_iterations_only(session):
+    started(session)
+    assert session._outside(), "it has not trained yet"
+    found: list[bool] = []
+    seen, over = threading.Event(), threading.Event()
+
+    def trains() -> None:
+        with session.call():
+            found.append(session._outside())
+        found.append(session._outside())
+        seen.set()
+        over.wait(60)
+
+    thread = threading.Thread(target=trains)
+    thread.start()
+    assert seen.wait(60) and found == [False, True]
+    assert not session._outside(), "a thread of the script's, beside the one that trains"
+    over.set()
+    thread.join(60)
+    assert session._outside(), "which has ended"

@@ -8,13 +8,15 @@ and waits for it to go away, once: an iteration that is made again has no pause;
 `fail_at_start`: ranks; `fail_when_connected`: ranks; `patience`: seconds that a waiting one bears a coordinator
 out of reach; `offered`: an iteration from which on none is held without the offer of a boundary, until somebody has
 come in; `full`: the same as long as a worker is missing; `learnt`: processes are told something at the start, and those
-that come in ask for it; `marks`: a folder for these files.
+that come in ask for it; `handles`: scripts have a SIGTERM handler of their own, and all end after the iteration in
+which one has got it; `marks`: a folder for these files.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ from typing import Any
 
 from megatron_recycle.chaos.observer import observer_for
 from megatron_recycle.control import Agent, Go, Stop
+from megatron_recycle.control.host_memory import HostMemory
 from megatron_recycle.control.newcomer import ask_record
 from megatron_recycle.control.wire import GUEST
 from megatron_recycle.environment import Launched
@@ -58,12 +61,17 @@ class FakeWorker:
             on_stop=self.on_stop,
             patience=self.orders.get("patience", 60.0),
             joining=os.environ.get("RECYCLE_JOIN") == "1",
+            memory=HostMemory.given(Launched.read().memory),
         )
         self.waits_since: float | None = None
         self.paused: set[str] = set()
         self.joined = False
         if "patience" in self.orders:
             self.agent.doing = self.doing
+        self.terminated = threading.Event()
+        if self.orders.get("handles"):
+            signal.signal(signal.SIGTERM, lambda number, frame: self.terminated.set())
+            self.agent.handles_sigterm = lambda: True
         launched, life = Launched.read(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         batch = launched.microbatches or 2 * pipelines
         if life:  # what was ordered has been done
@@ -85,7 +93,7 @@ class FakeWorker:
                 "for_s": 0.0 if since is None else now - since, "limit_s": None}
 
     def on_stop(self, stop: Stop) -> None:
-        self.agent.event("heard", generation=stop.generation, heard=time.time())
+        self.agent.event("rebuilt", generation=stop.generation, ms=0.0)
 
     def enter(self) -> Go | None:
         """Wait for generation 1, or, in a job that runs already, to be taken in."""
@@ -152,7 +160,7 @@ class FakeWorker:
             standing.did(Action("F", 0, 0))
             self.pause("iteration", iteration)
             self.observe("forward", iteration)
-            if not self.agreed(go, f"computed-{iteration}"):
+            if not self.agreed(go, f"computed-{iteration}", "last" * self.terminated.is_set()):
                 return False
             if not self.may_hold(go, iteration):
                 return False
@@ -164,16 +172,18 @@ class FakeWorker:
             self.settle(iteration)
             self.observe("stepped", iteration)
             self.agent.committed(iteration, 1.0 / (iteration + 1))
-            if offer is not None and offer.plan is None and self.all_told(go, f"held-{iteration}", str(offer.number)):
+            if "last" in self.told(go, f"computed-{iteration}"):
+                return True
+            if offer is not None and offer.plan is None and self.told(go, f"held-{iteration}") == {str(offer.number)}:
                 self.agent.boundary(go.generation, iteration + 1)
                 self.agent.wait_stop(go.generation)
                 return False
         return True
 
-    def all_told(self, go: Go, what: str, text: str) -> bool:
-        """Whether all members' marks say this."""
+    def told(self, go: Go, what: str) -> set[str]:
+        """The texts of all members' marks."""
         marks = self.marks / f"{go.generation}-{what}"
-        return all((marks / name).read_text() == text for name in go.members)
+        return {(marks / name).read_text() for name in go.members}
 
     def may_hold(self, go: Go, iteration: int) -> bool:
         """Wait for an offer, if a test wants it; False if a stop came."""
@@ -221,7 +231,7 @@ class FakeWorker:
         stop = self.agent.stop_generation
         file = self.folder / f"paused-{self.rank}"
         file.write_text(str(os.getpid()))
-        self.agent.event("paused", rank=self.rank, before=before, number=number)
+        self.agent.event("rolled_back", iteration=number, actions=0)
         while file.exists() and self.agent.stop_generation == stop and self.agent.ended is None:
             time.sleep(0.002)
         file.unlink(missing_ok=True)

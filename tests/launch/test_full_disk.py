@@ -6,30 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.launch.running import LIMIT, ROOT, Running, launched
 from tests.membership.test_disk import fill
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a disk of so many KiB."""
-    with ExitStack() as stack:
-        def mount(size: int) -> Path:
-            folder = tmp_path / "disk"
-            folder.mkdir()
-            made = ["mount", "-t", "tmpfs", "-o", f"size={size}k,mode=0700", "none", str(folder)]
-            if os.geteuid() or subprocess.run(made, capture_output=True).returncode:
-                pytest.skip("nothing can be mounted here")
-            stack.callback(subprocess.run, ["umount", "-l", str(folder)], check=True)
-            return folder
-
-        yield mount
 
 
 def kill_one_after_the_other(job: Running, pids: Sequence[int]) -> None:

@@ -335,6 +335,58 @@ def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: P
         assert made.processes.workers[0].status == -signal.SIGTERM
 
 
+@pytest.mark.parametrize(("seconds", "code", "said"), [
+    (83.0, "1", "its host was without a coordinator for 8"), (2.0, "1", ""), (83.0, "0", ""), (None, "1", "")])
+def test_the_end_of_a_process_says_that_its_host_was_without_a_coordinator(tmp_path: Path, seconds, code, said) -> None:
+    with launcher(tmp_path, [], range(1), [sys.executable, "-c", f"raise SystemExit({code})"]) as made:
+        made._link.lost_since = None if seconds is None else time.monotonic() - seconds
+        until_ended(made, made.processes.workers[0])
+        (told,) = [message for message in made._told if message["type"] == "exit"]
+        assert told["said"].startswith(said) and bool(told["said"]) == bool(said)
+
+
+HANDLES = """
+import signal, time
+got = lambda number, frame: print("got it", end="", flush=True)
+signal.signal(signal.SIGTERM, got)
+print("ready", end="", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("told_first", [True, False])
+def test_scripts_that_handle_sigterm_get_it_once_and_have_their_time(tmp_path: Path, told_first: bool) -> None:
+    """This host is signalled, or another one, and this one a moment later."""
+    said: list[str] = []
+    with launcher(tmp_path, said, range(1), [sys.executable, "-c", HANDLES]) as made:
+        log = tmp_path / "worker-0.log"
+        until(made, lambda: log.read_text() == "ready")
+        made.processes.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
+        if told_first:
+            made.ending.interrupt(signal.SIGTERM)
+        made._receive({"type": "terminate", "seconds": 60.0})
+        made._receive({"type": "terminate", "seconds": 0.0})
+        if not told_first:
+            made.ending.interrupt(signal.SIGTERM)
+        again = [told["handled"] for told in made._hello()[1:]]
+        assert again == [True] * told_first, "told again to one that may not have heard of the scripts"
+        until(made, lambda: log.read_text() == "readygot it")
+        assert made.ending._kill_at is not None and made.ending._kill_at[0] > time.monotonic() + 5.0
+        assert said[-1] == "the script handles SIGTERM itself: it has 60 s to end; a second one ends it at once"
+        made.ending._kill_at = (0.0, signal.SIGKILL)
+        until_ended(made, made.processes.workers[0])
+        assert made.processes.workers[0].status == -signal.SIGKILL and log.read_text() == "readygot it"
+
+
+def test_scripts_that_have_ended_may_take_their_time_though_the_job_has_failed(tmp_path: Path) -> None:
+    for message, grace in (({"status": 1}, 10.0), ({"status": 1, "finished": True}, 60.0), ({"status": 0}, 60.0)):
+        with launcher(tmp_path, [], range(1)) as made:
+            begun = time.monotonic()
+            made._receive({"type": "end", "message": "", **message})
+            assert made.ending._kill_at is not None and 0 <= made.ending._kill_at[0] - begun - grace < 5.0
+
+
 def test_a_worker_that_cannot_be_started_again_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -277,3 +277,17 @@ def test_what_copies_cost_is_in_the_unit_of_the_costs_that_the_user_gives() -> N
     assert problem.costs.lent == (2, 2)
     assert copy_price(LENDING, measured).unit == 250e-6
     assert copy_price({**LENDING, "costs": None}, measured).unit == 1e-6
+
+
+def test_the_rest_of_an_iteration_is_planned_where_that_takes_less_than_the_whole(monkeypatch) -> None:
+    handed_out: list[Plan] = []
+    made = Planning(handed_out.append)
+    whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
+    first = next(action for action in whole["workers"]["0:0"] if action != "S")
+    rest = made.redo(whole, {"0:0": [first]})
+    assert rest is not None and rest["done"] == {"0:0": 1} and rest["makespan"] <= whole["makespan"]
+    assert handed_out[-1].digest == rest["digest"]
+
+    longer = replace(Plan.from_json(rest), makespan=whole["makespan"] + 1)
+    monkeypatch.setattr("megatron_recycle.control.planning.redo", lambda base, done: longer)
+    assert made.redo(whole, {"0:0": [first]}) is None and handed_out[-1].digest == rest["digest"]

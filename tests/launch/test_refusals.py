@@ -21,6 +21,9 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
     [
         (["nowhere/train.py"], {}, "there is no script nowhere/train.py"),
         (["--join", "127.0.0.1:1", "nowhere/train.py"], {"RECYCLE_TOKEN": TOKEN}, "there is no script"),
+        (["-m", "nowhere.train"], {}, "there is no module nowhere.train"),
+        (["-m", SCRIPT], {}, "fake_worker.py is a file: leave -m out"),
+        (["--module", ".train"], {}, "-m takes a module's whole name, as package.module, and not .train"),
         (["--run-dir", "/proc/foo", SCRIPT], {}, "/proc/foo cannot be made"),
         (["--run-dir", SCRIPT, SCRIPT], {}, "fake_worker.py cannot be made (File exists)"),
         (["--join-timeout", "-1", SCRIPT], {}, "--join-timeout is -1; give a number of seconds, 0 or more"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,20 +39,32 @@ def test_a_job_without_failures_ends_well_with_a_table(tmp_path: Path) -> None:
     assert (job.folder / "worker-5.log").read_text().startswith("rank 5 is worker 2:1")
 
 
+def _in_memory(job: Running) -> dict[str, Any]:
+    """The message that the workers of this host have in common."""
+    (memory,) = [entry for entry in Path(f"/proc/{job.process.pid}/fd").iterdir()
+                 if os.readlink(entry).startswith("/memfd:recycle-")]
+    found: dict[str, Any] = json.loads(zlib.decompress(memory.read_bytes()))
+    return found
+
+
 @pytest.mark.processes
 def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path) -> None:
-    """Rank 4 is worker 1:1: the launcher does not know that, the worker says so."""
-    patient = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 200.0}}  # its end is seen, and not its silence
-    with launched(tmp_path / "run", patient) as job:
+    """Rank 4 is worker 1:1: the launcher does not know that, the worker says so. The plans are large: the workers of
+    this host fetch each once, for all of them."""
+    patient = {"heartbeat_timeout": 200.0, "grid": {"stages": 2, "microbatches": [800] * 3}}
+    with launched(tmp_path / "run", {"pause": {"4": 2}, "description": patient}) as job:  # its end is seen
+        job.paused(4)
+        first = _in_memory(job)
         job.kill(4)
         assert job.wait() == 0, job.where()
         assert _committed(job) == [0, 1, 2, 3]
         suspected = job.event("suspected")
         assert (suspected["worker"], suspected["kind"], suspected["rank"]) == ("1:1", "exit", 4)
-        heard = [event for event in job.events if event["event"] == "heard"]
+        heard = [event for event in job.events if event["event"] == "rebuilt"]
         assert {event["worker"] for event in heard} == {"0:0", "0:1", "1:0", "2:0", "2:1"}
         assert job.event("reconciled")["iteration"] == 2
         _no_process_is_left(job)
+    assert first["type"] == "go" and first["generation"] == 1 and "1:1" in first["plan"]["workers"]
     output = job.output.read_text()
     assert "signal SIGKILL" in output and "1 workers lost, after 1 of them training went on" in output
 
@@ -94,7 +108,7 @@ def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_eff
         job.kill(4, number=signal.SIGSTOP)
         suspected = job.event("suspected")
         assert (suspected["worker"], suspected["kind"]) == ("1:1", "frozen")
-        job.event("paused", number=3)  # the others are on their way again
+        job.event("rolled_back", iteration=3)  # it pauses; the others are on their way again
         os.kill(pid, signal.SIGCONT)
         job.until(lambda: "declared out" in (job.folder / "worker-4.log").read_text(), "the fence")
         job.go_on(0)
@@ -137,6 +151,18 @@ def test_a_signal_ends_the_job_and_leaves_no_orphan(tmp_path: Path, number: sign
         assert job.event("finished")["status"] == 128 + number
         assert "has died" not in job.output.read_text()
         _no_process_is_left(job)
+
+
+@pytest.mark.processes
+def test_a_script_with_a_sigterm_handler_of_its_own_ends_by_itself(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"iterations": 10**6, "handles": True}, nproc=4) as job:
+        job.event("committed", iteration=1)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 143, job.where()
+        end = job.event("finished")
+        assert end["status"] == 143 and end["out"] == {}
+        assert end["message"] == "interrupted by SIGTERM, which the script handles itself: the job has finished"
+        assert "the script handles SIGTERM itself: it has 30 s to end" in job.output.read_text()
 
 
 @pytest.mark.processes

@@ -13,7 +13,9 @@ import pytest
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import heal, slurm, slurm_control
 from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.launch.options import add_arguments
 from megatron_recycle.launch.other_launchers import refuse, variables_of_srun
+from megatron_recycle.launch.worker_command import python_command, script_command
 
 DEFAULTS = "KillOnBadExit           = 0\nWaitTime                = 0 sec\n"
 STRICT = "KillOnBadExit           = 1\nWaitTime                = 30 sec\n"
@@ -189,6 +191,18 @@ def test_a_lost_node_that_is_up_gets_a_step_and_one_that_is_not_another_node(sta
     else:
         assert command[0] == "sbatch" and {"--exclude=n1,n2", "--time=1-02:03:04", "--exclusive"} < set(command)
         assert command[-1].endswith("run --join /job/runs/slurm-7 --nproc 4 train.py --text 'a b'")
+
+
+@pytest.mark.parametrize("line", ["-m jobs.train --lr 1", "train.py -m jobs.train"])
+def test_a_host_joins_with_the_same_script_or_module(line: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args(line.split())
+    script = script_command(args.script, args.arguments, args.module)
+    assert python_command(script)[1:3] == ["-m", "megatron_recycle"]
+    there = heal.Allocation("7", "/job", "main", ["n1"], ["n1"], "", False)
+    assert " ".join(heal.healing("n1", 4, there, Path("/run"), Meeting("x", command=script), [])).endswith(
+        f" --nproc 4 {line}")
 
 
 def test_a_job_that_does_not_run_cannot_be_healed() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.control.telling import brief
 from megatron_recycle.launch.summary import Summary, print_table
 
 STARTED = {"event": "started", "t": 1.0, "generation": 1, "ranks": {"0:0": 0, "1:0": 1}}
@@ -62,10 +63,11 @@ def test_lines_name_who_is_out_and_leave_lists_to_the_file() -> None:
     started = {**STARTED, "members": dict(many), "ranks": ranks, "pids": dict.fromkeys(many, 7),
                "hosts": {"0:0": "n1/0", "1:0": "n1/0", "0:1": "n2/1", "1:1": "n2/1"},
                "grid": {"stages": 2, "microbatches": [4, 4]}}
-    assert summary.add(started) == "recycle: started generation=1 workers=4 pipelines=2 stages=2 hosts=[n1/0,n2/1]"
+    told = "recycle: started generation=1 workers=4 pipelines=2 stages=2 hosts=[n1/0,n2/1]"
+    assert summary.add(brief(started)) == told
     del many["1:0"]
     decided = {"event": "decided", "t": 1.0, "generation": 2, "members": many, "out": {"1:0": "exit"}, "reason": None}
-    assert summary.add(decided) == "recycle: decided generation=2 out=[1:0(exit)] workers=3"
+    assert summary.add(brief(decided)) == "recycle: decided generation=2 out=[1:0(exit)] workers=3"
     assert summary.rank_of({"event": "hint", "worker": "0:1"}) == 1 and summary.rank_of(decided) is None
 
 

@@ -43,3 +43,11 @@ def test_who_was_declared_out_and_who_is_a_generation_behind_is_not_heard():
     assert not written(cluster, "1:0"), "the others write it again, with another name"
     assert not cluster.state.checkpoints
     assert written(cluster, "1:0", generation=2)
+
+
+def test_a_member_that_cannot_write_its_part_frees_those_that_wait_for_it_once():
+    cluster = training()
+    cluster.feed(inputs.Unwritten("1:0/0", 1, "no space left"))
+    assert cluster.state.generation == 2 and not cluster.state.out
+    assert not cluster.feed(inputs.Unwritten("1:1/0", 1, "no space left")), "its own is over as well"
+    assert not cluster.feed(inputs.Unwritten("9:9/0", 2, "no space left"))

@@ -210,6 +210,30 @@ def test_it_ends_at_once_where_it_does_not_ask_for_that_or_cannot(other: dict[st
     assert end == do.End(143, "interrupted by SIGTERM")
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_scripts_that_handle_sigterm_themselves_have_half_a_minute_and_the_status_is_the_signals(ends: bool):
+    cluster, asks = leaving(on_leave="end"), inputs.Interrupted(143, "interrupted by SIGTERM", handled=True)
+    assert cluster.feed(asks) == [do.Command({"type": "terminate", "seconds": 30.0}), do.AwaitEnd(30.0)]
+    assert cluster.feed(asks) == cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM")) == [], "told again"
+    if ends:
+        decisions = [one for name in cluster.names for one in cluster.feed(inputs.Finished(f"{name}/0", 1))]
+    else:
+        decisions = cluster.feed(inputs.EndLate())
+    (end,) = endings(decisions)
+    how = "the job has finished" if ends else "it has not ended within 30 s. Last committed iteration: 5."
+    assert end == do.End(143, f"interrupted by SIGTERM, which the script handles itself: {how}")
+    assert cluster.feed(inputs.EndLate()) == []
+
+
+def test_a_checkpoint_that_is_asked_for_comes_before_what_a_script_would_do_itself():
+    decisions = leaving().feed(inputs.Interrupted(143, "interrupted by SIGTERM", handled=True))
+    assert do.AwaitSaved(2, 45.0) in decisions
+
+
+def test_ctrl_c_ends_scripts_that_handle_sigterm_themselves():
+    assert endings(leaving(on_leave="end").feed(inputs.Interrupted(130, "interrupted by SIGINT", handled=True)))
+
+
 def test_ctrl_c_does_not_save():
     assert endings(leaving().feed(inputs.Interrupted(130, "interrupted by SIGINT")))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import errno
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 
 from megatron_recycle.control import Coordinator, Journal
 from megatron_recycle.control import journal as store_module
+from megatron_recycle.control.parcels import opened
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
@@ -54,7 +56,8 @@ class Told:
         self.messages: list[dict[str, Any]] = []
 
     def send_encoded(self, encoded: bytes) -> None:
-        self.send(json.loads(encoded))
+        message = json.loads(encoded)
+        self.send(opened(base64.b64decode(message["data"]), message) if message["type"] == "parcel" else message)
 
     def send(self, message: dict[str, Any]) -> None:
         self.messages.append(message)

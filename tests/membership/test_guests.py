@@ -77,7 +77,7 @@ def launcher(host: str) -> Message:
     return {"role": "launcher", "host": host, "ranks": [], "places": 0}
 
 
-EXIT = {"type": "exit", "rank": 2, "pid": 1002, "status": -9, "t": 0.0, "log": "", "move": 0}
+EXIT = {"type": "exit", "rank": 2, "pid": 1002, "status": -9, "t": 0.0, "log": "", "move": 0, "said": ""}
 
 
 def test_a_guest_ends_no_job_and_no_worker_but_its_own(tmp_path: Path) -> None:

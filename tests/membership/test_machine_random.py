@@ -580,7 +580,7 @@ class Protocol(RuleBasedStateMachine):
         self.limits.clear()
         self.hinted.clear()
         self.told_exits = 0
-        self.state = restore(PIPELINES * STAGES, self.journal, self.told)
+        self.state = restore(PIPELINES * STAGES, self.journal)
         for event in untold(self.journal, self.told):
             self._tell(event)
         if self.state.ended is not None:

@@ -31,7 +31,7 @@ class Leader:
     def __init__(self, journal: ElectedJournal, told: list[dict[str, Any]]) -> None:
         self.journal, self.told, self.lives = journal, told, True
         self.memory = Memory(journal)
-        self.state = restore(SIZE, journal.records, told) if journal.records else st.State(size=SIZE)
+        self.state = restore(SIZE, journal.records) if journal.records else st.State(size=SIZE)
         self.todo: deque[do.Decision] = deque()
         self.plans: list[int] = []
         self.limits: list[int] = []

@@ -133,6 +133,27 @@ def test_in_the_script_s_own_code_a_second_worker_of_the_same_stage_counts():
     assert not endings(raised(later, "2:0", Fault("KeyError", "'x'", 8)))
 
 
+@pytest.mark.parametrize(("fault", "status"), [
+    (Fault("OSError", "no space left", 6, whole=True), 1),
+    (Fault("SystemExit", "3", 6, whole=True), 1),
+    (Fault("OSError", "no space left", 5, whole=True), 0),
+    (Fault("OSError", "no space left", 6, "S"), 0),
+    (Fault("OutOfMemoryError", "", 6, recovery=True), 0),
+])
+def test_a_script_that_fails_behind_its_last_iteration_fails_the_job_once_the_others_have_ended(fault, status):
+    cluster = Cluster().train()
+    cluster.commit_all(6)
+    assert not endings(raised(cluster, "0:0", fault))
+    cluster.plan()
+    cluster.reports(holds=6)
+    cluster.resume_all()
+    for name in tuple(cluster.state.members):
+        decisions = cluster.feed(inputs.Finished(f"{name}/0", 2))
+    ((end, text),) = [(one.status, one.message) for one in endings(decisions)]
+    assert end == status
+    assert status == 0 or f"has come to its end, but 0:0 has failed after iteration 6: {fault}." in text
+
+
 def test_whoever_would_leave_a_stage_empty_ends_the_job_with_its_text_and_with_those_of_the_others():
     cluster = Cluster(2).train()
     raised(cluster, "0:0", MISSING)
@@ -146,6 +167,18 @@ def test_a_last_worker_that_is_killed_is_told_with_what_the_others_had_said():
     raised(cluster, "0:0", MISSING)
     (end,) = endings(cluster.exit("1:0"))
     assert "stage 0 has lost its last worker (0:0 exit (KeyError: 'x'), 1:0 exit)" in end.message
+
+
+def test_workers_that_were_without_a_coordinator_for_too_long_are_told_so():
+    cluster = Cluster(2).train()
+    cluster.commit_all(4)
+    for name in ("0:0", "1:0"):
+        member, said = cluster.member(name), "its host was without a coordinator for 83 s"
+        decisions = cluster.feed(inputs.Exited(member.rank, member.pid, 1, cluster.now, "worker.log", said=said))
+        (suspected,) = events(decisions, "suspected")
+        assert (suspected["error"], suspected["where"]) == (said, "after iteration 4")
+    (end,) = endings(decisions)
+    assert "stage 0 has lost its last worker (0:0 exit (its host was without a coordinator for 83 s)" in end.message
 
 
 def test_a_refusal_of_ours_ends_the_job_at_once_with_its_text_alone():

@@ -88,9 +88,14 @@ def dropped(cluster: Cluster) -> None:
     cluster.commit_all(4)
 
 
+def kept_attempt(done: int, chain: int = 1) -> dict[str, object]:
+    actions = [f"F0.{microbatch}" for microbatch in range(done)]
+    return {"iteration": 5, "chain": chain, "actions": actions, "provisional": False}
+
+
 def report_kept(cluster: Cluster, name: str, done: int, chain: int = 1) -> list[do.Decision]:
     where = report(5, 4, actions=done, committed=4)
-    kept = {"kept": {"iteration": 5, "chain": chain, "done": done}} if done else {}
+    kept = {"kept": [kept_attempt(done, chain)] if done else []}
     return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, {**where, **kept}))
 
 
@@ -119,7 +124,7 @@ def test_an_iteration_that_somebody_has_not_kept_is_begun_anew_by_all(torn: dict
         report_kept(cluster, name, 5)
     happened = report(5, 4, actions=5, committed=4) | torn
     if "chain" in torn:
-        happened["kept"] = {"iteration": 5, "done": 5, **torn}
+        happened["kept"] = [kept_attempt(5, torn["chain"])]
     decisions = cluster.feed(inputs.Reported("2:1/0", cluster.state.generation, happened))
     assert [go["carried"] for _, go in told(decisions, "go")] == [None]
 

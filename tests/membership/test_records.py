@@ -89,11 +89,9 @@ def test_what_was_committed_before_all_went_back_is_not_committed_after_another_
     written = [records.committed(12), records.decided(before, ()), records.went(went, resume, None, (restored,)),
                records.decided(late, ()), records.went(late, Resume(target=4, next=5, attempt=3), None, ())]
     journal = json.loads(json.dumps([one.record for one in written]))
-    told = [{"event": "committed", "t": t, "generation": 7, "iteration": iteration} for t, iteration in (
-        (1.0, 11), (2.0, 12), (6.0, 4))]
-    assert [records.restore(2, journal[:number], told[:2]).committed for number in (2, 3, 4, 5)] == [12, 3, 4, 4]
-    assert [records.restore(2, journal[:number], told).committed for number in (3, 4)] == [4, 4]
-    assert records.restore(2, [*journal, records.committed(6).record], told).committed == 6
+    assert [records.restore(2, journal[:number]).committed for number in (2, 3, 4, 5)] == [12, 3, 4, 4]
+    assert records.restore(2, [*journal[:3], records.committed(4).record]).committed == 4
+    assert records.restore(2, [*journal, records.committed(6).record]).committed == 6
 
 
 def test_a_generation_begins_without_what_was_of_the_last_one_alone() -> None:

@@ -14,8 +14,10 @@ import pytest
 from megatron_recycle.control import Timeouts, server
 from megatron_recycle.control.door import Door
 from megatron_recycle.control.strangers import Strangers
+from megatron_recycle.control.wire import Session
+from megatron_recycle.membership.detectors import RateLimit
 from tests.membership.cluster import report
-from tests.membership.service import DESCRIPTION, LIMIT, agent, service
+from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, agent, service
 
 
 def test_the_oldest_of_the_address_with_the_most_has_to_go() -> None:
@@ -98,3 +100,19 @@ def test_a_crowd_that_never_says_hello_and_is_renewed_all_the_time_keeps_nobody_
         for one in agents.values():
             assert one.wait_go(1, LIMIT) is not None
         assert len(running.coordinator.server.strangers) <= 70
+
+
+def test_a_hello_of_a_role_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    with service(tmp_path) as running:
+        host, _, port = running.address.rpartition(":")
+        for number, role in enumerate(([], {}, None, 3, "x"), start=1):
+            with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:
+                session = Session.client(TOKEN)
+                while not session.open:
+                    session.feed(connection.recv(4096))
+                connection.sendall(session.seal({"type": "hello", "role": role}))
+                while connection.recv(4096):
+                    pass
+            running._until(lambda number=number: len(running.events) == number, "refusal")
+            assert "no hello of any role" in running.events[-1]["reason"], role
+            running.coordinator.server._refusals = RateLimit(60.0)

@@ -64,8 +64,9 @@ class Control:
         self.thread.start()
 
     def _led(self, before: InMemory | None = None) -> InMemory:
-        return InMemory(self._size, Plans(_plan, moves=self._moves_of), self.later, time.time, delay=self.delay,
-                        timeouts=LIMITS, changed=self._notify, before=before)
+        plans = Plans(_plan, moves=self._moves_of, redo=Planning().redo)
+        return InMemory(self._size, plans, self.later, time.time, delay=self.delay, timeouts=LIMITS,
+                        changed=self._notify, before=before)
 
     def _moves_of(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
         return {mover: to for mover, to in self._moves.items() if to in failed and mover not in failed}

@@ -7,7 +7,9 @@ is drawn from a seed.
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import re
 import sys
 import threading
@@ -37,21 +39,29 @@ from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.memory_budget import profile
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.registered import Registered
 from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.collecting import Ring, collect
 from tests.memory.control import Control
-from tests.memory.model import Block, Data, SmallStage
+from tests.memory.model import LENGTH, Block, Data, SmallStage
 from tests.memory.wires import Asked, Deaths, FirstPairs, Wires
 from tests.moments import Arrivals, Moment
 from tests.once import once
 
 CPU = torch.device("cpu")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
 _QUIET = 1.0
 """Seconds for which all workers wait, with nothing under way and nothing to decide, after which nobody can go on."""
+
+
+class _Ahead(RecycleConfig):
+    """Iterations overlap, as those of `reduction: fast` do, though sums are exact."""
+
+    settles = False
 
 
 class Killed(BaseException):
@@ -82,6 +92,8 @@ class Shape:
     overflows: tuple[tuple[int, int], ...] = ()
     evaluate: tuple[int, ...] = ()
     save: tuple[int, ...] = ()
+    full: tuple[tuple[int, str], ...] = ()
+    """Iterations before which the disk does not take the checkpoint, and `Disk.WAYS` to find that."""
     collect: tuple[int, ...] = ()
     """Iterations after which the script has collectives of its own."""
     edit: tuple[int, ...] = ()
@@ -92,6 +104,15 @@ class Shape:
     """Iterations after which it puts hooks on all blocks of a stage, one stage after the other."""
     send: tuple[int, ...] = ()
     """Iterations after which it sends messages from rank to rank."""
+    average: bool = False
+    """Whether the script keeps an average of the stage's parameters, and has registered it."""
+    ahead: bool = True
+    """Workers go on to the next iteration before the last one is committed, as with `reduction: fast`; without it as
+    with `exact`, whose bits these jobs have either way."""
+    anneals: bool = False
+    """The script sets a factor of the loss for each iteration, where nothing can see it."""
+    lengths: tuple[int, ...] = ()
+    """Of the samples of each iteration, and of all later ones, up to `model.LENGTH`, which it is without them."""
     folder: str = ""
     """Where survivors of a lost stage save what they hold."""
     settings: tuple[tuple[str, Any], ...] = (("reduction", "exact"),)
@@ -99,6 +120,10 @@ class Shape:
     @property
     def workers(self) -> list[str]:
         return [f"{pipeline}:{stage}" for pipeline in range(self.pipelines) for stage in range(self.stages)]
+
+    def length(self, iteration: int) -> int:
+        """Of the samples of ``iteration``."""
+        return self.lengths[min(iteration, len(self.lengths) - 1)] if self.lengths else LENGTH
 
     @property
     def placement(self) -> tuple[int, ...]:
@@ -132,6 +157,8 @@ class Result:
     counters: Any = None
     checkpoints: Mapping[int, Any] = field(default_factory=dict)
     """What is on disk at its end, as `Disk.named`."""
+    unsaved: list[str | None] = field(default_factory=list)
+    """What `StageWorker.save` has returned."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """What `runtime.memory_budget.profile` finds."""
 
@@ -157,11 +184,16 @@ class Disk:
             written.
     """
 
-    def __init__(self) -> None:
+    WAYS = ("all", "one", "alone", "named")
+    """All workers cannot write; one cannot; one cannot, and others wait for it; the one that names it cannot."""
+
+    def __init__(self, full: Mapping[int, str] = MappingProxyType({})) -> None:
+        self.full = full
         self.named: dict[int, dict[tuple[int, ...], dict[str, torch.Tensor]]] = {}
         self.counters: dict[tuple[int, ...], Any] = {}
         self.cut: set[tuple[int, int]] = set()
         """Files (iteration, stage) that were cut off since they were written."""
+        self.cleared = 0
         self._tries: dict[str, dict[tuple[int, ...], dict[str, torch.Tensor]]] = {}
 
     def load(self, place: str, name: str, stage: SmallStage) -> None:
@@ -179,22 +211,36 @@ class Disk:
 
     def write(self, save: Save, iteration: int, stage: SmallStage) -> bool:
         """As `runtime.saving.Write`."""
-        groups = save.generation.groups
+        groups, place, full = save.generation.groups, f"/disk/{iteration}", self.full.get(iteration)
+        first = groups.me == groups.members[0] and not groups.part
         of_try, own, cuts = self._tries.setdefault(f"{save.name} {iteration}", {}), (
             stage.stage, stage.part), save.generation.cuts
-        for shard in () if cuts is None or stage.shards is None else cuts.spoken_for(groups.me):
-            save.check()
-            of_try[(*own, shard)] = {name: tensor.clone() for name, tensor in stage.shards.tensors(shard).items()}
-            self.counters[(iteration, *own, shard)] = stage.shards.numbers(shard)
-        if groups.me == groups.peers(groups.me.stage)[-1]:
-            save.check()
-            of_try[own] = {name: tensor.clone() for name, tensor in stage.state().items()}
-            self.counters[(iteration, *own)] = stage.counters()
-        count(groups.control, True)
-        if groups.me == groups.members[0] and not groups.part:
-            save.whole(f"iteration {iteration}")
-            self.named[iteration] = of_try
+        with save.each_writes(place):
+            if full == "alone" and first:
+                raise FULL
+            count(groups.control, True)
+        with save.all_write(place):
+            for shard in () if cuts is None or stage.shards is None else cuts.spoken_for(groups.me):
+                save.check()
+                of_try[(*own, shard)] = {name: tensor.clone() for name, tensor in stage.shards.tensors(shard).items()}
+                self.counters[(iteration, *own, shard)] = stage.shards.numbers(shard)
+            if groups.me == groups.peers(groups.me.stage)[-1]:
+                save.check()
+                of_try[own] = {name: tensor.clone() for name, tensor in stage.state().items()}
+                self.counters[(iteration, *own)] = stage.counters()
+            if full == "all" or (full == "one" and groups.me == groups.members[-1]):
+                raise FULL
+        with save.all_write(place):
+            if first and full == "named":
+                raise FULL
+            if first:
+                save.whole(f"iteration {iteration}")
+                self.named[iteration] = of_try
         return True
+
+    def clear(self) -> None:
+        """As `runtime.saving.save` calls it."""
+        self.cleared += 1
 
 
 class Job:
@@ -221,7 +267,7 @@ class Job:
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
         self.at = at
-        self.disk = Disk()
+        self.disk = Disk(dict(shape.full))
         self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
         first = {worker: shape.parts * (worker.stage * shape.pipelines + worker.pipeline)
                  for worker in self.grid.workers()}
@@ -310,8 +356,9 @@ class Job:
 
     def _train(self, process: Process, place: Place, joining: bool) -> None:
         shape, result = self.shape, process.result
-        config = RecycleConfig(**{"heartbeat_interval": 0.5, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
-                                  "verify": "peers", **dict(shape.settings)})
+        kind = _Ahead if shape.ahead else RecycleConfig
+        config = kind(**{"heartbeat_interval": 0.5, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+                         "verify": "peers", **dict(shape.settings)})
         stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
                            tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts,
@@ -319,6 +366,7 @@ class Job:
                            shards=to_begin_with(place.me.pipeline, shape.pipelines,
                                                 config.state_copies or shape.pipelines) if shape.sharded else None)
         worker: list[StageWorker] = []
+        kept = {"average": Average(stage)} if shape.average else {}
 
         def abort(generation: int) -> None:
             with suppress(Gone):  # its agent's thread would be dead as well
@@ -331,10 +379,10 @@ class Job:
                              joining=joining, link=self.control.link)
         process.worker = made = StageWorker(
             place=place, agent=agent, config=config, observer=_Observer(self, process), network=process.network,
-            framework=Framework(stage, Splitter(stage.module), Data(), _Own(CPU),
+            framework=Framework(stage, Splitter(stage.module), self._data(), _Own(CPU),
                                 Grids(place.grid, config.block_size),
                                 folder=(lambda: shape.folder) if shape.folder else None,
-                                restore=functools.partial(self.disk.load, stage=stage)))
+                                restore=functools.partial(self.disk.load, stage=stage), registered=Registered(kept)))
         worker.append(made)
         agent.start()
         ring = Ring(made, place)
@@ -346,8 +394,17 @@ class Job:
                     table = made.evaluate(iteration, Data(), number, limit)
                     result.evaluated.append(table.flatten().tolist())
             if iteration in shape.save:
-                made.save(iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage))
+                result.unsaved.append(made.save(
+                    iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage),
+                    self.disk.clear))
+            if iteration and shape.length(iteration) != shape.length(iteration - 1):
+                made.reshape(iteration, "reshape()")
+            if shape.anneals:
+                stage.factor = 1 + iteration / 8
             result.losses.append(made.train(iteration))
+            for average in kept.values():
+                made.settle()
+                average.update()
             if iteration in shape.edit:
                 made.settle()
                 for state in stage.optimizer.state.values():
@@ -367,10 +424,16 @@ class Job:
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
         for shard in () if stage.shards is None else stage.shards.held:
             result.shards[shard] = {name: tensor.clone() for name, tensor in stage.shards.tensors(shard).items()}
+        for average in kept.values():
+            result.state |= {f"average {name}": tensor.clone() for name, tensor in average.of.items()}
         result.counters = stage.counters()["own"]
         result.checkpoints = self.disk.named
         result.memory = profile(made.site, made.plan, made.stepper.undo.nbytes)
         made.finish()
+
+    def _data(self) -> Data:
+        shape = self.shape
+        return Data(lambda number: shape.length(number // shape.microbatches))
 
     # ---- what a test does
 
@@ -436,6 +499,26 @@ class Job:
         return "\n".join(lines)
 
 
+class Average:
+    """Of the stage's parameters, as a script keeps one."""
+
+    def __init__(self, stage: SmallStage) -> None:
+        self._stage, self.updates = stage, 0
+        self.of = {name: parameter.detach().clone() for name, parameter in stage.module.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self.updates += 1
+        for name, parameter in self._stage.module.named_parameters():
+            self.of[name].lerp_(parameter, 1 / (1 + self.updates))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "of": self.of}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.updates, self.of = state["updates"], state["of"]
+
+
 class _Own(Generators):
     """Those of the model; to look through all modules for named ones takes longer than to train."""
 
@@ -489,7 +572,8 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
         found |= _other_shards(result, [reference[of] for of in reference if _alike_parts(job.shape, of, rank)], within)
         assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
     noted = [event["place"] for event in job.control.events if event["event"] == "checkpoint"]
-    assert [*dict.fromkeys(noted)] == [f"iteration {iteration}" for iteration in job.shape.save], noted
+    assert [*dict.fromkeys(noted)] == [f"iteration {iteration}" for iteration in job.shape.save
+                                       if iteration not in dict(job.shape.full)], noted
     assert _alike_checkpoints(job, reference, within), f"checkpoints differ\n{job.where()}"
     committed = [event["iteration"] for event in job.control.events if event["event"] == "committed"]
     committed = sorted({*committed}) if again else committed

@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,12 +99,15 @@ def batch(pipeline: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Data:
-    """Micro-batches by place (`runtime.compute.data.DataSource`)."""
+    """Micro-batches by place (`runtime.compute.data.DataSource`); ``length`` of the samples of each."""
 
     since = 0
 
+    def __init__(self, length: Callable[[int], int] = lambda number: LENGTH) -> None:
+        self._length = length
+
     def batch(self, pipeline: int, number: int) -> Batch:
-        return batch(pipeline, number)
+        return tuple(tensor[:, :self._length(number)] for tensor in batch(pipeline, number))
 
     def forget(self, pipeline: int, before: int) -> None:
         pass
@@ -192,6 +195,7 @@ class SmallStage:
     gradient_dtype = None
     report_width = 1
     device = torch.device("cpu")
+    factor = 1.0
     settings: Mapping[str, Any] = {}
     functions: Sequence[Any] = ()
 
@@ -274,7 +278,7 @@ class SmallStage:
         outputs = self._layers[self._running].run(x)
         if not self._ends[self._running]:
             return Forward((inputs or (), outputs), (outputs,), None, roots=(outputs,))
-        loss = functional.cross_entropy(outputs.view(-1, VOCABULARY), batch[1].view(-1))
+        loss = self.factor * functional.cross_entropy(outputs.view(-1, VOCABULARY), batch[1].reshape(-1))
         return Forward((inputs or (), loss), (), loss, report=(float(loss.detach()),), roots=(loss,))
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -26,6 +26,10 @@ SHAPES = {
     "evaluates": Shape(3, 2, 2, 3, evaluate=(1, 2)),
     "saves": Shape(3, 2, 2, 3, evaluate=(1,), save=(0, 1, 2)),
     "collects": Shape(3, 2, 2, 3, collect=(0, 2)),
+    "longer": Shape(3, 2, 2, 4, lengths=(1, 2, 2, 3)),
+    "longer, clipped": Shape(2, 3, 2, 4, lengths=(2, 3, 1), clipping=0.05, evaluate=(2,)),
+    "settles": Shape(3, 2, 2, 3, ahead=False, anneals=True),
+    "settles, clipped": Shape(2, 3, 2, 4, clipping=0.05, ahead=False),
     "waits": Shape(3, 2, 2, 3).with_settings(step="barrier"),
     "waits, clipped": Shape(2, 3, 2, 3, clipping=0.05).with_settings(step="barrier"),
 }
@@ -143,11 +147,12 @@ class Draw:
         """Another one stands somewhere when the first dies, and goes on once that is decided."""
         one, other = self.pair(shape)
         first = Moment(one, "forward", self.random.randrange(1, shape.iterations))
-        held = self.moment(shape, other, first.iteration - (shape.step == "staggered"), first.iteration)
+        held = self.moment(shape, other, first.iteration - (shape.step == "staggered" and shape.ahead),
+                           first.iteration)
         # After wrong guesses they wait for each other, and in what the script does between iterations for everybody;
         # for parameters that others' shards step, too.
-        together = (shape.clipping or shape.scale or shape.sharded or first.iteration in shape.evaluate + shape.save
-                    or first.iteration - 1 in shape.collect)
+        together = (shape.clipping or shape.scale or shape.sharded or shape.lengths
+                    or first.iteration in shape.evaluate + shape.save or first.iteration - 1 in shape.collect)
         if together and held.iteration < first.iteration:
             held = replace(held, iteration=first.iteration)
         if held.iteration < first.iteration:  # stages are never more than one step apart

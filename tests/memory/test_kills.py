@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.membership.detectors import ThreadState
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
@@ -58,7 +59,8 @@ def test_a_worker_killed_in_an_evaluation(worker):
 def test_an_evaluation_on_an_irregular_grid_and_a_kill_inside(gone, dies):
     """Two pipelines are hit at different stages, or at the same; all micro-batches, and a number that does not
     divide."""
-    shape = Shape(4, 3, 2, 2, evaluate=(1,))
+    # What is kept may leave the second one nothing more to run in that iteration.
+    shape = Shape(4, 3, 2, 2, evaluate=(1,)).with_settings(keep_messages="none")
     kills = [*(Moment(worker, "forward", 0, nth) for nth, worker in enumerate(gone)), Moment(dies, "evaluate", 0, 1)]
     Scene("evaluates", shape, kills, out={*gone, dies}, sure=True).run(seed=len(dies))
 
@@ -88,6 +90,27 @@ def test_another_worker_killed_while_the_checkpoint_is_written_again(phase):
     second = [Moment("1:0", "save", 0, 1), Moment("1:0", "recovering", 0)]
     for later in second:
         Scene("saves", shape, [*first, later], out={"0:0", "1:0"}).run(0)
+
+
+def test_an_iteration_is_made_with_what_the_script_had_set_for_it():
+    """Nobody can see what the loss reads, a module's attribute say. The workers of the last stage have stepped, and one
+    of the first is killed in its last backward: nobody has left the iteration, which is made again."""
+    dies, last = Moment("0:0", "backward", 2, 1), [f"{pipeline}:1" for pipeline in range(2)]
+    shape = Shape(2, 2, 2, 4, anneals=True, ahead=False)
+    job = Job(shape, holds=[dies])
+
+    def stands(name: str) -> bool:
+        """Wherever it gets to, with all that others have sent."""
+        worker = next(process.worker for process in job.processes.values() if process.name == name)
+        return (worker is not None and worker.standing.stepped == dies.iteration
+                and worker.site.phases.activity.told()["state"] == ThreadState.WAITING)
+
+    with job:
+        job.wait_held()
+        job.wait_for(lambda: all(map(stands, last)), "the last stage's step")
+        job.release(dies, die=True)
+        check(job, job.wait(), {"0:0"})
+    assert job.wait_event("reconciled")["target"] == dies.iteration - 1
 
 
 def test_the_fast_reduction_agrees_to_rounding():

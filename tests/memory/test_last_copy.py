@@ -147,7 +147,7 @@ def test_random_last_copies(seed):
     draw = random.Random(seed)
     shape = draw.choice([
         Shape(2, 2, 2, 8), Shape(2, 3, 3, 8), Shape(2, 2, 4, 8, clipping=0.05), Shape(2, 2, 2, 8, tied=True),
-        Shape(2, 2, 2, 8, scale=64.0, overflows=((1, 1), (0, 2)))])
+        Shape(2, 2, 2, 8, scale=64.0, overflows=((1, 1), (0, 2))), Shape(2, 2, 2, 8, lengths=(1, 1, 2, 2, 3, 1, 1, 2))])
     shape = shape.with_settings(guard="memory", guard_interval=draw.choice([1, 2, 3]),
                                 step=draw.choice(["staggered", "barrier"]))
     stage, first = draw.randrange(shape.stages), draw.randrange(2)

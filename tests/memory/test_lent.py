@@ -71,7 +71,8 @@ def lends(monkeypatch):
     def lend(shape: Shape, seed: int, always: bool = False) -> None:
         undisturbed(shape.with_settings(step="barrier"))
         monkeypatch.setattr("megatron_recycle.runtime.lent.terms.crossings_of",
-                            lambda plan: crossings(plan, seed) if always or plan.problem.failed else {})
+                            lambda plan: crossings(plan, seed) if not plan.done and (
+                                always or plan.problem.failed) else {})
 
     return lend
 

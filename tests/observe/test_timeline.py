@@ -32,6 +32,12 @@ def test_every_action_is_one_box_at_the_time_of_the_replay_and_guests_are_marked
     assert {box.worker for box in shown} == set(plan.problem.live_workers())
 
 
+def test_what_was_done_before_is_left_out():
+    plan = simple_plan(2, 2, 2)
+    rest = dataclasses.replace(plan, done={Worker(0, 0): 2})
+    assert len(boxes(rest, replay(rest))) == len(boxes(plan, replay(plan))) - 2
+
+
 def back_to_back(action: Action) -> tuple[bool, int, int, str]:
     """All forwards, then B and W of each micro-batch."""
     return (action.kind != "F", action.microbatch, action.pipeline, action.kind)

@@ -177,13 +177,14 @@ class Queues:
                 yield from post(message for _, message in row[read:read + rules.ahead])
 
         yield from ahead()
-        for kind, d, m, _ in plan.actions(me):
+        before = plan.done.get(me, 0)
+        for number, (kind, d, m, _) in enumerate(plan.actions(me)):
             if kind == "S":
                 yield from self._reduce(me, iteration)
             if kind not in ("F", "B", "FB"):
                 continue
             message = Message("F" if kind == "F" else "B", d, m)
-            if message in source_of:
+            if message in source_of and number >= before:
                 if rules.order == "planned":
                     yield from planned(place[Transfer(source_of[message], me, message)] + 1)
                 yield from post([message])

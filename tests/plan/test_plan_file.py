@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_recycle.planner import quick
 
 VERSION_1 = Path(__file__).parent / "version-1.json"
 VERSION_2 = Path(__file__).parent / "version-2.json"
+VERSION_3 = Path(__file__).parent / "version-3.json"
 
 
 def small(**changes) -> Problem:
@@ -47,12 +49,34 @@ def test_a_file_of_version_2_has_the_digest_that_it_came_with(tmp_path):
     assert again == plan and again.digest == plan.digest
 
 
+def test_a_file_of_version_3_has_the_digest_that_it_came_with(tmp_path):
+    """It knew no done actions: what is said of any is nothing that it said."""
+    plan = Plan.load(VERSION_3)
+    assert violations(plan) == [] and plan.digest == plan.stated and plan.crossings
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan and again.digest == plan.digest
+    assert Plan.from_json({**json.loads(VERSION_3.read_text()), "done": {"0:0": 1}}) == plan
+
+
 def test_round_trip_keeps_everything(tmp_path):
     plan = quick(small(block=1, tied=((0, 1),)))
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
     assert again == plan and again.digest == plan.digest and again.stated == plan.digest
     assert again.to_json() == plan.to_json()
+
+
+def test_done_actions_are_of_the_plan_and_of_its_digest():
+    plan = quick(small())
+    begun = replace(plan, done={Worker(0, 0): 2, Worker(0, 1): 0})
+    value = json.loads(json.dumps(begun.to_json()))
+    assert value["done"] == {"0:0": 2} and "done" not in plan.to_json()
+    assert Plan.from_json(value) == begun and Plan.from_json(value).digest == begun.digest != plan.digest
+    assert replace(plan, done={Worker(0, 0): 0}).digest == plan.digest
+    assert begun.rest(Worker(0, 0)) == plan.workers[Worker(0, 0)][2:]
+    without = begun.without([plan.workers[Worker(0, 0)][0][1:3]])
+    assert without.done == {Worker(0, 0): 1}
 
 
 def test_digest_is_the_hash_of_the_documented_parts():
@@ -64,7 +88,7 @@ def test_digest_is_the_hash_of_the_documented_parts():
 
 def test_file_has_the_documented_form():
     value = quick(small()).to_json()
-    assert value["format"] == "recycle-plan" and value["version"] == 3
+    assert value["format"] == "recycle-plan" and value["version"] == 4
     assert value["grid"] == {"stages": 2, "microbatches": [2, 2]}
     assert value["failed"] == ["1:1"] and value["costs"]["speed"] == {"0:1": 1.5}
     assert value["held"] == {"before_b": [1, 1], "after_b": [1, 1], "message": [0, 0]}
@@ -73,7 +97,7 @@ def test_file_has_the_documented_form():
 
 
 @pytest.mark.parametrize(("change", "fault"), [
-    ({"version": 4}, "version"),
+    ({"version": 5}, "version"),
     ({"format": "x"}, "format"),
     ({"failed": ["7:0"]}, "7:0"),
     ({"failed": ["a"]}, "'a'"),
@@ -91,6 +115,14 @@ def test_file_has_the_documented_form():
     ({"full_backward": 0}, "full_backward"),
     ({"stage_of": {"0:1": 0}}, "stage_of: worker 0:1 is moved"),
     ({"workers": {"0:0": [f"F{'9' * 5000}.0"]}}, "F9"),
+    ({"done": ["0:0"]}, "done must map"),
+    ({"done": {"0:0": True}}, "done must map"),
+    ({"done": {"0:0": 1.0}}, "done must map"),
+    ({"done": {"0:0": -1}}, "done: -1 actions of worker 0:0, which has 6 before its step"),
+    ({"done": {"0:0": 7}}, "done: 7 actions of worker 0:0"),
+    ({"done": {"0:0": 10 ** 30}}, "done: 10+ actions of worker 0:0"),
+    ({"done": {"1:1": 1}}, "worker 1:1 has no orders"),
+    ({"done": {"0": 1}}, "worker '0' is not"),
 ])
 def test_malformed_file_is_refused_with_its_fault(change, fault):
     value = {**quick(small()).to_json(), **change}

@@ -15,6 +15,7 @@ from megatron_recycle.plan import (
     PlanError,
     Problem,
     Worker,
+    bound_of,
     channels,
     check,
     pieces,
@@ -221,3 +222,44 @@ def test_pieces_fold_only_an_unbroken_prefix():
         assert sorted(own) == covered
         assert all(first == last or first == 0 for _, first, last in mine)
     assert pieces(plan, 0)[Worker(0, 0)] == ((0, 0, 3),)
+
+
+def begun(done, failed=("1:1",)):
+    """A plan of which workers have done so many actions, with its figures."""
+    plan = replace(quick(problem(failed)), done={Worker.parse(name): count for name, count in done.items()})
+    timeline = replay(plan)
+    return replace(plan, period=timeline.period, makespan=timeline.makespan, lower_bound=bound_of(plan))
+
+
+def test_figures_of_a_plan_that_begins_with_done_actions_are_of_the_rest():
+    plan = begun({str(worker): 2 for worker in quick(problem()).workers})
+    assert violations(plan) == [] and plan.period == plan.makespan < quick(problem()).makespan
+    assert "period" in names(replace(plan, period=plan.period + 1))
+    assert "bound" in names(replace(plan, lower_bound=plan.lower_bound - 1))
+    every = begun({str(worker): len(actions) - 1 for worker, actions in plan.workers.items()})
+    assert every.makespan == every.lower_bound == 3, "the step is left"
+
+
+def test_a_done_action_waits_for_nothing_and_its_result_is_there():
+    """As written 0:1 has it from 0:0, whose forward is behind a backward that waits for 0:1."""
+    plan = quick(problem(failed=("1:0", "1:1", "2:0", "2:1")))
+    late = rewritten(plan, "0:0", lambda a: [x for x in a if str(x) not in ("F0.0", "B0.0", "W0.0")][:-1]
+                     + [Action.parse(x) for x in ("F0.0", "B0.0", "W0.0", "S")])
+    late = rewritten(late, "0:1", lambda a: sorted(a, key=lambda x: (x.kind == "S", x[1:3] != (0, 0))))
+    assert "deadlock" in names(late)
+    assert "deadlock" not in names(replace(late, done={Worker(0, 1): 2}))
+
+
+def test_memory_is_checked_from_where_a_worker_stands():
+    plan = begun({"0:0": 3})
+    peak = replay(plan).peak[Worker(0, 0)]
+    tight = replace(plan, problem=replace(plan.problem, cap={Worker(0, 0): peak - 1}))
+    assert "memory: worker 0:0" in names(replace(tight, done={}))
+    full = replace(tight, done={Worker(0, 0): len(tight.workers[Worker(0, 0)]) - 1})
+    assert "memory" not in names(full)
+
+
+def test_a_worker_outside_the_grid_is_named_also_where_messages_weigh_something():
+    plan = quick(problem(message=(1, 1)))
+    strange = replace(plan, workers={**plan.workers, Worker(9, 9): (Action("F", 0, 0), Action("S"))})
+    assert names(strange) == "listed: worker 9:9 is outside the grid but has orders"

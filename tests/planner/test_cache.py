@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
 
 from megatron_recycle.plan import Costs, Grid, Problem, Worker, violations
 from megatron_recycle.planner import Cache, ahead, plan_for, quick
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.canonical import canonical
-from tests.planner.problems import problems
+from tests.planner.problems import placed, problems
 
 
 def problem(*failed, pipelines=4, **changes):
@@ -48,6 +49,15 @@ def test_cache_hit_equals_a_fresh_solve(asked):
     assert fresh.to_json()["period"] == hit.to_json()["period"]
     assert violations(hit) == []
     assert quick(asked).lower_bound == hit.lower_bound
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(some.one_of(problems(), placed()))
+def test_a_search_is_never_worse_than_the_plan_at_once(asked):
+    """Both begin with the same plan, that of the membership's canonical form."""
+    at_once = quick(asked)
+    assert plan_for(asked, work=0).digest == at_once.digest
+    assert plan_for(asked, work=200).objective_value <= at_once.objective_value
 
 
 def test_a_better_plan_replaces_a_worse_one_and_not_the_other_way_round():

@@ -21,10 +21,10 @@ def test_it_pays_where_the_horizon_is_long_enough():
     assert found.pays and found.copied == copies * 8 << 20
     assert 0 < found.copying < found.copied / 1e9  # workers copy at the same time
     assert abs(found.gain - (REROUTED.period - LENT.period) * 2.5e-4) < 1e-9
-    assert found.line == f"lends 1 layer at boundaries 0-1, 1-2 and 2-3: 552 -> 447 ms; copies {copies * 8} MiB"
+    assert found.line == f"lends up to 2 layers at boundaries 1-2 and 2-3: 552 -> 448 ms; copies {copies * 8} MiB"
     assert worth(REROUTED, LENT, replace(PRICE, horizon=found.copying / found.gain * 1.01)).pays
     short = worth(REROUTED, LENT, replace(PRICE, horizon=found.copying / found.gain * 0.99))
-    assert not short.pays and short.line.startswith("does not lend 1 layer") and "iterations" in short.line
+    assert not short.pays and short.line.startswith("does not lend up to 2 layers") and "iterations" in short.line
 
 
 def test_what_helpers_have_is_not_copied_again():
@@ -52,5 +52,5 @@ def test_the_peers_of_a_hurt_stage_share_the_sending():
 
 
 def test_the_table_of_a_plan_says_what_it_lends():
-    assert "1 layer at boundaries 0-1, 1-2 and 2-3, for" in table(LENT, replay(LENT), {})
+    assert "up to 2 layers at boundaries 1-2 and 2-3, for" in table(LENT, replay(LENT), {})
     assert "boundaries" not in table(REROUTED, replay(REROUTED), {})

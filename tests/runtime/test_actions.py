@@ -100,7 +100,7 @@ class Alone:
         self.standing.join(1)
         grid = Grid(2, (MICROBATCHES,) * PIPELINES)
         agent: Any = SimpleNamespace(stop_generation=1, ended=None)
-        config = RecycleConfig(reduction="exact" if exact else "fast")
+        config = RecycleConfig(reduction="exact" if exact else "fast", check_forward=False)
         self.site: Any = Site(
             place=Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo"),
             config=config, agent=agent,
@@ -121,7 +121,7 @@ class Alone:
     def receive(self, message: tuple[str, int, int]) -> list[torch.Tensor]:
         return [self.gradients[message[1:3]]]
 
-    def follow(self, plan: Any, read: Any) -> None:
+    def follow(self, plan: Any) -> None:
         pass
 
     def begin(self, label: Any) -> None:
@@ -129,17 +129,17 @@ class Alone:
 
     def use(self, order: list[Action]) -> None:
         plan: Any = SimpleNamespace(actions=lambda _: tuple(order), digest="sha256:00000", crossings={},
-                                    chunk=lambda worker, action: worker.stage,
+                                    done={}, _read=frozenset(), chunk=lambda worker, action: worker.stage,
                                     _route={(*place, 0): FIRST for place in self.tokens},
-                                    problem=SimpleNamespace(split_backward=True, block=0, chunks=2,
+                                    problem=SimpleNamespace(grid=None, split_backward=True, block=0, chunks=2,
                                                             chunks_of=((0,), (1,)), place_of=(0, 0)))
         program = Program.of(plan, FIRST)
         self.generation: Any = SimpleNamespace(
-            groups=SimpleNamespace(me=FIRST, together=nullcontext, counting=nullcontext,
+            groups=SimpleNamespace(me=FIRST, siblings=None, together=nullcontext, counting=nullcontext,
                                    world=SimpleNamespace(backend=SimpleNamespace(host=True))),
-            transport=self, shared=[], scope=SimpleNamespace(carried_in=lambda _: None),
-            program_of=lambda _: program,
-            reduction=SimpleNamespace(place=lambda pipeline, microbatch: (WHOLE, 0)), left_out_of=lambda _: 0)
+            transport=self, shared=[], scope=SimpleNamespace(carried_in=lambda _: None, poisoned=lambda _: ()),
+            program_of=lambda _: program, left_out_of=lambda _: 0,
+            reduction_of=lambda _: SimpleNamespace(place=lambda pipeline, microbatch: (WHOLE, 0)))
 
     def run(self, order: list[Action]) -> Attempt:
         self.standing.stand_at(0)
@@ -358,7 +358,8 @@ def test_each_layer_of_each_micro_batch_draws_numbers_of_its_own():
         return nullcontext()
 
     loans = SimpleNamespace(span=lambda chunk, microbatch: HOME, running=running)
-    attempt = SimpleNamespace(_shared=SimpleNamespace(loans=loans), _iteration=1, _site=SimpleNamespace(
+    attempt = SimpleNamespace(_span=lambda action: (0, HOME), _shared=SimpleNamespace(loans=loans), _iteration=1,
+                              _site=SimpleNamespace(
         config=RecycleConfig(), framework=SimpleNamespace(generators=generators), place=SimpleNamespace(chunks=(0,))))
     for pipeline, microbatch in ((0, 0), (0, 1), (1, 0)):
         Attempt._running(attempt, Action("F", pipeline, microbatch))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from megatron_recycle.membership import Process, Standing
 from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.runtime.activity import COPY, HANDLES, OUTSIDE, RECOVERY, REDUCE, WAITING, WORKING, Activity
+from megatron_recycle.runtime.phases import Phase, Phases
 
 
 class Clock:
@@ -142,3 +146,14 @@ def test_who_gives_its_state_to_others_is_not_stuck_however_long_they_take():
     activity, clock = made()
     act(activity, clock, COPY, *[1.0] * 5)
     assert limit(activity, WORKING, COPY) is None
+
+
+@pytest.mark.parametrize(("asked", "stepped", "behind"), [(5, 5, 5), (6, 5, 5), (3, 5, 3), (0, -1, None)])
+def test_an_error_between_iterations_comes_after_the_last_one_that_was_made_and_asked_for(asked, stepped, behind):
+    """Whether it is behind the last one of the job depends on it, though a checkpoint is of the next iteration."""
+    standing = Standing(Process.parse("0:0"))
+    standing.asked, standing.stepped = asked, stepped
+    phases = Phases(standing, cast(Any, SimpleNamespace()), Activity(1.0), None)
+    assert phases.fault(OSError(), outside=True).iteration is None, "before its first iteration"
+    phases.enter(Phase.SAVE, asked + 1)
+    assert [phases.fault(OSError(), outside).iteration for outside in (True, False)] == [behind, behind]

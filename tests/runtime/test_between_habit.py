@@ -1,4 +1,5 @@
-"""A script that changes something before every iteration has every step wait, and hears of it once."""
+"""A script that changes something before every iteration has every step wait, and hears of it once; so does one whose
+variables are too many."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_recycle.config import RecycleConfig
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.between import Between
 
@@ -29,7 +31,7 @@ def between() -> Between:
                             counters=dict, look=lambda: False,
                             state=lambda: {"parameter weight": module.weight.detach()})
     guard = SimpleNamespace(returns=False, void=lambda _: False)
-    site: Any = SimpleNamespace(stage=stage, framework=SimpleNamespace(generators=nothing),
+    site: Any = SimpleNamespace(stage=stage, framework=SimpleNamespace(generators=nothing), config=RecycleConfig(),
                                 place=SimpleNamespace(me=Worker(0, 1)),
                                 trainable=SimpleNamespace(brought=None, shards={}, guard=guard, lay_out=lambda: None))
     stepper: Any = SimpleNamespace(confirmed=False, standing=SimpleNamespace(committed=0, stepped=1))
@@ -47,10 +49,34 @@ def iterations(between: Between, changing: str) -> int:
     return len(waits)
 
 
-def test_it_is_told_once_and_by_name(between: Between, monkeypatch: pytest.MonkeyPatch):
-    told: list[str] = []
-    logger = SimpleNamespace(warning=lambda text, *words: told.append(text % words))
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings."""
+    found: list[str] = []
+    logger = SimpleNamespace(warning=lambda text, *words: found.append(text % words))
     monkeypatch.setattr("megatron_recycle.runtime.between.get_logger", lambda: logger)
+    return found
+
+
+def test_it_is_told_once_and_by_name(between: Between, told: list[str]):
     assert iterations(between, "xxxx.xxxx.") == 8 and not told, "now and then is no habit"
     assert iterations(between, "xxxxxxxxx") == 9 and len(told) == 1
     assert "the script changes seen, which" in told[0]
+
+
+def test_a_search_for_variables_that_stops_early_is_told_once_with_the_remedies(between: Between, told: list[str]):
+    stage = between._site.stage
+    iterations(between, "..")
+    assert not told
+    stage.module.parts = nn.ModuleList(nn.Dropout() for _ in range(1300))
+    between._edits._variables = None  # as before the first iteration
+    iterations(between, "....")
+    (line,) = told
+    assert "stage 1" in line and "more than 20000 objects" in line
+    assert "reduction: exact" in line and "settle()" in line
+
+
+def test_where_each_iteration_is_settled_nothing_is_searched(between: Between, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("megatron_recycle.runtime.compute.edits.Variables", lambda *_: pytest.fail("a search"))
+    between._stepper.standing.committed = between._stepper.standing.stepped
+    assert iterations(between, "xxxx") == 0

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
-import sys, threading
+import os, sys, threading
 from megatron_recycle.runtime.ending import ScriptEnd
 
 over = threading.Event()
@@ -18,7 +18,8 @@ def told(error):
     print("told", repr(error), flush=True)
     over.set()
 
-end = ScriptEnd(told)
+inside = threading.Event()
+end = ScriptEnd(told, lambda: print("settled", flush=True), lambda: not inside.is_set())
 threading.Thread(target=lambda: over.wait(60)).start()  # a prefetcher that nobody ends
 def call(error):
     with end.call():
@@ -64,3 +65,31 @@ raise KeyError('x')
 @pytest.mark.timeout(110)
 def test_a_script_that_ends_well_tells_nothing():
     assert run("call(None)") == ("", 0)
+
+
+@pytest.mark.timeout(110)
+@pytest.mark.parametrize(("body", "told", "status"), [
+    ("os._exit(0)", "settled\n", 0),
+    ("os._exit(3)", "told SystemExit(3)\nsettled\n", 3),
+    ("try:\n    raise KeyError('x')\nexcept KeyError:\n    os._exit(3)", "told KeyError('x')\nsettled\n", 3),
+    ("inside.set()\nos._exit(0)", "", 0),
+    ("inside.set()\nos._exit(3)", "", 3),
+    ("end._ended = lambda: 1 / 0\nos._exit(0)", "", 0),
+])
+def test_a_script_that_ends_its_process_by_hand_settles_first_unless_it_is_in_an_iteration(body, told, status):
+    assert run(body) == (told, status)
+
+
+@pytest.mark.timeout(110)
+def test_a_forked_child_that_ends_so_says_nothing():
+    """As the processes of data loaders, and of multiprocessing, do."""
+    body = """import multiprocessing
+child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
+child.start()
+child.join(40)
+if os.fork() == 0:
+    os._exit(7)
+print(child.exitcode, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+over.set()
+"""
+    assert run(body) == ("child\n0 7\n", 0)

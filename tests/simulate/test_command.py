@@ -48,6 +48,22 @@ def test_the_table_names_the_policies(capsys: pytest.CaptureFixture[str]):
     assert "with --host-mtbf 1e+09 nothing has failed in 0.1 hours: give more --hours" in err
 
 
+def test_outages_of_a_trace_and_losses_of_a_job_are_told_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """Two machines that go at once are one loss; and when the job begins is said."""
+    path = tmp_path / "trace"
+    path.write_text("".join(f"{at},{what},m{number}\n" for at, what, number in (
+        *((0, "add", number) for number in range(5)), (60_000, "add", 5), (600_000, "remove", 1),
+        (600_000, "remove", 2), (3_600_000, "add", 6))))
+    _, out, err = called(capsys, *GRID, "--trace", str(path), "--policy", "ours", "drop", "fault-scaled")
+    assert "2 outages in the trace" in out and "losses survived" in out and "1 of 1" in out
+    assert "ours, drop: begins with the whole grid after 60 s" in err
+    assert "7 machines, at most 6 at a time, and the cluster 6 hosts" in err
+    _, out, err = called(capsys, *GRID, "--trace", str(path), "--policy", "ours", "--wait", "30", "--json", "-")
+    told = json.loads(out)
+    assert told["about"]["outages"] == [2] and told["about"]["notes"][-1] == (
+        "ours: begins with 2 of 3 pipelines, on 5 of 6 workers after 30 s")
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (["--grid", "3x2"], "PIPELINESxSTAGESxMICROBATCHES"),
     (["--grid", "0x2x4"], "at least 1"),
@@ -63,6 +79,7 @@ def test_the_table_names_the_policies(capsys: pytest.CaptureFixture[str]):
     ([*GRID, "--tp", "2"], "multiple of 2"),
     ([*GRID, "--host-mtbf", "0"], "above 0"),
     ([*GRID, "--save-every", "0"], "above 0"),
+    ([*GRID, "--wait", "-1"], "from 0 on"),
     ([*GRID, "--cap", "0"], "at least one"),
 ])
 def test_what_makes_no_sense_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str):

@@ -31,6 +31,20 @@ def test_machines_that_are_added_and_removed(tmp_path: Path):
     assert not found.cleaned
 
 
+def test_a_machine_that_is_removed_before_it_was_added_was_not_there(tmp_path: Path):
+    found = read(written(tmp_path, "0,add,a\n60000,remove,b\n120000,remove,a\n180000,add,b\n"))
+    assert found.hosts == ("a", "b") and found.outages == (Outage(0, 180, "b", "host"),
+                                                           Outage(120, INFINITY, "a", "host"))
+    assert "left out" in found.cleaned[0] and "line 2" in found.cleaned[0]
+    assert read(written(tmp_path, "0,add,a\n60000,remove,b\n120000,remove,a\n")).hosts == ("a",)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path):
+    path = tmp_path / "trace"
+    path.write_bytes("0,add,a\r\n60000,remove,a\r\n90000,add,b\r\n".encode("utf-8-sig"))
+    assert Outage(60, INFINITY, "a", "host") in read(path).outages
+
+
 def test_machines_that_are_only_counted_get_names_by_the_seed(tmp_path: Path):
     path = written(tmp_path, "2021-12-11, 11:00:00, 4\n2021-12-11, 11:10:00, 2\n2021-12-11, 11:20:00, 3\n"
                              "2021-12-11, 11:30:00, 3\n")
@@ -76,6 +90,7 @@ def test_what_cannot_be_true_is_cleaned_and_reported(tmp_path: Path, text: str, 
     ('{"hosts": 2, "duration": 9}\nnot JSON\n', 2, "JSON"),
     ('{"hosts": ["a", "a"], "duration": 9}\n', 1, "twice"),
     ('{"hosts": 2, "duration": NaN}\n', 1, "duration"),
+    ("0,add,a\n1,add,\n", 2, "add|remove"),
 ])
 def test_malformed_lines_are_refused_with_their_number(tmp_path: Path, text: str, line: int, said: str):
     with pytest.raises(TraceError, match=rf"line {line}\b.*{said.replace('|', '[|]')}"):
@@ -85,6 +100,12 @@ def test_malformed_lines_are_refused_with_their_number(tmp_path: Path, text: str
 @pytest.mark.parametrize("text", ["", "\n# nothing\n", "0,add,a\n", '{"hosts": 0, "duration": 5}\n'])
 def test_a_trace_of_nothing_is_refused(tmp_path: Path, text: str):
     with pytest.raises(TraceError, match="trace"):
+        read(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ['{"hosts": 2, "duration": 1e300}\n', "0,add,a\n1e300,remove,a\n"])
+def test_a_trace_of_more_than_a_hundred_years_is_refused(tmp_path: Path, text: str):
+    with pytest.raises(TraceError, match="lasts 1e.[0-9]* s: .* at most a hundred years"):
         read(written(tmp_path, text))
 
 
@@ -101,6 +122,17 @@ def test_a_made_up_trace_is_the_same_for_a_seed_and_comes_back_from_its_lines(tm
     first = made(1)
     assert first == made(1) != made(2)
     assert read(written(tmp_path, "\n".join(first.lines()))).outages == first.outages
+
+
+def test_a_made_up_trace_of_more_than_a_hundred_years_is_refused_before_it_is_drawn():
+    with pytest.raises(TraceError, match="a hundred years"):
+        generate(8, 4, 1e13, 0, of_hosts=Failures(4e4))
+
+
+def test_a_host_and_its_gpu_may_be_lost_and_come_back_together(tmp_path: Path):
+    lines = ['{"hosts": 1, "duration": 9}', '{"host": "host0", "down": 1, "up": 5, "gpu": 0}',
+             '{"host": "host0", "down": 1, "up": 5}']
+    assert read(written(tmp_path, "\n".join(lines))).outages == (Outage(1, 5, "host0"), Outage(1, 5, "host0", gpu=0))
 
 
 @pytest.mark.parametrize("shape", [0.7, 1.0, 2.0])

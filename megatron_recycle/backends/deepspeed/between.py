@@ -6,6 +6,7 @@ Other changes are followed: see `DeepSpeedStage.look` and docs/between-iteration
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle
     either."""
     for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
         register(lambda *_: settle())
+    methods = [(name, _settled(name, settle)) for name in _ASKED]
     for module in model.modules():
-        for name in _ASKED:
-            setattr(module, name, _Settled(module, name, settle))
+        for name, method in methods:
+            setattr(module, name, MethodType(method, module))  # torch.compile() looks behind bound methods
 
 
 _ASKED = ("named_parameters", "named_modules", "state_dict", "load_state_dict")
@@ -54,20 +56,14 @@ _ASKED = ("named_parameters", "named_modules", "state_dict", "load_state_dict")
 about to read weights, or to replace them."""
 
 
-class _Settled:
-    """A module's method that settles first. A copy of the module, which is no part of the model, has its class's."""
+def _settled(name: str, settle: Callable[[], None]) -> Callable[..., Any]:
+    """The method ``name`` of a module's class, but settling first."""
+    def method(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        settle()
+        return getattr(type(module), name)(module, *arguments, **keywords)
 
-    def __init__(self, module: nn.Module, name: str, settle: Callable[[], None]) -> None:
-        self._module = module
-        self._name = name
-        self._settle = settle
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        self._settle()
-        return getattr(type(self._module), self._name)(self._module, *arguments, **keywords)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module, self._name)  # of a module that has no attributes of its own yet
+    method.__name__ = name  # pickled modules have that of their class
+    return method
 
 
 def check_data(engine: PipelineEngine, generators: Generators, plain: DataSource, data: DataSource,

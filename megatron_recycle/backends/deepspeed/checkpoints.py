@@ -11,7 +11,7 @@ import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from megatron_recycle.backends.deepspeed.by_layer import written_shard
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.readable import newest_readable, unreadable
-from megatron_recycle.errors import RecycleError
+from megatron_recycle.errors import RecycleError, SaveError
+from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.saving import Save
+
+_POINTER = "latest.part"
 
 
 class Checkpoints:
@@ -43,6 +46,7 @@ class Checkpoints:
         self._wanted = wanted
         self._folder: str | None = None
         self._saved: tuple[int, str] | None = None
+        self._place: Path | None = None  # of the checkpoint that is being written
 
     @property
     def folder(self) -> str | None:
@@ -92,29 +96,37 @@ class Checkpoints:
     def write(self, save: Save, save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None,
               save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
         """Write this worker's part of what stock's `save_checkpoint` would, at the same time as all members of
-        ``save``, who are all that torch knows of meanwhile. Returns True. Raises GenerationOver, and what stock
-        raises."""
+        ``save``, who are all that torch knows of meanwhile. Returns True. Raises GenerationOver, NotWritten, and what
+        stock raises."""
         groups, said = save.generation.groups, [self._tag(tag)]
         self._engine._checkpoint_tag_validation(said[0])
         dist.broadcast_object_list(said)  # one that has the time in it, say: all write into the same folder
-        place = Path(save_dir, said[0])
-        hidden = _hidden(place, save.name)
-        self._write_stage(groups, save_dir, hidden, said[0], dict(client_state or {}), exclude_frozen_parameters,
-                          save.check)
-        count(groups.control, True)  # every part is there
-        if groups.me == groups.members[0] and groups.part == 0:
-            save.whole(str(place.absolute()))
-            _name(hidden, place)
-            if save_latest:
-                _point(save_dir, said[0])
+        place = self._place = Path(save_dir, said[0])
+        told = str(place.absolute())
+        with save.all_write(told):
+            self._write_stage(groups, save_dir, _part(place, save.name), said[0], dict(client_state or {}),
+                              exclude_frozen_parameters, save.check)
+        with save.all_write(told):
+            if groups.me == groups.members[0] and groups.part == 0:
+                latest = _pointer(save_dir, said[0]) if save_latest else None
+                _part(place, save.name).rename(_hidden(place, save.name))
+                save.whole(told)  # only names are given from here on, which need no room
+                _name(_hidden(place, save.name), place)
+                if latest is not None:
+                    os.replace(latest, Path(save_dir, "latest"))
         return True
+
+    def clear(self) -> None:
+        """Remove what there is of the checkpoint that cannot be written."""
+        if self._place is not None:
+            _remove_parts(self._place)
 
     def write_last(self, groups: Groups) -> str:
         """Write this worker's part of a last checkpoint, at the same time as all of ``groups``; returns the
         checkpoint's folder, or nothing if another worker could not write its own.
 
-        Raises RecycleError where the job has no folder for it, OSError and what else torch raises where this worker
-        cannot write, GenerationOver if another one is lost meanwhile.
+        Raises RecycleError where the job has no folder for it, SaveError where this worker cannot write, GenerationOver
+        if another one is lost meanwhile.
         """
         folder, tag = self.folder, self._tag(None)
         done = self._wanted is None and self._saved is not None and self._saved[0] == self._engine.global_steps
@@ -128,10 +140,17 @@ class Checkpoints:
         if exists:  # of an earlier life, perhaps whole: it stays as it is
             tag += "_emergency"
         place = Path(folder, tag)
-        hidden = place.with_name(f".{place.name}.last")
-        whole = _by_all(groups, partial(self._write_stage, groups, folder, hidden, tag))
-        whole = whole and _by_all(groups, partial(_finish, hidden, place) if (
-            groups.me == groups.members[0] and groups.part == 0) else None)
+        try:
+            whole = _by_all(groups, partial(self._write_stage, groups, folder, _part(place, "last"), tag))
+            whole = whole and _by_all(groups, partial(_finish, _part(place, "last"), place) if (
+                groups.me == groups.members[0] and groups.part == 0) else None)
+        except Exception as error:
+            _remove_parts(place)
+            if (why := unwritten(error, place.absolute())) is not None:
+                raise SaveError(why) from error
+            raise
+        if not whole:
+            _remove_parts(place)
         return str(place.absolute()) if whole else ""  # the one that could not says why
 
     def _tag(self, tag: Any) -> str:
@@ -169,7 +188,21 @@ class Checkpoints:
 
 
 def _hidden(place: Path, name: str) -> Path:
+    """Where the checkpoint ``place`` is that the try ``name`` has written, until it gets its name."""
     return place.with_name(f".{place.name}.{name}")
+
+
+def _part(place: Path, name: str) -> Path:
+    """Where it is until all of it is there."""
+    return place.with_name(f".{place.name}.{name}.part")
+
+
+def _remove_parts(place: Path) -> None:
+    """Remove what tries to write the checkpoint ``place`` have left that are not whole."""
+    for left in place.parent.glob(f".{glob.escape(place.name)}.*.part"):
+        shutil.rmtree(left, ignore_errors=True)
+    with suppress(OSError):
+        place.with_name(_POINTER).unlink()
 
 
 def whole_at(place: Path, name: str) -> Path:
@@ -180,8 +213,9 @@ def whole_at(place: Path, name: str) -> Path:
 
 
 def _finish(hidden: Path, place: Path) -> None:
+    latest = _pointer(place.parent, place.name)
     _name(hidden, place)
-    _point(place.parent, place.name)
+    os.replace(latest, place.parent / "latest")
 
 
 def _name(hidden: Path, place: Path) -> None:
@@ -197,11 +231,11 @@ def _name(hidden: Path, place: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _point(folder: Any, tag: str) -> None:
-    """Make ``tag`` the checkpoint that is loaded by default."""
-    latest = Path(folder) / "latest"
-    latest.with_name("latest.part").write_text(tag)
-    os.replace(latest.with_name("latest.part"), latest)
+def _pointer(folder: Any, tag: str) -> Path:
+    """A file that makes ``tag`` the checkpoint that is loaded by default, once it is named ``latest``."""
+    path = Path(folder, _POINTER)
+    path.write_text(tag)
+    return path
 
 
 def _by_all(groups: Groups, write: Callable[[], None] | None) -> bool:

@@ -250,6 +250,13 @@ class RecyclePipelineEngine(WrappingEngine):
         name = "train_micro_batch_size_per_gpu"
         refuse_another(name, micro_batch_size, self._started_with[name])
 
+    def reset_activation_shape(self) -> None:
+        """As stock: from the next iteration on samples may be longer or shorter. To be called on all ranks before the
+        same iteration."""
+        super().reset_activation_shape()
+        if self.session.in_script:
+            self.session.reshape("reset_activation_shape()")
+
     def set_dataloader(self, loader: Any) -> None:
         """As stock: the next `train_batch()` begins a pass over ``loader``."""
         self.training_dataloader = loader
@@ -341,7 +348,9 @@ class RecyclePipelineEngine(WrappingEngine):
         return result
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
-        """As stock, also while workers are missing, and through failures. True, once ``latest`` names it."""
+        """As stock, also while workers are missing, and through failures. True, once ``latest`` names it; False, with
+        an error line, where it cannot be written (a full disk). Raises SystemExit there with ``on_failed_save: end``.
+        """
         stock = super().save_checkpoint
         bound = inspect.signature(PipelineEngine.save_checkpoint).bind(self, *args, **keywords).arguments
         given = {name: value for name, value in bound.items() if name != "self"}
@@ -349,7 +358,7 @@ class RecyclePipelineEngine(WrappingEngine):
             return stock(*args, **keywords)  # raises
         self._checkpoints.seen(given["save_dir"])
         done = self.session.save("save_checkpoint()", lambda save: self._checkpoints.write(save, **given),
-                                 otherwise=lambda: stock(*args, **keywords))
+                                 clear=self._checkpoints.clear, otherwise=lambda: stock(*args, **keywords))
         if done and not self.session.catches_up:
             self._checkpoints.saved(given.get("tag"))
         return done

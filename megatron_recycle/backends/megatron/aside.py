@@ -1,7 +1,8 @@
 """A checkpoint of Megatron-LM's, written beside its place until all of it is there.
 
 Stock writes into ``iter_N`` from the first file on, and names N the newest one when every rank has written. Here it
-writes into a folder whose name begins with a dot, one for each try, which gets its name when stock is about to name it.
+writes into a folder whose name begins with a dot, one for each try, and ends in ``.part`` until all of it is there; it
+gets its name when stock is about to name it.
 Nothing of Megatron is imported here.
 """
 
@@ -11,7 +12,7 @@ import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,40 +38,45 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
     """
     place = place_of(folder, iteration)
     hidden = place.with_name(f".{place.name}.{name}")
+    part = hidden.with_name(f"{hidden.name}.part")
     open_file, succeed = stock.open_file, stock.wandb_utils.on_save_checkpoint_success
     remote = "://" in folder  # an object store has no folders that could be renamed
 
     def open_(path: Any, mode: str = "r", *given: Any, **keywords: Any) -> Any:
         if "w" not in mode or os.path.basename(path) != TRACKER:
             return open_file(path, mode, *given, **keywords)
-        whole(f"{folder}/{place.name}" if remote else str(place))
         if remote:
+            whole(f"{folder}/{place.name}")
             return open_file(path, mode, *given, **keywords)
+        return _replaced(Path(path), name_it)
+
+    def name_it() -> None:
+        part.rename(hidden)
+        whole(str(place))  # only names are given from here on, which need no room
         _name(hidden, place)
-        return _replaced(Path(path))
 
     def on_save_checkpoint_success(path: str, *given: Any, **keywords: Any) -> Any:
-        return succeed(str(path).replace(hidden.name, place.name), *given, **keywords)
+        return succeed(str(path).replace(part.name, place.name), *given, **keywords)
 
     stock.open_file = open_
     stock.wandb_utils.on_save_checkpoint_success = on_save_checkpoint_success
     try:
-        with nullcontext() if remote else _renamed(stock, folder, iteration, hidden.name):
+        with nullcontext() if remote else _renamed(stock, folder, iteration, part.name):
             yield
     finally:
         stock.open_file, stock.wandb_utils.on_save_checkpoint_success = open_file, succeed
 
 
 @contextmanager
-def _renamed(stock: Any, folder: str, iteration: int, to: str) -> Iterator[None]:
-    """Inside the block the checkpoint of ``iteration`` in ``folder`` is under the name ``to`` for stock."""
-    name_of, own = stock.get_checkpoint_name, place_of(folder, iteration).name
+def _renamed(stock: Any, folder: str, number: int, to: str) -> Iterator[None]:
+    """Inside the block the checkpoint of iteration ``number`` in ``folder`` is under the name ``to`` for stock."""
+    name_of, own = stock.get_checkpoint_name, place_of(folder, number).name
 
-    def get_checkpoint_name(path: str, number: int, *given: Any, **keywords: Any) -> str:
-        found: str = name_of(path, number, *given, **keywords)
-        inside = os.path.join(path, own)
-        return os.path.join(path, to) + found[len(inside):] if (
-            (path, number) == (folder, iteration) and found.startswith(inside)) else found
+    def get_checkpoint_name(checkpoints_path: str, iteration: int, *given: Any, **keywords: Any) -> str:
+        found: str = name_of(checkpoints_path, iteration, *given, **keywords)
+        inside = os.path.join(checkpoints_path, own)
+        return os.path.join(checkpoints_path, to) + found[len(inside):] if (
+            (checkpoints_path, iteration) == (folder, number) and found.startswith(inside)) else found
 
     stock.get_checkpoint_name = get_checkpoint_name
     try:
@@ -108,16 +114,24 @@ def _name(hidden: Path, place: Path) -> None:
     remove_tries(place)
 
 
-def remove_tries(place: Path) -> None:
-    """Remove what tries to write the checkpoint ``place`` have left, which a failure has ended."""
-    for left in place.parent.glob(f".{glob.escape(place.name)}.*"):
+def remove_tries(place: Path, ending: str = "") -> None:
+    """Remove what tries to write the checkpoint ``place`` have left, if its name has this ``ending``."""
+    for left in place.parent.glob(f".{glob.escape(place.name)}.*{ending}"):
         shutil.rmtree(left, ignore_errors=True)
 
 
+def remove_parts(place: Path) -> None:
+    """Remove what tries to write the checkpoint ``place`` have left that is not whole."""
+    remove_tries(place, ".part")
+    with suppress(OSError):
+        place.with_name(f"{TRACKER}.part").unlink()
+
+
 @contextmanager
-def _replaced(path: Path) -> Iterator[Any]:
-    """A text file that is the old one until all of the new one is written."""
+def _replaced(path: Path, then: Callable[[], None]) -> Iterator[Any]:
+    """A text file that is the old one until all of the new one is written, and ``then`` has been called."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w") as file:
         yield file
+    then()
     os.replace(part, path)

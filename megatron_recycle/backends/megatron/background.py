@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_recycle.backends.megatron.aside import place_of, remove_tries
+from megatron_recycle.backends.megatron.aside import place_of, remove_parts
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
@@ -62,11 +62,14 @@ class Background:
     Args:
         members: gives the workers that are left.
         speaks: whether this worker says what is said once.
+        forget: called with the iteration (the runtime's) of one that is given up.
     """
 
-    def __init__(self, members: Callable[[], Collection[Worker]], speaks: Callable[[], bool]) -> None:
-        self._members, self._speaks = members, speaks
+    def __init__(self, members: Callable[[], Collection[Worker]], speaks: Callable[[], bool],
+                 forget: Callable[[int], None]) -> None:
+        self._members, self._speaks, self._forget = members, speaks, forget
         self._now: Unfinished | None = None
+        self._naming: Unfinished | None = None
 
     @contextmanager
     def collecting(self, stock: Any) -> Iterator[list[Any]]:
@@ -82,6 +85,7 @@ class Background:
     def begin(self, iteration: int, written: Written, folder: str, name: str, request: Any) -> None:
         """Write this rank's files of ``request`` beside training; the rest is as in `Unfinished`. There is no other
         one."""
+        self._naming = None
         self._now = Unfinished(iteration, written, self._members(), folder, name, request, _started(request))
 
     def finish(self, save: Save, name: Callable[[Unfinished], None], wait: bool) -> None:
@@ -106,14 +110,22 @@ class Background:
                 return
             save.check()
             time.sleep(_LOOK_SECONDS)
-        self._now = None  # what it has written can be asked for once
+        self._now, self._naming = None, now  # what it has written can be asked for once
         now.writer.close()
         try:
             name(now)
         except GenerationOver:
             get_logger().error("megatron-recycle: the checkpoint of iteration %d was about to get its name when "
-                               "workers were lost: unless it has it, it is given up; training goes on", now.iteration)
+                               "others failed: unless it has it, it is given up; training goes on", now.iteration)
             raise
+        self._naming = None
+
+    def unwritten(self) -> None:
+        """All know that a part of the one that was about to get its name could not be written."""
+        now, self._naming = self._naming, None
+        if now is not None:
+            self._forget(now.written.iteration)
+            remove_parts(place_of(now.folder, now.iteration))
 
     def drop(self, why: str = "") -> None:
         """Give up what is being written. ``why``: for the log, which has nothing without."""
@@ -125,8 +137,9 @@ class Background:
             process.join()
         if (module := sys.modules.get(_WRITERS)) is not None:
             module._results_queue = None  # type: ignore[attr-defined] # may hold what that process has told
+        self._forget(now.written.iteration)
         if why and self._speaks():
-            remove_tries(place_of(now.folder, now.iteration))
+            remove_parts(place_of(now.folder, now.iteration))
             get_logger().error("megatron-recycle: the checkpoint of iteration %d, which was being written beside "
                                "training, is given up: %s. The one before stays the newest; training goes on",
                                now.iteration, why)

@@ -15,14 +15,16 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_recycle.backends.megatron.aside import TRACKER, place_of
-from megatron_recycle.errors import RecycleError
+from megatron_recycle.backends.megatron.aside import TRACKER, place_of, remove_parts
+from megatron_recycle.errors import RecycleError, SaveError
+from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.runtime.comm.handles import Groups, is_broken
 from megatron_recycle.runtime.comm.reduction import count
 
@@ -106,8 +108,8 @@ class LastCheckpoint:
         """Write this worker's part of the state after iteration ``committed`` (of this job, from 0), at the same time
         as all of ``groups``; returns the checkpoint's folder, or nothing if another worker could not write its own.
 
-        Raises RecycleError where there can be none, what stock raises where this worker cannot write, GenerationOver
-        if another one is lost before anything is written.
+        Raises RecycleError where there can be none, SaveError where this worker cannot write, GenerationOver if another
+        one is lost before anything is written, and what else stock raises.
         """
         folder, iteration = self.folder, self._begun.iteration + committed + 1
         if folder is None:
@@ -125,18 +127,17 @@ class LastCheckpoint:
         try:
             with self._among(groups), self._writing(folder, iteration), self._beside(folder, iteration):
                 self._save(arguments, folder, iteration, committed + 1)
-        except RuntimeError as error:
-            if not is_broken(error):
-                groups.abort()
-                raise
-            return ""  # whoever could not, or was lost, is known to the coordinator
         except CheckpointException as error:  # no Exception
             groups.abort()
             if not error.failures:
                 return ""
+            _raise_named(first_failure(error), place)
             raise RuntimeError(what_failed(error)) from error
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and is_broken(error):
+                return ""  # whoever could not, or was lost, is known to the coordinator
             groups.abort()  # they wait for this worker
+            _raise_named(error, place)
             raise
         return str(place)
 
@@ -174,6 +175,17 @@ class LastCheckpoint:
             self._own.add(place)
         yield
         self._own.add(place)
+
+
+def _raise_named(error: BaseException, place: Path) -> None:
+    """Raises SaveError where ``error`` is of writing files of the checkpoint ``place``."""
+    if (why := unwritten(error, place)) is not None:
+        raise SaveError(why, partial(remove_parts, place)) from error
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """What the first of those has met that could not write; there is one."""
+    return next(iter(error.failures.values()))[0]
 
 
 def what_failed(error: CheckpointException) -> str:

@@ -65,8 +65,9 @@ ANYWHERE = (
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
     Option("fp16", "its loss scale follows what other stages overflow; use bf16"),
     Option("loss_scale", "bf16 needs none, and fp32 takes none; leave it out"),
-    Option("fp8", "scales change in forward; use bf16"),
-    Option("fp4", "scales change in forward; use bf16"),
+    Option("fp8", "Transformer Engine's layers alone compute in it, with the recipe delayed by scales that change in "
+           "forward; use bf16"),
+    Option("fp4", "Transformer Engine's layers alone compute in it; use bf16"),
     Option("enable_autocast", "use bf16"),
     Option("mtp_num_layers", "leave mtp_num_layers unset", title="multi-token prediction"),
     Option("cuda_graph_impl", "leave them off", lambda kind: kind not in (None, "none"), title="CUDA graphs"),
@@ -95,12 +96,16 @@ OF_THE_LOOP = (
            "(torchrun, or RECYCLE_ENABLED=false)"),
     Option("transformer_impl", "use the local implementation (--transformer-impl local)",
            lambda kind: kind not in (None, "local"), title="Transformer Engine layers"),
+    # What Transformer Engine's layers alone have.
+    Option("multi_latent_attention", "core's local layers have none; leave --multi-latent-attention out"),
+    Option("experimental_attention_variant", "core's local layers have none; leave it out", _given),
+    Option("qk_l2_norm", "core's local layers would train without it; leave --qk-l2-norm out"),
+    Option("spec", "core builds them of Transformer Engine's; use another model",
+           lambda spec: bool(spec) and spec[0].startswith("megatron.core.models.mamba."), title="Mamba layers"),
     Option("dataloader_type", "give --dataloader-type single", lambda kind: kind not in (None, "single")),
     Option("decrease_batch_size_if_needed", "leave --decrease-batch-size-if-needed out"),
     Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
     Option("full_validation", "leave --full-validation out"),
-    Option("check_weight_hash_across_dp_replicas_interval", "leave it out; --recycle-verify-every N compares "
-           "parameters and optimizer state among the workers that are left", _given),
     Option("save_wgrads_interval", "leave --save-wgrads-interval out", _given),
     Option("save_dgrads_interval", "leave --save-dgrads-interval out", _given),
     Option("qk_clip", "leave --qk-clip out"),
@@ -124,6 +129,9 @@ OF_THE_LOOP = (
     Option("log_energy", "it is summed over ranks that may be gone", becomes=False),
     Option("log_straggler", "it gathers from ranks that may be gone; slow workers are reported by the plugin",
            becomes=False),
+    Option("check_weight_hash_across_dp_replicas_interval", "it gathers from ranks that may be gone; "
+           "--recycle-verify-every N (RECYCLE_VERIFY_EVERY) compares parameters and optimizer state of who is left",
+           _given, None),
     Option("distributed_timeout_seconds_after_init", "groups come and go with failures; --recycle-transport-timeout is "
            "their limit", _given, None),
 )

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_recycle.backends.megatron.aside import aside
+from megatron_recycle.backends.megatron.aside import aside, place_of, remove_parts
 from megatron_recycle.backends.megatron.background import Background, Unfinished
-from megatron_recycle.backends.megatron.last import what_failed
+from megatron_recycle.backends.megatron.last import first_failure, what_failed
 from megatron_recycle.backends.session import Session
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.saving import Save, Written
@@ -55,15 +56,24 @@ class LoopSaves:
         self._save = loop.save_checkpoint
         self._session = session
         self._schedule = schedule
-        self._background = Background(session.live, session.speaks)
+
+        def forget(iteration: int) -> None:
+            session.worker.give_up_checkpoint(iteration)
+
+        self._background = Background(session.live, session.speaks, forget)
 
     def save(self, iteration: int, *given: Any, **keywords: Any) -> None:
         """As stock's `save_checkpoint`."""
         if self._loop.get_args().async_save:
             self.finish(blocking=True)
         passing = bool(keywords.get("non_persistent_ckpt", False))
+
+        def clear() -> None:
+            self._background.drop()
+            remove_parts(place_of(self._folder(passing), iteration))
+
         self._session.save(f"the checkpoint of iteration {iteration}",
-                           lambda save: self._write(save, iteration, passing, given, keywords),
+                           lambda save: self._write(save, iteration, passing, given, keywords), clear,
                            otherwise=lambda: self._save(iteration, *given, **keywords))
 
     def finish(self, blocking: bool = False, terminate: bool = False) -> None:
@@ -73,7 +83,8 @@ class LoopSaves:
             return False
 
         if self._loop.get_args().async_save:
-            self._session.save("what is written beside training", finish, otherwise=lambda: None)
+            self._session.save("what is written beside training", finish, self._background.unwritten,
+                               otherwise=lambda: None, ends=True)
 
     def _write(self, save: Save, iteration: int, passing: bool, given: Sequence[Any], keywords: dict[str, Any]) -> bool:
         """Whether there is a checkpoint then. ``passing``: one that the next one of its kind takes the place of."""
@@ -107,7 +118,7 @@ class LoopSaves:
     @contextmanager
     def _saving(self, save: Save, folder: str, iteration: int, passing: bool, name: str,
                 whole: Callable[[str], None]) -> Iterator[None]:
-        with (self._schedule.among_peers(save.generation.groups),
+        with (save.each_writes(str(place_of(folder, iteration))), self._schedule.among_peers(save.generation.groups),
               nullcontext() if passing else self._schedule.saving(iteration),
               _failures_named(save), aside(self._stock, folder, iteration, name, whole)):
             yield
@@ -145,7 +156,9 @@ def _failures_named(save: Save) -> Iterator[None]:
         yield
     except CheckpointException as error:
         save.check()
-        raise RuntimeError(what_failed(error) or str(error)) from error
+        if not error.failures:
+            raise GenerationOver("another worker cannot write its part of the checkpoint") from error
+        raise RuntimeError(what_failed(error)) from first_failure(error)
 
 
 @contextmanager

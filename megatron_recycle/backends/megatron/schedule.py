@@ -153,6 +153,11 @@ class RecycleSchedule:
         assert latest is not None
         return next((verdict for verdict in standing.verdicts if verdict.iteration == iteration), latest)
 
+    def settle(self) -> None:
+        """Wait until the last iteration is committed: with staggered steps it may still be undone before."""
+        if self._microbatches:
+            self.session.settle()
+
     def _evaluate(self, data_iterator: Any, microbatches: int) -> torch.Tensor:
         """Forwards of the next ``microbatches`` of each pipeline, as many as the script likes."""
         place, iterator = self.session.place, unwrapped(data_iterator)

@@ -69,8 +69,8 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
               for model in models for name, part in statistics(model)]
     foreign = sorted({type(part).__name__ for part in parts if type(part).__module__.startswith("transformer_engine")})
     if foreign:
-        found.append(f"Transformer Engine layers ({', '.join(foreign)}): use the local implementation "
-                     "(--transformer-impl local)")
+        found.append(f"Transformer Engine layers ({', '.join(foreign)}): use core's local ones "
+                     "(--transformer-impl local, and no --spec of others)")
     if found:
         raise UnsupportedError(message(found))
     return changed

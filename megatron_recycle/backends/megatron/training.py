@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 
 LOOP = "megatron.training.training"
 CHECKPOINTS = "megatron.training.checkpointing"
+_AVERAGE = "average_losses_across_data_parallel_group"
 
 
 class PluginSchedule(SavingSchedule, Protocol):
@@ -49,9 +51,20 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
     if chunks > 1:
         more, others = v_shaped(arguments)
         refused, changed = refused + more, changed + others
+    if arguments.data_parallel_size > 1:
+        refused += _averaging(sys.modules["__main__"])
     if refused:
         raise UnsupportedError(message(refused))
     return changed
+
+
+def _averaging(script: Any) -> list[str]:
+    """Refusals of a ``script``'s loss functions such as pretrain_bert.py's. Of others the first micro-batch tells."""
+    file = Path(getattr(script, "__file__", "script")).name
+    return [f"{file}: {name}() calls {_AVERAGE}(), whose other members are not there: a micro-batch may run anywhere. "
+            "Return (sum of losses, number of tokens, {name: value}) of it alone, as pretrain_gpt.py does"
+            for name, function in vars(script).items()
+            if _AVERAGE in getattr(getattr(function, "__code__", None), "co_names", ())]
 
 
 def told() -> list[str]:

@@ -10,16 +10,17 @@ Where a library runs a communicator's operations one after the other (NCCL), not
 in one order, the plan's (`plan.transfers`), in which no plan can deadlock.
 
 Shapes: a channel's first activation of a generation over each boundary between two chunks is preceded by a header that
-tells them; later ones are of the same shapes. Gradients have the shapes of what the receiver itself sent.
+tells them; later ones are of the same shapes. Gradients have the shapes of what the receiver itself sent; those that
+may come before that is sent once more, after a failure, are preceded by a header too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_recycle.plan import Plan, Transfer, Worker, channels, postings, read_by, reads, transfers
+from megatron_recycle.plan import Plan, Transfer, Worker, channels, comes_first, postings, read_by, reads, transfers
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.messages import Chunks, Message, Meta
 from megatron_recycle.runtime.comm.receiving import Receiver
@@ -92,7 +93,8 @@ class Transport:
         self.use({pair: kept for pair, messages in channels(plan).items()
                   if (kept := [message for message in messages if wanted(pair[1], message)])},
                  [each for each in reads(plan, me) if wanted(me, each[1])],
-                 read_by(plan, me) if kinds == "FB" else None, plan.problem.chunks_of)
+                 read_by(plan, me) if kinds == "FB" else None, plan.problem.chunks_of,
+                 lambda by, message: comes_first(plan, by, message))
         if self._groups.world.backend.ordered:
             self._order = _Order([each for each in postings(transfers(plan), me)
                                   if wanted(each.target, each.message)], me)
@@ -106,18 +108,14 @@ class Transport:
         """The shapes of what was sent in an earlier generation, whose gradients are still to come."""
         self._sender.metas = dict(metas)
 
-    @property
-    def outgoing(self) -> Collection[Message]:
-        """The messages that this worker sends in the iteration."""
-        return self._sender.messages
-
-    def proved(self, message: Message) -> Sequence[Message]:
-        """What has been read for sure once ``message`` has come."""
-        return self._read_by.get(message, ())
+    def note(self, to: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """``message`` was made again for ``to``, which had read it before: its gradient has the same shapes."""
+        self._sender.note(to, message, tensors)
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
             reads: Iterable[tuple[Worker, Message]],
-            read_by: Mapping[Message, Sequence[Message]] | None = None, chunks: Chunks = ()) -> None:
+            read_by: Mapping[Message, Sequence[Message]] | None = None, chunks: Chunks = (),
+            first: Callable[[Worker, Message], bool] = lambda by, message: False) -> None:
         """Adopt another plan's channels, between two iterations; message numbers run on.
 
         Args:
@@ -126,14 +124,17 @@ class Transport:
             reads: what this worker reads, with its sender, in the order of its actions (``plan.reads``).
             read_by: which messages have been read once one has come (``plan.read_by``): they are not kept any longer.
             chunks: of each stage.
+            first: whether a message may come to its reader before the forward that it belongs to is run.
         """
         me = self._groups.me
         self._read_by = read_by or {}
         self._order = None
-        self._sender.use({target: messages for (source, target), messages in channels.items() if source == me},
-                         chunks)
-        self._receiver.use({source: messages for (source, target), messages in channels.items() if target == me},
-                           [message for _, message in reads], chunks)
+        sent = {target: messages for (source, target), messages in channels.items() if source == me}
+        come = {source: messages for (source, target), messages in channels.items() if target == me}
+        self._sender.use(sent, chunks, {message for target, messages in sent.items() for message in messages
+                                        if first(target, message)})
+        self._receiver.use(come, [message for _, message in reads], chunks, {
+            message for messages in come.values() for message in messages if first(me, message)})
 
     def begin(self, label: Label | None = None) -> None:
         """A new iteration: every channel starts over, and its first receives are posted.
@@ -167,7 +168,7 @@ class Transport:
         """
         self._post_before(message, sent=False)
         tensors = self._receiver.receive(message)
-        self._sender.read(self.proved(message))
+        self._sender.read(self._read_by.get(message, ()))
         return tensors
 
     def post(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,11 +20,13 @@ from megatron_recycle.runtime.compute.transfer_times import Lags
 @dataclass
 class _Channel:
     """Receiving end of a channel: what is expected, what is posted, what has arrived; ``metas``: shapes of its
-    activations, by the boundary that they cross; ``header``: what tells those of the next message, on its way."""
+    activations, and of ``gradients`` that come before their forwards, by the boundary that they cross; ``header``: what
+    tells those of the next message, on its way."""
 
     expected: tuple[Message, ...]
     header: Pending | None = None
     metas: dict[int, Meta] = field(default_factory=dict)
+    gradients: dict[int, Meta] = field(default_factory=dict)
     posted: int = 0
     pending: dict[Message, tuple[list[Pending], list[torch.Tensor]]] = field(default_factory=dict)
     number: int = 0
@@ -44,16 +46,17 @@ class Receiver:
         self._groups, self._device, self._lags, self._sender = groups, device, lags, sender
         self._channels: dict[Worker, _Channel] = {}
         self._chunks: Chunks = ()
+        self._first: Collection[Message] = ()
         self._places: dict[Message, tuple[Worker, int]] = {}
         """Whose channel each message comes by, and how many come by that before it."""
         self._to_read: dict[str, list[tuple[Worker, int]]] = {"F": [], "B": []}
         self._read = {"F": 0, "B": 0}
 
     def use(self, channels: Mapping[Worker, Sequence[Message]], reads: Iterable[Message],
-            chunks: Chunks = ()) -> None:
+            chunks: Chunks = (), first: Collection[Message] = ()) -> None:
         """Adopt the messages of an iteration from each worker, in the order of sending, and ``reads``, the same in the
-        order of reading; message numbers run on."""
-        self._chunks = chunks
+        order of reading; message numbers run on. ``first``: as `Sender.use`."""
+        self._chunks, self._first = chunks, first
         # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
         self._channels = {source: replace(old, expected=(), posted=0, pending={})
                           for source, old in self._channels.items()}
@@ -75,7 +78,7 @@ class Receiver:
     def forget_shapes(self) -> None:
         """The next activation of each channel is preceded by its shapes again."""
         for channel in self._channels.values():
-            channel.metas, channel.header = {}, None
+            channel.metas, channel.gradients, channel.header = {}, {}, None
 
     def receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
@@ -146,12 +149,14 @@ class Receiver:
             channel.posted += 1
 
     def _meta(self, source: Worker, channel: _Channel, message: Message, wait: bool) -> Meta | None:
-        """Shapes of ``message``, the channel's next one: for activations told by its header, for gradients known."""
+        """Shapes of ``message``, the channel's next one: for activations told by its header, for gradients known, but
+        for those that may come before their forwards."""
         at = boundary(self._chunks, self._groups.me, message)
-        if message.kind == "B":
+        if message.kind == "B" and message not in self._first:
             sent = self._sender.metas.get(at)
             return None if sent is None else _with_gradient(sent)
-        if at not in channel.metas:
+        told = channel.metas if message.kind == "F" else channel.gradients
+        if at not in told:
             if channel.header is None:
                 with self._groups.world.backend.ahead():
                     header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
@@ -159,8 +164,8 @@ class Receiver:
             if wait or channel.header.done():
                 channel.header.wait()
                 self._groups.world.backend.arrived(channel.header.tensor)
-                channel.metas[at], channel.header = decode_header(channel.header.tensor), None
-        return channel.metas.get(at)
+                told[at], channel.header = decode_header(channel.header.tensor), None
+        return told.get(at)
 
     def _start(self, source: Worker, channel: _Channel, tensor: torch.Tensor) -> Pending:
         channel.number += 1

@@ -34,7 +34,13 @@ Room = Callable[[int, Layout, Callable[[int, int], tuple[Piece, int]]], Accumula
 
 
 class Reduction(Protocol):
-    """How a stage's gradients and losses become one."""
+    """How a stage's gradients and losses become one.
+
+    Attributes:
+        keeps_sums: whether `gradient` leaves the sums as they are, so that it can be asked for again.
+    """
+
+    keeps_sums: bool
 
     def place(self, pipeline: int, microbatch: int) -> tuple[Piece, int]:
         """The sum that a micro-batch's gradient belongs to on this worker, and its block there."""
@@ -58,6 +64,8 @@ class FastReduction:
         microbatches: nominal micro-batches of a pipeline.
         averaging: where the framework divides by the number of pipelines.
     """
+
+    keeps_sums = False
 
     def __init__(self, pipelines: int, microbatches: int, averaging: Averaging = "after") -> None:
         self._pipelines = pipelines
@@ -104,6 +112,8 @@ class ExactReduction:
         averaging: "tokens" if gradients are not divided by the number of pipelines.
         chunk, chunks: which of how many chunks of the stage this reduces.
     """
+
+    keeps_sums = True
 
     def __init__(self, pipelines: int, microbatches: Sequence[int], block: int,
                  pieces: Mapping[Worker, Sequence[Piece]], me: Worker, averaging: Averaging = "after",
@@ -192,6 +202,7 @@ class ChunkedReduction:
 
     def __init__(self, each: Sequence[ExactReduction | FastReduction]) -> None:
         self._each = tuple(each)
+        self.keeps_sums = each[0].keeps_sums
         self.place = each[0].place
         self.losses = each[0].losses
         self.mean_loss = each[0].mean_loss

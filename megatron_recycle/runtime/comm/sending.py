@@ -32,11 +32,11 @@ from megatron_recycle.runtime.compute.transfer_times import Lags
 
 @dataclass
 class _Channel:
-    """Sending end of a channel: what is expected, of which boundaries the shapes have been told, how much has been
-    sent."""
+    """Sending end of a channel: what is expected, of which kinds of messages over which boundaries the shapes have been
+    told, how much has been sent."""
 
     expected: tuple[Message, ...]
-    announced: set[int] = field(default_factory=set)
+    announced: set[tuple[str, int]] = field(default_factory=set)
     sent: int = 0
     number: int = 0
 
@@ -56,15 +56,18 @@ class Sender:
     def __init__(self, groups: Groups, device: torch.device, lags: Lags) -> None:
         self.metas: dict[int, Meta] = {}
         self._chunks: Chunks = ()
+        self._first: Collection[Message] = ()
         self._groups, self._device, self._lags = groups, device, lags
         self._channels: dict[Worker, _Channel] = {}
         self._targets: dict[Message, Worker] = {}
         self._unread: dict[Message, list[Pending]] = {}
         self._before: list[Pending] = []
 
-    def use(self, channels: Mapping[Worker, Sequence[Message]], chunks: Chunks = ()) -> None:
-        """Adopt the messages of an iteration to each worker, in the order of sending; message numbers run on."""
-        self._chunks = chunks
+    def use(self, channels: Mapping[Worker, Sequence[Message]], chunks: Chunks = (),
+            first: Collection[Message] = ()) -> None:
+        """Adopt the messages of an iteration to each worker, in the order of sending; message numbers run on.
+        ``first``: gradients that may come before their forwards, so that their readers cannot know their shapes."""
+        self._chunks, self._first = chunks, first
         # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
         self._channels = {target: _Channel((), announced=was.announced, number=was.number)
                           for target, was in self._channels.items()}
@@ -87,11 +90,6 @@ class Sender:
         for channel in self._channels.values():
             channel.announced = set()
 
-    @property
-    def messages(self) -> Collection[Message]:
-        """All of the iteration."""
-        return self._targets.keys()
-
     def target(self, message: Message) -> Worker:
         """The worker that ``message`` goes to, as the next one."""
         target = self._targets[message]
@@ -101,21 +99,33 @@ class Sender:
             raise AssertionError(f"{self._groups.me} sends {message} to {target}, the plan has {expected} next")
         return target
 
+    def note(self, target: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """The shapes of a message that ``target`` has had already. Raises UnsupportedError as `send`."""
+        if message[0] == "F":
+            self._meta(target, message, tensors)
+
+    def _meta(self, target: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> tuple[int, Meta]:
+        """The boundary that an activation crosses, and its shapes, which all activations over it have."""
+        meta, at = meta_of(tensors), boundary(self._chunks, target, message)
+        before = self.metas.setdefault(at, meta)
+        if before != meta:
+            raise UnsupportedError(
+                f"worker {self._groups.me} has {in_words(meta)} to send after {in_words(before)}; "
+                "all micro-batches must have the same shapes: pad them, and if a dataset's last micro-batch is "
+                "smaller, drop it (DeepSpeed: \"dataloader_drop_last\": true). Between iterations they may change: "
+                "call engine.reset_activation_shape() on all ranks before")
+        return at, meta
+
     def send(self, message: Message, target: Worker, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending ``tensors`` to ``target``; never waits for it."""
         channel = self._channels[target]
         channel.sent += 1
         payload = [tensor.detach().contiguous() for tensor in tensors]
-        if message[0] == "F":
-            meta, at = meta_of(payload), boundary(self._chunks, target, message)
-            before = self.metas.setdefault(at, meta)
-            if before != meta:
-                raise UnsupportedError(
-                    f"worker {self._groups.me} has {in_words(meta)} to send after {in_words(before)}; "
-                    "all micro-batches must have the same shapes: pad them, and if a dataset's last micro-batch is "
-                    "smaller, drop it (DeepSpeed: \"dataloader_drop_last\": true)")
-            if at not in channel.announced:
-                channel.announced.add(at)
+        if message.kind == "F" or message in self._first:
+            at, meta = (self._meta(target, message, payload) if message.kind == "F"
+                        else (boundary(self._chunks, target, message), meta_of(payload)))
+            if (message.kind, at) not in channel.announced:
+                channel.announced.add((message.kind, at))
                 payload = [encode_header(meta).to(self._device), *payload]
         self._lags.sent(message, time.monotonic())
         self._unread[message] = [self._start(target, channel, wire(tensor)) for tensor in payload]

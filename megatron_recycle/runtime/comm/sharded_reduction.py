@@ -88,6 +88,8 @@ class ShardedReduction:
             it would matter how many there are.
     """
 
+    keeps_sums = False
+
     def __init__(self, inner: Reduction, pieces: Callable[[Groups], Sequence[Logical]],
                  before: float, after: float, cuts: Cuts, exact: bool) -> None:
         self.apart = inner if exact else None

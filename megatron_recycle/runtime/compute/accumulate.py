@@ -112,7 +112,8 @@ class Accumulator:
         """Add one micro-batch's gradients; micro-batches of a piece come in order."""
         for parameter, gradient in contributions:
             if self._block_of.setdefault(id(parameter), block) != block:
-                self._ahead.add(parameter, self._block.take(parameter))
+                if parameter in self._block:  # else a reduction that has failed since has added it already
+                    self._ahead.add(parameter, self._block.take(parameter))
                 self._block_of[id(parameter)] = block
             self._block.add(parameter, gradient)
 
@@ -122,7 +123,8 @@ class Accumulator:
                 if self._block_of[id(parameter)] == block]
 
     def sum(self) -> torch.Tensor:
-        """The flat sum, (numel,); zero where no micro-batch gave a gradient. Nothing can be added afterwards."""
+        """The flat sum, (numel,); zero where no micro-batch gave a gradient. Afterwards only further blocks can be
+        added."""
         if not self._ahead.parameters():
             return self._block.complete()
         for parameter in self._block.parameters():
@@ -140,6 +142,9 @@ class _Sum:
         """Each parameter's part of the buffer: a view costs as much as an addition."""
         self._views: dict[int, torch.Tensor] = {}
         """The parameters among them that have a sum."""
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._views
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that have a sum."""
@@ -192,7 +197,8 @@ class Accumulators:
     def __init__(self, layout: Layout, place: Callable[[int, int], tuple[Piece, int]]) -> None:
         self.layout = layout
         self._place = place
-        self._sums: dict[Piece, Accumulator] = {}
+        self._sums: dict[tuple[int, int], Accumulator] = {}
+        """By pipeline and first block: one piece at most of a worker begins there."""
 
     def of(self, chunk: int) -> Accumulators:
         """The sums that the gradients of a chunk of the stage belong to."""
@@ -206,9 +212,9 @@ class Accumulators:
     def add(self, pipeline: int, microbatch: int, contributions: Iterable[Contribution]) -> None:
         """Add one micro-batch's gradients; micro-batches of a piece come in order."""
         piece, block = self._place(pipeline, microbatch)
-        if piece not in self._sums:
-            self._sums[piece] = Accumulator(self.layout)
-        self._sums[piece].add(block, contributions)
+        if piece[:2] not in self._sums:
+            self._sums[piece[:2]] = Accumulator(self.layout)
+        self._sums[piece[:2]].add(block, contributions)
 
     @contextmanager
     def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
@@ -219,7 +225,7 @@ class Accumulators:
         than its sum.
         """
         piece, block = self._place(pipeline, microbatch)
-        running = self._sums[piece].running(block) if piece in self._sums else []
+        running = self._sums[piece[:2]].running(block) if piece[:2] in self._sums else []
         lent = [(parameter, sum_) for parameter, sum_ in running
                 if parameter.grad is None and not parameter._post_accumulate_grad_hooks and parameter.is_contiguous()]
         try:
@@ -234,7 +240,12 @@ class Accumulators:
 
     def running(self, piece: Piece) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """The parameters that have a sum in ``piece``, which is a single block, and those sums."""
-        return self._sums[piece].running(piece[2]) if piece in self._sums else []
+        return self._sums[piece[:2]].running(piece[2]) if piece[:2] in self._sums else []
+
+    def regroup(self, other: Accumulators) -> None:
+        """Go on by the pieces of ``other``, which is empty and of another plan. A piece that this worker goes on with
+        begins with the same block, and may end with another one."""
+        self._place = other._place
 
     def clear(self) -> None:
         """Let go of all sums: they are reduced."""
@@ -242,7 +253,7 @@ class Accumulators:
 
     def sum(self, piece: Piece) -> torch.Tensor:
         """The flat sum of ``piece``; zeros if nothing was added to it."""
-        return self._sums.setdefault(piece, Accumulator(self.layout)).sum()
+        return self._sums.setdefault(piece[:2], Accumulator(self.layout)).sum()
 
 
 class ChunkedAccumulators(Accumulators):
@@ -264,6 +275,10 @@ class ChunkedAccumulators(Accumulators):
 
     def of(self, chunk: int) -> Accumulators:
         return self._each[chunk]
+
+    def regroup(self, other: Accumulators) -> None:
+        for chunk, sums in enumerate(self._each):
+            sums.regroup(other.of(chunk))
 
     def clear(self) -> None:
         for sums in self._each:

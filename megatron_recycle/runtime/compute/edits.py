@@ -74,6 +74,11 @@ class Edits:
             self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors),
                                _of_shards(self._stage), self._summed(tensors), self._variables, open_)
 
+    @property
+    def whole(self) -> bool:
+        """Whether all variables that might have been changed are known (`Variables.whole`)."""
+        return self._variables is None or self._variables.whole
+
     def forget(self) -> None:
         """What there was on return does not count any more."""
         self._left = None

@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections import UserDict, UserList, deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from types import FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+
+from megatron_recycle.observe.log import get_logger
 
 Found = tuple[str, Any]
 """Where it was found, and the generator."""
 
 _DEPTH = 6  # attributes of attributes
 _LONGEST = 1000  # elements of a container that is looked into: samples lie in longer ones
-_MOST = 20_000  # objects that are looked at
+_MOST = 100_000  # objects that are looked at
+_LISTS = (list, tuple, set, frozenset, deque, UserList)
+_DICTS = (dict, UserDict)
+_OPEN = (*_LISTS, *_DICTS, functools.partial, MethodType, FunctionType, argparse.Namespace, SimpleNamespace)
+"""Types of libraries whose instances hold what the script has put there."""
+_NOTHING = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, ModuleType)
+_LIBRARIES = {"megatron_recycle", "torch", "numpy", "deepspeed", *sys.stdlib_module_names}
 _WITHOUT_TRACKERS = {"torch", "numpy", "sympy"}
 
 
 def generators_in(holder: Any) -> Iterator[Found]:
     """Generators of torch, Python and numpy that ``holder``, its parts or the functions of either keep or name.
 
-    The search goes through attributes, short containers, and the globals and closures of functions and methods. It
-    leaves out torch, numpy and Python themselves.
+    The search goes through attributes, short containers, and what functions and methods name: globals and closures, and
+    what modules of the script's have by these names. It leaves out torch, numpy, Python and the frameworks themselves.
     """
     seen: set[int] = set()
     left: list[tuple[str, Any, int]] = [("", holder, 0)]
-    while left and len(seen) < _MOST:
+    while left:
         path, thing, depth = left.pop()
         if id(thing) in seen:
             continue
+        if len(seen) == _MOST:
+            get_logger().warning("megatron-recycle: %s leads to more than %d objects; those behind %s and others were "
+                                 "not searched for generators of random numbers", type(holder).__name__, _MOST, path)
+            return
         seen.add(id(thing))
         if _is_generator(thing):
             yield path or type(thing).__name__, thing
         elif depth < _DEPTH:
             inside = 1 if isinstance(thing, nn.Module) else depth + 1  # models may be deeper than that
             with suppress(Exception):  # whatever a user's objects do when they are looked at
-                left += [(f"{path}.{name}" if path else name, part, inside) for name, part in _parts(thing)]
+                left += [(f"{path}.{name}" if path else name, part, inside) for name, part in _parts(thing)
+                         if not isinstance(part, _NOTHING) and not (isinstance(part, (*_LISTS, *_DICTS)) and not part)]
 
 
 def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:
@@ -76,10 +91,10 @@ def _generates(kind: type) -> bool:
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, (list, tuple, set)):
+    if isinstance(thing, _LISTS):
         if len(thing) <= _LONGEST:
             yield from ((str(index), part) for index, part in enumerate(thing))
-    elif isinstance(thing, dict):
+    elif isinstance(thing, _DICTS):
         if len(thing) <= _LONGEST:
             yield from ((_named(key, index), part) for index, (key, part) in enumerate(thing.items()))
     elif isinstance(thing, functools.partial):
@@ -89,7 +104,9 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield "function", thing.__func__
     elif isinstance(thing, FunctionType):
         yield from _of_function(thing)
-    elif not isinstance(thing, (ModuleType, type, torch.Tensor)) and hasattr(thing, "__dict__"):
+    elif isinstance(thing, type):
+        yield from _of_class(thing)
+    else:
         yield from _of_object(thing)
 
 
@@ -99,27 +116,67 @@ def _named(key: Any, index: int) -> str:
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    if _is_ours_or_librarys(function.__module__):
+    if _is_librarys(function.__module__):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-        with suppress(ValueError):  # not bound yet
-            yield name, cell.cell_contents
-    for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if _is_generator(value) or isinstance(value, FunctionType):
+        if name != "__class__":  # that of super(), whose object leads there as well
+            with suppress(ValueError):  # not bound yet
+                yield name, cell.cell_contents
+    yield from vars(function).items()
+    named = _named_in(function.__globals__, set(_names(function.__code__)), frozenset())
+    if _is_installed(function.__module__):  # its objects and classes lead through the whole package
+        named = ((name, part) for name, part in named if _is_generator(part) or isinstance(part, FunctionType))
+    yield from named
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _named_in(values: Mapping[str, Any], names: Collection[str], known: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """What ``values`` has by these ``names``, and in turn modules of the script's among that; ``known``: of those, the
+    ones that are under way."""
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, ModuleType):
+            if value.__name__ not in known and not _is_librarys(value.__name__):
+                found = _named_in(vars(value), names, known | {value.__name__})
+                yield from ((f"{name}.{path}", part) for path, part in found)
+        elif _is_generator(value) or isinstance(value, _OPEN) or not _is_librarys(
+                (value if isinstance(value, type) else type(value)).__module__):
             yield name, value
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    for each in kind.__mro__:
+        if not _is_librarys(each.__module__):
+            yield from ((name, getattr(part, "fget", None) or getattr(part, "__func__", part))  # of a property, ...
+                        for name, part in vars(each).items())
 
 
 def _of_object(thing: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(thing, nn.Module):
         yield from thing._modules.items()
-    yield from ((name, part) for name, part in vars(thing).items()
-                if name not in ("_parameters", "_buffers", "_modules"))
     for kind in type(thing).__mro__:
-        if not _is_ours_or_librarys(kind.__module__):
-            yield from ((name, part) for name, part in vars(kind).items()
-                        if isinstance(part, FunctionType) or _is_generator(part))
+        slots = vars(kind).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if hasattr(thing, name):
+                yield name, getattr(thing, name)
+    yield from ((name, part) for name, part in getattr(thing, "__dict__", {}).items()
+                if name not in ("_parameters", "_buffers", "_modules"))
+    yield from _of_class(type(thing))
 
 
-def _is_ours_or_librarys(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in ("megatron_recycle", "torch", "numpy", "deepspeed", "builtins", "random")
+@functools.lru_cache(maxsize=1000)
+def _is_installed(module: str) -> bool:
+    """Whether it is of a package that somebody has installed, and not of the script's own code."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _is_librarys(module: str | None) -> bool:
+    name = module or ""
+    return name.partition(".")[0] in _LIBRARIES or name.startswith(("megatron.core", "megatron.training"))

@@ -29,19 +29,21 @@ from megatron_recycle.runtime.compute.holders import (
 )
 
 _DEPTH = 6  # attributes of attributes
-_MOST = 20_000  # objects that are looked at
+MOST = 20_000
+"""Objects that a search looks at."""
 _LONGEST = 1000  # elements of a container that is looked into: samples lie in longer ones
 _LIBRARIES = {"megatron_recycle", "torch", "numpy", "deepspeed", *sys.stdlib_module_names}
 _OPEN = (argparse.Namespace, SimpleNamespace)
 _THREADED = (threading.Thread, type(threading.Lock()), type(threading.RLock()), queue.Queue)
 
 
-def holders_in(things: Sequence[Any], names: set[str]) -> list[Holder]:
-    """Variables of ``things`` and of all that they lead to. Names in the code of functions are added to ``names``."""
+def holders_in(things: Sequence[Any], names: set[str]) -> tuple[list[Holder], bool]:
+    """Variables of ``things`` and of all that they lead to, and whether that is all of them, or there are more than
+    `MOST` objects. Names in the code of functions are added to ``names``."""
     found: list[Holder] = []
     seen: dict[int, Any] = {}  # the things themselves too, or others may get their ids
     left: list[tuple[Any, int]] = [(thing, 0) for thing in reversed(things)]
-    while left and len(seen) < _MOST:
+    while left and len(seen) < MOST:
         thing, depth = left.pop()
         if id(thing) in seen or thing is None or isinstance(thing, (*PLAIN, Values)):
             continue
@@ -50,7 +52,7 @@ def holders_in(things: Sequence[Any], names: set[str]) -> list[Holder]:
         if depth < _DEPTH:
             with suppress(Exception):  # whatever a user's objects do when they are looked at
                 left += [(part, inside) for part in list(_look_at(thing, found, names))]
-    return found
+    return found, not left
 
 
 def _look_at(thing: Any, found: list[Holder], names: set[str]) -> Iterator[Any]:

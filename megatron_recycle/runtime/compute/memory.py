@@ -1,9 +1,10 @@
 """Bytes that a worker's micro-batches hold, measured, and what it keeps besides (promise P7).
 
 A micro-batch holds its activations from its F to its B, and from there to its W what the delayed weight gradients
-need. The first are measured on early micro-batches: all have the same shapes. On a GPU the allocator counts them.
-On a CPU nobody counts: there every tensor that the forward made is watched, and those that are still alive when
-the backward begins are what it held, whoever holds them (autograd, a checkpoint, a module of the user's).
+need. The first are measured on early micro-batches: all have the same shapes, until the script says otherwise. On a
+GPU the allocator counts them. On a CPU nobody counts: there every tensor that the forward made is watched, and those
+that are still alive when the backward begins are what it held, whoever holds them (autograd, a checkpoint, a module of
+the user's).
 """
 
 from __future__ import annotations
@@ -78,11 +79,19 @@ class ActivationMemory:
         return sum(self._before[_chunk(item)] for item in self._between) + sum(self._queued.values())
 
     def begin(self) -> None:
-        """A new iteration; what is left of the one before was given up."""
+        """A new iteration."""
         self.peak, self._peak = self._peak, 0
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Nothing is held any more."""
         self._watched.clear()
         self._between.clear()
         self._queued.clear()
+
+    def measure_again(self) -> None:
+        """Micro-batches may have other shapes from now on."""
+        self._forwards.clear()
 
     @contextmanager
     def forward(self, microbatch: Item, inputs: Sequence[torch.Tensor] | None) -> Iterator[None]:
@@ -146,6 +155,11 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[int, StorageWeakRef] = {}
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Code that torch.compile() has compiled runs compiled, as in all other forwards: its bits may be others."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -44,11 +44,14 @@ class Variables:
     Args:
         model: the stage.
         others: a loss function, a dataset and the like.
+
+    Attributes:
+        whole: whether all of them have been looked at.
     """
 
     def __init__(self, model: nn.Module, others: Iterable[Any]) -> None:
         self._names: set[str] = set()
-        self._always = holders_in([model, *others], self._names)
+        self._always, self.whole = holders_in([model, *others], self._names)
         self._watched: Sequence[Holder] = ()
         self._lately: list[Holder] | None = None  # of which nothing is kept yet
         self._empty: list[Any] = []
@@ -77,7 +80,8 @@ class Variables:
                 found += [Change(holder, name, before.get(name, GONE), now.get(name, GONE))
                           for name in {**before, **now} if not alike(before.get(name, GONE), now.get(name, GONE))]
         if found:
-            self._lately = holders_in([change.after for change in found], self._names)
+            self._lately, whole = holders_in([change.after for change in found], self._names)
+            self.whole = self.whole and whole
         return found
 
     def _watch(self, holders: Sequence[Holder]) -> None:

@@ -46,6 +46,7 @@ class Answer:
         survived: losses that were got over without going back.
         wakes: (seconds from now, token): the policy is woken then. All wakes of before are kept.
         boundary: the policy is woken at the end of the iteration in flight, with the token "boundary".
+        said: for people, of now; it goes on after the policy's name.
     """
 
     course: Course | None = None
@@ -57,12 +58,13 @@ class Answer:
     survived: int = 0
     wakes: tuple[tuple[float, object], ...] = ()
     boundary: bool = False
+    said: str = ""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a policy knows at the start. ``mtbf``: mean seconds between failures, as an operator would know it.
-    ``machine_mtbf``: that between failures of anything in the cluster."""
+    """What a policy knows at the start, as an operator does. ``mtbf``: mean seconds between failures. ``whole``: that
+    the cluster will have workers for the whole grid, now or later."""
 
     job: Job
     cluster: Cluster
@@ -70,6 +72,7 @@ class Setting:
     units: Sequence[Unit]
     """The live units at the start."""
     mtbf: float
+    whole: bool = True
 
 
 class Policy(Protocol):

@@ -1,8 +1,13 @@
 """megatron-recycle itself: the real membership machine and the real planner, for each of the product's policies.
 
 Stalls are those of the recovery benchmark (`scripts/bench/recovery.py`: medians, from the event to the last
-survivor's first action). A stage that has lost its last worker ends the life of a job, as without `guard`; the next
-one starts from the last checkpoint on the hosts that are left (`recycle run --restarts`), with the same global batch.
+survivor's first action).
+
+A job begins when the hosts for its whole grid are there: the launcher waits for them, and so does a cluster's queue.
+If they never come it is started on those that are there, with as many whole pipelines as divide the global batch, and
+that is its grid for good: hosts that come fill empty places, and make no new pipeline. A stage that has lost its last
+worker comes back from the last checkpoint on the same grid (`guard: checkpoint`). What is simplified: all workers that
+are left are put together anew then, whole pipelines first, and it costs as much as a restart.
 """
 
 from __future__ import annotations
@@ -17,8 +22,9 @@ from megatron_recycle.checkpoint_period import young_daly
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
 from megatron_recycle.control.searches import Plans as Callables
+from megatron_recycle.membership.next_life import Shape, plan_life
 from megatron_recycle.membership.policies import LEAVE_OUT, WHOLE, left_out
-from megatron_recycle.plan import Worker
+from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.simulate.cluster import Change, Unit
 from megatron_recycle.simulate.crowd import Crowd
 from megatron_recycle.simulate.plans import Figures
@@ -37,7 +43,9 @@ from megatron_recycle.simulate.seats import Seats, packed
 from megatron_recycle.simulate.trace import TraceError
 
 GROW_AFTER = 600.0
-"""Seconds that a job with fewer pipelines than it could have trains before it is started again with more."""
+"""Seconds that an elastic job with fewer pipelines than it could have trains before it is started again with more."""
+PATIENCE = 3600.0
+"""Seconds that a job waits for a whole grid that never comes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Stalls:
 
     ``exit``, ``host``: after a process's or a host's end, with its detection. ``rejoin``: for a worker that comes in,
     without the copy of its state. ``start``: of a process, while the others train. ``save``: of a checkpoint.
-    ``restart``: of the whole job, with loading.
+    ``restart``: of the whole job, with loading. ``wait``: for the hosts of the whole grid, before the job begins on
+    those that are there; None: until they come, `PATIENCE` if they never do.
     """
 
     exit: float = 0.120
@@ -56,6 +65,7 @@ class Stalls:
     save: float = 30.0
     restart: float = 300.0
     save_every: float = 3600.0
+    wait: float | None = None
 
     @classmethod
     def measured(cls, path: str | Path) -> Stalls:
@@ -78,6 +88,8 @@ class Recycling:
         moves: whether healthy workers change their stage where that pays off.
         anew: whether the iteration in flight is begun anew after a loss.
         same_batch: whether a life with fewer pipelines has the same global batch.
+        elastic: the job begins with any whole pipelines that are there, deals the global batch to any number of them,
+            and starts anew with other ones whenever it can; otherwise as in this module's head.
     """
 
     name: ClassVar[str] = "ours"
@@ -85,32 +97,39 @@ class Recycling:
     moves: ClassVar[bool] = True
     anew: ClassVar[bool] = True
     same_batch: ClassVar[bool] = True
+    elastic: ClassVar[bool] = False
 
     def __init__(self, stalls: Stalls | None = None) -> None:
         self.stalls = stalls or Stalls()
+        self.crowd: Crowd | None = None  # between two lives
         self._due: dict[str, Unit] = {}  # processes that are being started, by position
         self._moving: dict[str, Unit] = {}  # those of moves
         self._fresh: list[tuple[str, Unit]] = []  # what of both is to be started now
         self._saving = self._growing = False
+        self._begun = False  # a life has been
+        self._waits = not self.elastic  # for the whole grid
         self._agreed = False  # the last commit has promised that all stand at the next one
 
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
-        job, cluster = setting.job, setting.cluster
-        there = set(setting.units)
-        usual = cluster.seats(job.pipelines, job.stages)
-        if all(unit in there for unit in usual.values()):
+        job = setting.job
+        usual, there = setting.cluster.seats(job.pipelines, job.stages), set(setting.units)
+        saving = (self._save_every(), "save")
+        if there.issuperset(usual.values()):
             self.seats = Seats(usual, (unit for unit in setting.units if unit not in set(usual.values())))
             self._life(job.pipelines)
-            return Answer(self._course(), saved=True, wakes=((self._save_every(), "save"),))
-        return replace(self._next_life(setting.units), pauses=(), saved=True, wakes=((self._save_every(), "save"),))
+            return Answer(self._course(), saved=True, wakes=(saving,))
+        self.seats = Seats({}, setting.units)
+        answer = self._without_life()
+        wait = self.stalls.wait if self.stalls.wait is not None else NEVER if setting.whole else PATIENCE
+        return replace(answer, course=answer.course or STANDS, saved=True,
+                       wakes=(*answer.wakes, saving, (wait, "begin")))
 
     def changed(self, change: Change, iteration: int) -> Answer:
         empty = self.seats.lose(change.lost)
         self.seats.gain(change.gained)
         if self.crowd is None:
-            self._clear()
-            return self._next_life(self._live()) if self._enough() else Answer()
+            return self._without_life()
         gone = {str(worker) for worker in empty}
         self._due = {name: unit for name, unit in self._due.items() if name not in gone}
         gone |= {to for to, unit in self._moving.items() if unit in change.lost}
@@ -131,7 +150,10 @@ class Recycling:
             return Answer(boundary=True)
         if token == "grow":
             self._growing = False
-            return Answer() if self.crowd is None else self._grown(iteration)
+            return Answer() if self.crowd is None else self._grown()
+        if token == "begin":
+            self._waits = False
+            return self._without_life() if self.crowd is None else Answer()
         if isinstance(token, tuple):
             position, unit = token
             return self._started(now, position, unit, iteration)
@@ -142,27 +164,43 @@ class Recycling:
     def _life(self, pipelines: int) -> None:
         """A job of so many pipelines begins on its seats."""
         job = self.setting.job
+        self._begun, self._waits = True, False
         self.pipelines = pipelines
         self.dealt = None if pipelines == job.pipelines else (
             job.dealt(pipelines) if self.same_batch else (job.microbatches,) * pipelines)
-        hosts = {str(worker): f"host{unit.host}" for unit, worker in sorted(self.seats.of.items(),
-                                                                          key=lambda item: item[1])}
+        hosts = {str(worker): "" for worker in Grid(job.stages, (1,) * pipelines).workers()}
+        hosts |= {str(worker): f"host{unit.host}" for unit, worker in self.seats.of.items()}
         description: dict[str, Any] = {
             "grid": {"stages": job.stages, "microbatches": list(self.dealt or (job.microbatches,) * pipelines)},
             "costs": job.costs.to_json(), "cap": job.activations, "block": 0, "reduction": "fast", "max_restarts": 0,
             "policy": self.product, "moves": self.moves}
-        self.crowd: Crowd | None = Crowd(hosts, description, Callables(self._plan, None, self._moves))
+        self.crowd = Crowd(hosts, description, Callables(self._plan, None, self._moves))
+        if empty := [name for name, host in hosts.items() if not host]:
+            self.crowd.lose(empty, False, 0.0, 0)
         self._clear()
         self._growing = False
+
+    def _without_life(self) -> Answer:
+        """Nobody trains: a life begins if there are enough hosts."""
+        job, live = self.setting.job, len(self._live())
+        if live < (job.size if self._waits else job.stages):
+            return Answer()
+        first = not self._begun
+        answer = self._next_life(self._live())
+        if not first:
+            return answer
+        with_ = "the whole grid" if live >= job.size else (
+            f"{self.pipelines} of {job.pipelines} pipelines, on {live} of {job.size} workers")
+        return replace(answer, pauses=(), said="" if self.elastic else f"begins with {with_}")
 
     def _clear(self) -> None:
         self._due, self._moving, self._fresh = {}, {}, []
 
     def _next_life(self, units: Any) -> Answer:
-        """Start again with whole pipelines on what is left, or wait."""
+        """Start from the last checkpoint on what is left, or wait."""
         job = self.setting.job
         live = sorted(units)
-        pipelines = min(job.pipelines, len(live) // job.stages)
+        pipelines = self._whole_pipelines(len(live))
         if not pipelines:
             self.crowd = None
             self.seats = Seats({}, live)
@@ -178,13 +216,20 @@ class Recycling:
     def _live(self) -> list[Unit]:
         return [*self.seats.of, *self.seats.spare]
 
-    def _enough(self) -> bool:
-        return len(self._live()) >= self.setting.job.stages
+    def _whole_pipelines(self, live: int) -> int:
+        """Pipelines of a life on so many workers, 0 for none."""
+        job = self.setting.job
+        places = min(live, job.size)
+        if self.elastic or live < job.stages:
+            return places // job.stages
+        if self._begun:
+            return self.pipelines
+        life = plan_life({"": places}, Shape(job.stages, job.pipelines * job.microbatches), job.size)
+        return 0 if isinstance(life, str) else life.size // job.stages
 
-    def _grown(self, iteration: int) -> Answer:
+    def _grown(self) -> Answer:
         """With enough spares for a further pipeline the job is saved and started again, with more of them."""
-        more = len(self._live()) // self.setting.job.stages
-        if min(more, self.setting.job.pipelines) <= self.pipelines:
+        if self._whole_pipelines(len(self._live())) <= self.pipelines:
             return Answer()
         answer = self._next_life(self._live())
         return replace(answer, saved=True, pauses=((CHECKPOINT, self.stalls.save), *answer.pauses), again=True)
@@ -269,7 +314,7 @@ class Recycling:
         crowd.asked.starts.clear()
         wakes = (*answer.wakes, *((self.stalls.start, begun) for begun in self._fresh))
         self._fresh = []
-        if self.seats.spare and self.pipelines < self.setting.job.pipelines and not self._growing:
+        if self.elastic and self.seats.spare and self.pipelines < self.setting.job.pipelines and not self._growing:
             self._growing = True
             wakes += ((GROW_AFTER, "grow"),)
         leaving = any(to in crowd.state.members for to in crowd.state.moves)  # once an iteration is committed
@@ -339,8 +384,9 @@ class LossyForward(Recycling):
 
 
 class CheckpointRestart(Recycling):
-    """`policy: restart`: every failure ends the life of the job, which starts again from its last checkpoint, with as
-    many whole pipelines as there are workers for and the same global batch.
+    """Every failure ends the life of the job, which starts again from its last checkpoint, with as many whole pipelines
+    as there are workers for and the same global batch, and again once there are workers for more: `policy: restart`
+    under an elastic launcher that does so (ours does not, see `elastic`).
 
     A checkpoint every Young and Daly's period (`checkpoint_period`) for the trace's own mean time between failures, so
     that it is as good as an operator could make it. Iterations are stock 1F1B, as the frameworks run without us.
@@ -349,6 +395,7 @@ class CheckpointRestart(Recycling):
     name = "checkpoint-restart"
     product = "restart"
     moves = False
+    elastic = True
 
     def _figures(self, policy: str, failed: list[Worker]) -> Figures:
         return self.setting.plans.stock(self.dealt)

@@ -1,0 +1,278 @@
+"""Messages that are too large to be sent to each process: told by their digest, and fetched once per host.
+
+A go and an offer have a plan in them, and are the same for all that are told. The coordinator packs such a message once
+and tells its digest, a `parcel`; one that is short travels in it. Else a process asks for it part by part (`fetch`).
+Of processes with a memory in common (`host_memory`) the first that asks carries it there, and says so (`fetched`); the
+others wait until it is `there`. If the connection of the one that carries is lost, the next one carries. A process that
+is alone, or finds something else in the memory, asks for the parts itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.control.host_memory import HostMemory
+from megatron_recycle.control.wire import Message, WireError, encode
+from megatron_recycle.membership.messages import MOST_BYTES, TO_WORKER, TooLarge, check
+
+SHORT = 16 * 1024
+"""Bytes of a packed message that travels in its parcel: to ask for it would take longer."""
+PART = 128 * 1024
+"""Bytes of a part: so much waits for each host that does not read."""
+_LARGE = ("go", "offer")
+_LEVEL = 3
+"""Of zlib: 0.06 s for the plan of 4,096 workers; the usual one takes three times as long, and saves a tenth."""
+_REMEMBERED = 2
+"""The latest of each type: the one in force, and the one before, for who has not heard of this yet."""
+
+Send = Callable[[bytes], None]
+
+
+@dataclass
+class _Shared:
+    """A parcel on its way to one host's memory. Nobody carries it: it is there."""
+
+    carrier: object | None
+    waiting: dict[object, Send] = field(default_factory=dict)
+
+    def tell_all(self, answer: bytes) -> None:
+        """Nobody waits any more."""
+        while self.waiting:
+            self.waiting.popitem()[1](answer)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    type: str
+    parts: tuple[bytes, ...]
+    shared: dict[str, _Shared] = field(default_factory=dict)
+
+
+class Parcels:
+    """The coordinator's. ``who`` asks is its connection."""
+
+    def __init__(self) -> None:
+        self._packed: dict[str, _Packed] = {}
+        self._asks: dict[object, tuple[str, str]] = {}  # the digest that each asks for at present, and its memory
+        self._last: deque[tuple[Mapping[str, Any], Message]] = deque(maxlen=_REMEMBERED * len(_LARGE))
+
+    def form(self, message: Mapping[str, Any]) -> Message:
+        """The message that travels in place of this one: itself, or its parcel. Raises TooLarge."""
+        if message["type"] not in _LARGE:
+            return dict(message)
+        parcel = next((parcel for known, parcel in self._last if known is message), None)
+        if parcel is None or parcel["digest"] not in self._packed:
+            parcel = self._pack(message)
+            self._last.append((message, parcel))
+        return parcel
+
+    def _pack(self, message: Mapping[str, Any]) -> Message:
+        text = encode(dict(message))
+        if len(text) > MOST_BYTES:
+            raise TooLarge(f"a {message['type']} of {len(text)} bytes exceeds {MOST_BYTES}: the plan has too many "
+                            "micro-batches for its number of workers")
+        content = zlib.compress(text, _LEVEL)
+        digest = hashlib.sha256(content).hexdigest()
+        short = content if len(content) <= SHORT else b""
+        parcel = {"type": "parcel", "generation": message["generation"], "digest": digest,
+                  "data": base64.b64encode(short).decode()}
+        pieces = [content[at:at + PART] for at in range(0, len(content), PART)]
+        parts = tuple(_part(digest, number, len(pieces), piece) for number, piece in enumerate(pieces))
+        self._packed[digest] = self._packed.pop(digest, _Packed(message["type"], parts))
+        oldest, *others = (known for known, packed in self._packed.items() if packed.type == message["type"])
+        if len(others) >= _REMEMBERED:
+            for shared in self._packed.pop(oldest).shared.values():
+                shared.tell_all(_unknown(oldest))
+        return parcel
+
+    def fetch(self, who: object, message: Message, send: Send) -> None:
+        """This process asks for a part; for the first one it may have to wait."""
+        digest, number, memory = message["digest"], message["part"], message["memory"]
+        packed = self._packed.get(digest)
+        if self._asks.get(who) != (digest, memory):
+            self.gone(who)
+            self._asks[who] = digest, memory
+        if packed is None or not 0 <= number < len(packed.parts):
+            send(_unknown(digest))
+            return
+        if number or not memory:
+            send(packed.parts[number])
+            return
+        shared = packed.shared.setdefault(memory, _Shared(who))
+        if shared.carrier is None:
+            send(_there(digest))
+        elif shared.carrier is who:
+            send(packed.parts[0])
+        else:
+            shared.waiting[who] = send
+
+    def fetched(self, who: object, message: Message) -> None:
+        """This process has put it into its host's memory, as far as that was possible."""
+        packed = self._packed.get(message["digest"])
+        shared = None if packed is None else packed.shared.get(message["memory"])
+        if shared is not None and shared.carrier is who:
+            shared.carrier = None
+            shared.tell_all(_there(message["digest"]))
+
+    def gone(self, who: object) -> None:
+        """This connection has ended, or asks for something else: another one carries what it has carried."""
+        digest, memory = self._asks.pop(who, ("", ""))
+        packed = self._packed.get(digest)
+        shared = None if packed is None else packed.shared.get(memory)
+        if packed is None or shared is None:
+            return
+        shared.waiting.pop(who, None)
+        if shared.carrier is not who:
+            return
+        if not shared.waiting:
+            del packed.shared[memory]
+            return
+        shared.carrier = next(iter(shared.waiting))
+        shared.waiting.pop(shared.carrier)(packed.parts[0])
+
+
+class Arrivals:
+    """A worker's: parcels become messages again, in the order in which they were told. All of it runs in one thread.
+
+    Args:
+        send: to the coordinator.
+        handle: gets each message, checked.
+        memory: what this process has in common with others of its host.
+    """
+
+    def __init__(self, send: Callable[[Message], None], handle: Callable[[Message], None],
+                 memory: HostMemory | None) -> None:
+        self._send = send
+        self._handle = handle
+        self._memory = memory
+        self._due: deque[Message] = deque()
+        self._parts: list[bytes] = []
+        self._handled: dict[str, str] = {}  # by type the digest of the last
+
+    def told(self, parcel: Message) -> None:
+        """There is a message. What is told again after a reconnect is known."""
+        known = (*self._handled.values(), *(other["digest"] for other in self._due))
+        if parcel["digest"] not in known:
+            self._due.append(parcel)
+            if len(self._due) == 1:
+                self._next()
+
+    def came(self, part: Message) -> None:
+        """A part. Raises WireError if the whole is not what was told, or no message."""
+        if not self._waits_for(part):
+            self._send_fetched(part)  # of an ask from before a reconnect: nobody is to wait for this process
+            return
+        if not part["parts"]:  # a newer message has taken its place long ago
+            self._due.popleft()
+            self._next()
+            return
+        if part["part"] != len(self._parts):
+            return  # asked for twice
+        self._parts.append(_decoded(part["data"]))
+        if len(self._parts) < part["parts"]:
+            self._ask()
+            return
+        content = b"".join(self._parts)
+        if self._memory is not None:
+            self._memory.write(content)
+        self._send_fetched(part)
+        self._arrived(content)
+        self._next()
+
+    def there(self, message: Message) -> None:
+        """It is in the host's memory, unless something else is there by now. Raises WireError as `came` does."""
+        if self._waits_for(message):
+            if (content := self._remembered()) is None:
+                self._ask(alone=True)
+                return
+            self._arrived(content)
+            self._next()
+
+    def over(self, generation: int) -> None:
+        """What is of generations before this one is void."""
+        first = self._due[0] if self._due else None
+        self._due = deque(parcel for parcel in self._due if parcel["generation"] >= generation)
+        if self._due and self._due[0] is not first:
+            self._next()
+
+    def forget(self) -> None:
+        """The connection was lost: the coordinator will tell again what this process has not handled."""
+        self._due.clear()
+
+    def _send_fetched(self, part: Message) -> None:
+        if self._memory is not None:
+            self._send({"type": "fetched", "digest": part["digest"], "memory": self._memory.name})
+
+    def _waits_for(self, message: Message) -> bool:
+        return bool(self._due) and self._due[0]["digest"] == message["digest"]
+
+    def _next(self) -> None:
+        """Handle all that is here, and ask for the first that is not."""
+        self._parts = []
+        while self._due:
+            content = _decoded(self._due[0]["data"]) or self._remembered()
+            if content is None:
+                self._ask()
+                return
+            self._arrived(content)
+
+    def _remembered(self) -> bytes | None:
+        return None if self._memory is None else self._memory.read(self._due[0]["digest"])
+
+    def _ask(self, alone: bool = False) -> None:
+        memory = "" if alone or self._memory is None else self._memory.name
+        self._send({"type": "fetch", "digest": self._due[0]["digest"], "part": len(self._parts), "memory": memory})
+
+    def _arrived(self, content: bytes) -> None:
+        parcel = self._due.popleft()
+        self._parts = []
+        message = opened(content, parcel)
+        self._handled[message["type"]] = parcel["digest"]
+        self._handle(message)
+
+
+def opened(content: bytes, parcel: Message) -> Message:
+    """The message that this parcel has told of. Raises WireError."""
+    if hashlib.sha256(content).hexdigest() != parcel["digest"]:
+        raise WireError("a message is not the one whose digest was told")
+    unpacking = zlib.decompressobj()
+    try:
+        text = unpacking.decompress(content, MOST_BYTES)
+        if not unpacking.eof:
+            raise WireError(f"a message exceeds {MOST_BYTES} bytes, or is cut short")
+        message = json.loads(text)
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise WireError(f"a message cannot be unpacked: {error}") from error
+    if not isinstance(message, dict) or message.get("type") not in _LARGE:
+        raise WireError("a parcel holds no message that travels so")
+    return check(message, TO_WORKER)
+
+
+def _part(digest: str, number: int, parts: int, data: bytes) -> bytes:
+    """A part, ready to be sealed; of no ``parts``: the message is not known, or not any more."""
+    return encode({"type": "part", "digest": digest, "part": number, "parts": parts,
+                   "data": base64.b64encode(data).decode()})
+
+
+def _unknown(digest: str) -> bytes:
+    return _part(digest, 0, 0, b"")
+
+
+def _there(digest: str) -> bytes:
+    return encode({"type": "there", "digest": digest})
+
+
+def _decoded(data: str) -> bytes:
+    """Raises WireError."""
+    try:
+        return base64.b64decode(data, validate=True)
+    except binascii.Error as error:
+        raise WireError(f"a part is no base64: {error}") from error

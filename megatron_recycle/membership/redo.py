@@ -1,0 +1,62 @@
+"""What survivors have done of the iteration that a failure interrupts, so that only the rest of it is run.
+
+A worker keeps its sums of gradients, its activations, and all messages that it has sent in an iteration that is not
+committed. So the iteration goes on with a plan that begins, on each worker, with the actions that it has done. What a
+dead worker has done is lost: its peers run it again, with inputs from their neighbours' messages. Pure, like `machine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_recycle.membership.policies import policy
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.state import Redo, State
+
+
+def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
+    """The actions of the iteration ``resume.next`` that each member has kept, in its order. Empty where the iteration
+    is to begin anew."""
+    plain = policy(state) == "reroute" and state.fallback is None and state.closing is None
+    if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
+            iteration == resume.next for iteration, _ in state.left_out):
+        return {}
+    found = {name: _kept(report, resume.next) for name, report in state.reports.items()}
+    return {name: tuple(kept["actions"]) for name, kept in found.items() if kept is not None and kept["actions"]}
+
+
+def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
+    """The rest of the iteration, before its plan is known."""
+    kept = [_kept(state.reports[name], resume.next) for name in found]
+    return Redo(resume.next, {name: len(actions) for name, actions in found.items()},
+                any(each is not None and each["provisional"] for each in kept))
+
+
+def carried(state: State, resume: Resume) -> dict[str, Any] | None:
+    """As `policies.carried`, of an iteration whose rest is planned."""
+    redo = state.redo
+    if redo is None or redo.plan is None or redo.iteration != resume.next:
+        return None
+    return {"iteration": redo.iteration, "chain": resume.attempt, "plan": redo.plan, "done": dict(redo.done),
+            "provisional": redo.provisional}
+
+
+def without_kept(state: State, resume: Resume) -> Resume:
+    """``resume`` with the number of actions that are lost although somebody who did them lives."""
+    redo = state.redo
+    if redo is None or redo.plan is None:
+        return resume
+    return replace(resume, redone=resume.redone - sum(
+        min(count, _counted(state.reports[name], resume.next)) for name, count in redo.done.items()))
+
+
+def _counted(report: Mapping[str, Any], iteration: int) -> int:
+    """How many actions of ``iteration`` `resume.decide` has counted. One that has just begun another attempt has done
+    none in that, though it has kept some."""
+    return int(report["actions"] if report["iteration"] == iteration else report.get("earlier", 0))
+
+
+def _kept(report: Mapping[str, Any], iteration: int) -> Mapping[str, Any] | None:
+    return next((kept for kept in report.get("kept", ()) if kept["iteration"] == iteration), None)

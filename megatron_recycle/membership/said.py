@@ -1,0 +1,29 @@
+"""What workers say of themselves, as events. Pure, like `machine`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.state import State
+
+_LONGEST_TEXT = 500
+_RECORDED: Mapping[str, Mapping[str, Any]] = {
+    "corrupt": {"event": "suspected", "kind": FailureKind.CORRUPT, "removed": False},
+    "healed": {"kind": FailureKind.CORRUPT},
+    "refuses_itself": {"event": "join_failed"},
+}
+"""Where an event of a worker's is recorded as more than its own words."""
+
+
+def event_of(state: State, incarnation: str, name: str, fields: Mapping[str, Any], now: float
+             ) -> dict[str, Any] | None:
+    """The event of a member's words, whose fields are checked (`messages.EVENTS`). None: it is no member, and nobody
+    asks for its words. Who has said it, the coordinator knows better."""
+    member = state.member(incarnation)
+    if member is None:
+        return None
+    short = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in fields.items()}
+    return {"event": name, "t": now, "generation": state.generation, **short, "worker": member.worker,
+            **({"rank": member.rank, "pid": member.pid, **_RECORDED[name]} if name in _RECORDED else {})}

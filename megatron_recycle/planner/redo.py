@@ -1,0 +1,264 @@
+"""The rest of an iteration after a failure: survivors keep what they have done, and the dead workers' share is dealt to
+their peers.
+
+A micro-batch that a live worker has begun in a chunk stays with it there. All else goes to the live workers of each
+stage so that what they have left to do is level. Then it is scheduled as a first plan is (`greedy`), from where every
+worker stands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..plan import Action, Plan, Worker, bound_of, overfull, replay, surplus
+from .alignment import Unit, aligned, units
+from .greedy import Begun, Rules, leading, schedule
+from .instance import KINDS, Instance, build, orders_of
+from .portfolio import filled, templates
+
+#: templates are tried until they have scheduled so many actions, and two schedules are made in any case
+MOST = 10_000
+#: schedules, each with more memory kept for messages that the one before had sent early
+ROUNDS = 3
+
+
+def redo(base: Plan, done: Mapping[Worker, Sequence[Action]]) -> Plan | None:
+    """A legal plan for the rest of an iteration of which live workers have ``done`` these actions, in this order, and
+    all others have done nothing. ``base`` is a legal plan for the membership from now on; if its lists begin with what
+    was done, it goes on as it is. None where there is no such plan, and the iteration has to begin again.
+
+    Lent layers are not followed: None where ``base`` lends, and no ``done`` action may have run any. Nothing here is
+    random.
+    """
+    begin = time.perf_counter()
+    if base.crossings:
+        return None
+    begun = {worker: tuple(actions) for worker, actions in done.items() if actions}
+    counts = {worker: len(actions) for worker, actions in begun.items()}
+    if (all(base.workers.get(worker, ())[:len(actions)] == actions for worker, actions in begun.items())
+            and all(counts.get(worker, 0) >= count for worker, count in base.done.items())):
+        return base if counts == base.done else _timed(replace(base, done=counts), begin)
+    kept: dict[Worker, int] = {}
+    for _ in range(ROUNDS):
+        plans = _listed(base, begun, kept)
+        if fit := next((plan for plan in plans if not overfull(plan)), None):
+            return _timed(fit, begin)
+        if not plans:
+            return None
+        more = min(map(surplus, plans), key=lambda counts: sum(counts.values()))
+        kept = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **more}.items()}
+    return None
+
+
+def _listed(base: Plan, done: Mapping[Worker, tuple[Action, ...]], kept: Mapping[Worker, int]) -> list[Plan]:
+    """A few greedy schedules, the best first, without their figures and with memory ``kept`` for messages that are sent
+    early. None at all: somebody may not take what nobody else can, or memories are full."""
+    # Where nobody is a guest a first plan keeps the order of micro-batches, though only blocks need it.
+    instance = replace(build(base.problem, kept), ordered=base.problem.block > 0)
+    standing = _standing(instance, done)
+    route = None if standing is None else _routed(instance, base, standing)
+    if standing is None or route is None:
+        return []
+    traces = [trace for rules, keys in _ways(instance, route, standing)
+              if len(trace := schedule(instance, route, rules, keys, begun=standing.begun)) == standing.left]
+    traces.sort(key=lambda trace: _makespan(instance, route, trace))
+    count = len(traces) if any(base.problem.message) else 1  # without early messages they differ in time alone
+    return [Plan(problem=base.problem, workers=orders_of(instance, route, trace, done), period=0, makespan=0,
+                 lower_bound=0, source="greedy", done={worker: len(actions) for worker, actions in done.items()})
+            for trace in traces[:count]]
+
+
+def _timed(plan: Plan, begin: float) -> Plan:
+    """The plan with its own figures."""
+    timeline = replay(plan)
+    return replace(plan, period=timeline.period, makespan=timeline.makespan, lower_bound=bound_of(plan), stated="",
+                   stats={"first_seconds": round(time.perf_counter() - begin, 6)})
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Where every worker stands: what has ``begun``, and the worker that has begun each node (``at``, -1: none).
+    ``latest``: by kind, worker, chunk and pipeline, the last micro-batch of which it has been done. ``left``: how many
+    actions are left."""
+
+    begun: Begun
+    at: list[int]
+    latest: dict[tuple[str, int, int, int], int]
+    left: int
+
+
+def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _Standing | None:
+    """None where no worker of a legal plan has done this."""
+    problem, count = instance.problem, len(instance.jobs)
+    number = {worker: w for w, worker in enumerate(instance.workers)}
+    job = {item: j for j, item in enumerate(instance.jobs)}
+    split = problem.split_backward
+    steps = {"F": (0, 1), "B": (1, 2), "W": (2, 3), "FB": (1, 3)} if split else {"F": (0, 1), "B": (1, 3)}
+    progress, at, actions = bytearray(count * instance.chunks), [-1] * (count * instance.chunks), 0
+    late: list[dict[int, None]] = [{} for _ in instance.workers]
+    latest: dict[tuple[str, int, int, int], int] = {}
+    for worker, listed in done.items():
+        if worker not in number:
+            return None
+        w, chunks = number[worker], problem.chunks_of[worker.stage]
+        for kind, d, m, place in listed:
+            if (d, m) not in job or kind not in steps or not 0 <= place < len(chunks):
+                return None
+            node, (before, after) = chunks[place] * count + job[d, m], steps[kind]
+            if progress[node] != before or (before and at[node] != w):
+                return None
+            if kind == "FB" and chunks[place] not in problem.full_backward:
+                return None
+            for half in ("B", "W") if kind == "FB" else (kind,):
+                key = half, w, chunks[place], d
+                if instance.ordered and half != "F" and latest.get(key, -1) > m:
+                    return None
+                latest[key] = max(m, latest.get(key, -1))
+            progress[node], at[node] = after, w
+            actions += after - before if split else 1
+            if after == 2:
+                late[w][node] = None
+            elif after == 3:
+                late[w].pop(node, None)
+    begun = Begun(progress, [tuple(due) for due in late], actions)
+    return _Standing(begun, at, latest, instance.actions - actions)
+
+
+def _routed(instance: Instance, base: Plan, standing: _Standing) -> list[int] | None:
+    """The worker of every node. None: nobody may take some block."""
+    count = len(instance.jobs)
+    number = {worker: w for w, worker in enumerate(instance.workers)}
+    job = {item: j for j, item in enumerate(instance.jobs)}
+    table = [-1] * (count * instance.chunks)
+    for (d, m, chunk), worker in base.route().items():
+        table[chunk * count + job[d, m]] = number[worker]
+    whole = [unit for crew in units(instance) for unit in crew]
+    for stage in range(instance.stages):
+        if not _dealt(instance, stage, whole, standing, table):
+            return None
+    return table
+
+
+def _dealt(instance: Instance, stage: int, whole: Sequence[Unit], standing: _Standing, table: list[int]) -> bool:
+    """Deal a stage's micro-batches, or blocks: in ``table`` is the worker that each would have at best. Those that
+    somebody has begun stay there. The others keep their workers as far as the work that is left is level then, the
+    first ones first; what is too much goes to the one that has least. False: nobody may take some block."""
+    problem, count = instance.problem, len(instance.jobs)
+    lengths = {chunk: {w: _left(instance, w, chunk) for w, other in enumerate(instance.stage) if other == stage}
+               for chunk in problem.chunks_of[stage]}
+    load = {w: 0 for w, other in enumerate(instance.stage) if other == stage}
+    free: list[tuple[int, int, Unit]] = []
+    for chunk in problem.chunks_of[stage]:
+        for unit in whole:
+            homes = {standing.at[chunk * count + j] for j in unit.jobs} - {-1}
+            if not homes:
+                free.append((unit.jobs[0], chunk, unit))
+            elif len(homes) > 1:
+                return False
+            for w in homes:
+                for node in (chunk * count + j for j in unit.jobs):
+                    table[node] = w
+                    load[w] += lengths[chunk][w][standing.begun.progress[node]]
+
+    def after(w: int, chunk: int, unit: Unit) -> int:
+        """What a worker would have left to do."""
+        return load[w] + lengths[chunk][w][0] * len(unit.jobs)
+
+    def later(kind: str, w: int, chunk: int, unit: Unit) -> bool:
+        """Whether a worker has come to a later micro-batch of an ordered pipeline already."""
+        return instance.ordered and (
+            standing.latest.get((kind, w, chunk, unit.pipeline), -1) > instance.jobs[unit.jobs[0]][1])
+
+    free.sort(key=lambda each: each[:2])
+    level = _level([load[w] for w in instance.at[stage]], sum(
+        lengths[chunk][table[chunk * count + first]][0] * len(unit.jobs) for first, chunk, unit in free))
+    for keep in (True, False):
+        rest: list[tuple[int, int, Unit]] = []
+        for first, chunk, unit in free:
+            best = table[chunk * count + first]
+            if keep:
+                if after(best, chunk, unit) > level or later("F", best, chunk, unit):
+                    rest.append((first, chunk, unit))
+                    continue
+            else:
+                may = [w for w in instance.at[stage] if not later("B", w, chunk, unit)]
+                if not may:
+                    return False
+                best = min(may, key=lambda w: (later("F", w, chunk, unit), after(w, chunk, unit), w != best, w))
+            for j in unit.jobs:
+                table[chunk * count + j] = best
+            load[best] = after(best, chunk, unit)
+        free = rest
+    return True
+
+
+def _left(instance: Instance, w: int, chunk: int) -> tuple[int, int, int, int]:
+    """Time that a worker has left for a micro-batch in a chunk, by progress."""
+    worker, place = instance.workers[w], instance.problem.place_of[chunk]
+    f, b, later = (instance.problem.duration(kind, worker, place) for kind in KINDS)
+    later = later if instance.problem.split_backward else 0
+    return f + b + later, b + later, later, 0
+
+
+def _level(loads: Sequence[int], work: int) -> int:
+    """The level to which so much work fills these loads."""
+    loads, below = sorted(loads), 0
+    for count, load in enumerate(loads, 1):
+        below += load
+        level = -(-(below + work) // count)
+        if count == len(loads) or level <= loads[count]:
+            break
+    return level
+
+
+def _ways(instance: Instance, route: list[int],
+          standing: _Standing) -> Iterator[tuple[tuple[Rules, ...], tuple[list[int], list[int]]]]:
+    """Rules and keys of a few schedules (`greedy.schedule`): first what nobody waits for comes last. Where memories are
+    full of micro-batches under way, what is late leaves them idle; so then it has its turn like all else."""
+    alignment, plain, late = aligned(instance), leading(instance, set(), 0), _late(instance, standing)
+    tries = max(2, MOST // max(1, standing.left))
+    for template in templates(instance.problem)[:min(3, tries // 2)]:
+        rules = filled(instance, alignment, route, template)
+        if late is not None:
+            yield rules, late
+        yield rules, (plain, plain)
+
+
+def _late(instance: Instance, standing: _Standing) -> tuple[list[int], list[int]] | None:
+    """Keys of F and B by which a micro-batch that a dead worker had come back from is last, since the chunk before has
+    its gradient, and so has the chunk behind its activation. None: there are none."""
+    progress, count = standing.begun.progress, len(instance.jobs)
+    nodes = len(progress)
+    plain, last = leading(instance, set(), 0), 1 << 2 * nodes.bit_length()
+    back = [node < count or progress[node - count] >= 2 for node in range(nodes)]
+    idle = [node for node in range(nodes - count) if back[node] and progress[node + count] and not progress[node]]
+    if not idle:
+        return None
+    first, then = [*plain], [*plain]
+    for node in idle:
+        first[node] += last
+    for node in range(nodes):
+        then[node] += last * back[node]
+    return first, then
+
+
+def _makespan(instance: Instance, route: Sequence[int], trace: Sequence[int]) -> int:
+    """End of the last step, where all that is not in the trace was done before."""
+    nodes, count, problem = len(route), len(instance.jobs), instance.problem
+    lengths, lag = instance.lengths(route), instance.lags(route)
+    end, free = [0] * (3 * nodes), [0] * len(instance.workers)
+    for code in trace:
+        kind, node = divmod(code, nodes)
+        w = route[node]
+        start = free[w]
+        if kind == 0 and node >= count:
+            start = max(start, end[code - count] + lag[node])
+        elif kind == 1 and node + count < nodes:
+            start = max(start, end[code + count] + lag[node + count])
+        end[code] = free[w] = start + lengths[kind][node]
+    ready = [0] * instance.groups
+    for w, stage in enumerate(instance.stage):
+        ready[instance.group[stage]] = max(ready[instance.group[stage]], free[w])
+    return max(ready[instance.group[stage]] + problem.costs.step[stage] for stage in range(instance.stages))

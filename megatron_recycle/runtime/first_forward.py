@@ -1,0 +1,233 @@
+"""A chunk's first forward on a worker is run twice, with the same random seeds, and has to give the same bits.
+
+Else what a micro-batch gives depends on when and where it runs: its layers draw from a generator that nobody has found,
+or follow the clock, other threads, or a count of their calls. One failure then changes all numbers, and nobody would
+notice.
+
+The first run is there to be compared: what it computes is dropped, so that no more memory is needed than for one. What
+it makes for later ones (generators, tables, compiled code) stays, as in any worker that has run a micro-batch before.
+Where the second run differs, a third one tells whether the first was an exception for that; a fourth one, whose modules
+are followed as are the third's, tells which layer it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.compute.data import Batch, digest
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stage import Forward
+
+_TWICE = "first forward"
+"""This work has limits of its own: it takes several forwards' time."""
+_PLAIN = (bool, int, float, complex, str)
+
+Inputs = tuple[torch.Tensor, ...] | None
+Run = Callable[[Inputs, Batch | None, bool], Forward]
+"""(inputs, data, whether it is metered) -> a forward, with the random numbers of its place."""
+
+
+def first_forward(site: Site, groups: Groups, chunk: int, run: Run, inputs: Inputs, batch: Batch | None) -> Forward:
+    """The first forward of ``chunk`` of the stage, which a run before has given the same bits for.
+
+    Raises GenerationOver; with `exact` UnsupportedError, which names the layer, if the bits differ.
+    """
+    def make(metered: bool) -> Forward:
+        given, data = tree_map_only(torch.Tensor, _copied, (inputs, batch))  # a layer may write to what it is given
+        return run(given, data, metered)
+
+    left = _Left(site.stage.module)
+    with site.phases.working(_TWICE):
+        before = _outcome(make(False))
+        left.remember()
+        site.framework.generators.adopt("the model", site.stage.module)  # it may have made some
+    made = make(True)
+    now = _outcome(made)
+    if any(_on_any_part(site, groups, now != before)):
+        del made  # there is room for one
+        with site.phases.working(_TWICE):
+            made = _once_more(site, groups, lambda: make(False), now)
+    left.put_back()
+    site.unchecked.discard(chunk)
+    return made
+
+
+def agree(site: Site, groups: Groups) -> None:
+    """All parts of a worker run a forward twice if one of them has to: it may have come in, or not have ended its own
+    before a failure. Raises GenerationOver."""
+    if groups.siblings is not None:
+        every = range(len(site.place.chunks))
+        found = _on_any_part(site, groups, *(chunk in site.unchecked for chunk in every))
+        site.unchecked.update(chunk for chunk in every if found[chunk])
+
+
+def _on_any_part(site: Site, groups: Groups, *flags: bool) -> list[bool]:
+    """Which of ``flags`` are set on a part of this worker. Raises GenerationOver."""
+    if groups.siblings is None:
+        return [*flags]
+    found = torch.tensor(flags, dtype=torch.float32, device=site.stage.device)
+    with groups.counting("the first forward"):
+        groups.siblings.sum(found).wait()
+    return [number > 0 for number in found.tolist()]
+
+
+def _once_more(site: Site, groups: Groups, run: Callable[[], Forward], second: int) -> Forward:
+    """A forward that gives the same bits as the one before it, or that the user is told of. ``second``: the outcome of
+    the last one, and not of the first. Raises UnsupportedError, GenerationOver."""
+    names = {id(module): name for name, module in site.stage.module.named_modules()}
+    with _followed(names) as events:
+        made = run()
+    third = _outcome(made)
+    if not any(_on_any_part(site, groups, third != second)):
+        return made  # only the first was another one
+    del made
+    with _followed(names) as others:
+        made = run()
+    if third != second or _outcome(made) != third:
+        _complain(site, _culprit(events, others))
+    return made
+
+
+def _complain(site: Site, layer: str) -> None:
+    text = (f"the same micro-batch, run twice with the same random seeds, has given different outputs on worker "
+            f"{site.place.name}, because of {layer}. It draws random numbers from a generator that is out of sight, or "
+            "depends on something else that changes: time, threads, a count of its calls, kernels that are not "
+            "deterministic (`recycle doctor`). So what a micro-batch gives depends on when and where it runs, and "
+            "after a failure all numbers are others. Draw from torch's, Python's or numpy's global generators, which "
+            "are set for each micro-batch, or keep the generator as an attribute of the layer")
+    if site.exact:
+        raise UnsupportedError(f"{text}. Without reduction exact this is a warning, and check_forward false leaves the "
+                               "check out")
+    get_logger().warning("megatron-recycle: %s (check_forward false leaves this check out)", text)
+
+
+def _outcome(forward: Forward) -> int:
+    """A checksum of the bits that a forward hands on."""
+    return digest((forward.outputs, () if forward.loss is None else forward.loss, forward.report))
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+class _Left:
+    """What forwards leave in ``module``: numbers, texts and tensors that are attributes, and buffers. However often the
+    first one is run, that is to be as after once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+        self._before = [_marks(each) for each in self._modules]
+        self._kept: list[tuple[dict[str, Any], str, Any, torch.Tensor | None]] = []
+
+    def remember(self) -> None:
+        """It has been run once."""
+        for module, before in zip(self._modules, self._before, strict=True):
+            # A batch norm's statistics do not tell that they are written to; its count does.
+            wrote = _marks(module) != before
+            self._kept += [(held, name, value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
+                           for held, name, value in _simple(module) if wrote or not isinstance(value, torch.Tensor)]
+
+    def put_back(self) -> None:
+        """It is not run any more."""
+        for held, name, value, copy in self._kept:
+            now = held.get(name)
+            if copy is None and isinstance(now, _PLAIN):
+                held[name] = value
+            elif copy is not None and now is value:
+                held[name] = copy  # not written to it: the graph of the run that counts may need it
+
+
+def _simple(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """What holds each number, text and tensor of ``module``, its name there, and itself; tensors with a graph belong to
+    a forward."""
+    for held in (vars(module), module._buffers):
+        for name, value in held.items():
+            tensor = isinstance(value, torch.Tensor)
+            if isinstance(value, _PLAIN) or (tensor and not value.requires_grad and not value.is_inference()):
+                yield held, name, value
+
+
+def _marks(module: nn.Module) -> list[tuple[str, int, int]]:
+    """What tells whether something has been written to a tensor of ``module``."""
+    return [(name, id(value), value._version) for _, name, value in _simple(module) if isinstance(value, torch.Tensor)]
+
+
+class _Event(NamedTuple):
+    """Tensors go into a module, or come out of it.
+
+    Attributes:
+        layer: the module that has made them: the one around it, or itself.
+        module: it.
+        out: whether they come out of it.
+        bits: a checksum of them.
+    """
+
+    layer: str
+    module: str
+    out: bool
+    bits: int
+
+
+@contextmanager
+def _followed(names: Mapping[int, str]) -> Iterator[list[_Event]]:
+    """A block in which this thread's modules are followed, which have ``names`` by their `id`; gives what is seen."""
+    found: list[_Event] = []
+    inside: list[str] = []
+    thread = threading.get_ident()
+
+    def begins(module: nn.Module, given: Any) -> None:
+        if threading.get_ident() == thread and not torch.compiler.is_compiling():
+            name = _name(module, names)
+            found.append(_Event(inside[-1] if inside else _AROUND, name, False, _bits(given)))
+            inside.append(name)
+
+    def ends(module: nn.Module, given: Any, made: Any) -> None:
+        if threading.get_ident() == thread and not torch.compiler.is_compiling():
+            name = _name(module, names)
+            while inside and inside.pop() != name:
+                pass  # one that was left by an error which the layer around it has handled
+            found.append(_Event(name, name, True, _bits(made)))
+
+    hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(ends)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+_AROUND = "the code around the model (a function among its layers, the loss function, forward_step)"
+
+
+def _name(module: nn.Module, names: Mapping[int, str]) -> str:
+    kind = type(module).__name__
+    return f"layer {names[id(module)]} ({kind})" if names.get(id(module)) else f"the code of {kind}"
+
+
+def _bits(tree: Any) -> int:
+    with suppress(Exception):  # tensors of odd kinds
+        return digest(tree)
+    return 0
+
+
+def _culprit(one: Sequence[_Event], other: Sequence[_Event]) -> str:
+    """The layer, in words, that two runs differ in first."""
+    behind = ""
+    for mine, others in zip_longest(one, other):
+        if mine != others:
+            first = mine or others
+            return first.layer + (f", behind {behind}" if behind and not first.out else "")
+        behind = mine.module if mine.out else behind
+    return _AROUND + (f", behind {behind}" if behind else "")

@@ -1,0 +1,133 @@
+"""What a failure costs in work: kills at random moments, with and without what survivors keep of the iteration.
+
+Stages sleep instead of computing, as in `emulated.py`; processes, tensors between them and SIGKILL are real. In each
+job one worker after the other is killed at a random moment of an iteration, and comes back before the next kill. The
+time lost is that of the hit iteration beyond an iteration without failures and beyond the recovery itself (from the
+death to the first resumed action), in iterations. Both sides get the same kills. Prints medians and worst values and
+writes runs/bench/redo.json.
+
+    scripts/bench/redo.py [--grid 3x4x6] [--seconds 5] [--kills 20] [--reduction fast] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from emulated_rows import BACKENDS, B, F, Shape, W  # beside this script
+from jobs import Event, Job, exit_on_sigterm
+from rich.console import Console
+from rich.table import Table
+
+OUT = Path("runs/bench")
+SIDES = {"kept": "auto", "begun anew": "none"}
+"""Values of `keep_messages`."""
+QUIET = 4
+"""Iterations without a failure before each kill."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One kill: the iteration, the victim and the moment in it (a share of an iteration), the iterations lost, the
+    actions that survivors lost, and the milliseconds of the recovery."""
+
+    iteration: int
+    victim: str
+    moment: float
+    lost: float
+    redone: int
+    recovery_ms: float
+
+
+@dataclass
+class Side:
+    """A job with its kills; ``period``: median seconds of an iteration without failures."""
+
+    name: str
+    period: float
+    hits: list[Hit]
+
+
+def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
+    """One job. Raises JobFailed."""
+    draw, unit = random.Random(args.seed), args.seconds / shape.theory
+    iterations = (args.kills + 1) * 40
+    folder = OUT / "redo" / name.replace(" ", "-")
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = ["--pipelines", shape.pipelines, "--stages", shape.stages, "--microbatches", shape.microbatches,
+                 "--seconds", F * unit, B * unit, W * unit, "--iterations", iterations, "--clipping", 0.0,
+                 "--out", folder.resolve(), "--layers", 1, "--parameters", 64]
+    settings = {"costs": f"{F},{B},{W}", "planner_budget": "0", "keep_messages": keep, "reduction": args.reduction,
+                "max_restarts": str(args.kills)}
+    committed: dict[int, float] = {}
+    kills: list[tuple[int, str, float]] = []
+    recoveries: list[Event] = []
+    redone: list[int] = []
+    whole_since = 0  # the iteration from which on all workers are there
+    with Job(f"bench/{BACKENDS['deepspeed']}", [str(each) for each in arguments], folder / "run",
+             shape.pipelines * shape.stages, settings, 120 + 3 * iterations * args.seconds) as job:
+        for event in job.events():
+            kind = event["event"]
+            if kind == "committed":
+                committed[event["iteration"]] = event["t"]
+                if whole_since is not None and event["iteration"] >= whole_since + QUIET:
+                    if len(kills) == args.kills:
+                        break
+                    victim, moment = draw.choice([f"{d}:{s}" for d in range(shape.pipelines)
+                                                  for s in range(shape.stages)]), draw.random()
+                    time.sleep(moment * args.seconds)
+                    kills.append((event["iteration"] + 1, victim, moment))
+                    job.kill(victim)
+                    whole_since = None
+            elif kind == "joined":
+                whole_since = max(committed) + 2
+            elif kind == "reconciled" and len(redone) < len(kills) and not event.get("joined"):
+                redone.append(event["redone"])
+            elif kind == "resumed" and len(recoveries) < len(kills):
+                recoveries.append(event)
+    hit = {iteration for iteration, *_ in kills}
+    apart = [committed[k] - committed[k - 1] for k in committed if k - 1 in committed and k > 1 and not any(
+        abs(k - one) < QUIET for one in hit)]
+    period = statistics.median(apart)
+    hits = [Hit(k, victim, round(moment, 3), round(
+        (committed[k] - committed[k - 1] - event["ms"] / 1000) / period - 1, 3), lost, round(event["ms"], 1))
+        for (k, victim, moment), event, lost in zip(kills, recoveries, redone)]
+    return Side(name, round(period, 3), hits)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--grid", type=Shape.parse, default=Shape.parse("3x4x6"))
+    parser.add_argument("--seconds", type=float, default=5.0, help="of an iteration of 1F1B in theory")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--reduction", choices=("fast", "exact"), default="fast")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    exit_on_sigterm()
+    sides = [run(name, keep, args.grid, args) for name, keep in SIDES.items()]
+    table = Table(title=f"{args.grid}, {args.kills} kills each, {args.reduction}, iterations of {sides[0].period:g} s, "
+                        f"load {os.getloadavg()[0]:.0f}")
+    for heading in ("", "iterations lost, median", "worst", "actions lost by survivors, median", "recovery ms, median",
+                    "iteration s"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for side in sides:
+        lost = [hit.lost for hit in side.hits]
+        table.add_row(side.name, f"{statistics.median(lost):.2f}", f"{max(lost):.2f}",
+                      f"{statistics.median(hit.redone for hit in side.hits):g}",
+                      f"{statistics.median(hit.recovery_ms for hit in side.hits):.0f}", f"{side.period:.2f}")
+    Console().print(table)
+    (OUT / "redo.json").write_text(json.dumps({"grid": str(args.grid), "reduction": args.reduction,
+                                               "sides": [asdict(side) for side in sides]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

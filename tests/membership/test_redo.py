@@ -1,0 +1,131 @@
+"""What survivors have kept of an interrupted iteration, on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.messages import WireError, check_report
+from tests.membership.cluster import Cluster, events, report, told
+
+ITERATION = 5
+
+
+def kept(*actions: str, iteration: int = ITERATION, provisional: bool = False) -> dict[str, Any]:
+    return {"iteration": iteration, "chain": 1, "actions": list(actions), "provisional": provisional}
+
+
+def stopped(**settings: Any) -> Cluster:
+    """Three pipelines of two stages have committed iteration 4 when a worker dies in the next one."""
+    cluster = Cluster()
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, **settings)
+    cluster.plan()
+    cluster.resume_all()
+    cluster.commit_all(ITERATION - 1)
+    cluster.exit("1:0")
+    return cluster
+
+
+def says(cluster: Cluster, name: str, *attempts: dict[str, Any], **where: Any) -> list[do.Decision]:
+    done = sum(len(each["actions"]) for each in attempts)
+    told_ = report(ITERATION, ITERATION - 1, actions=done, committed=ITERATION - 1) | where | {"kept": list(attempts)}
+    check_report(told_)
+    return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, told_))
+
+
+def all_say(cluster: Cluster, **of: Any) -> list[do.Decision]:
+    """All report, the named ones (``w0_1``) with these actions; plan and reports come in either order."""
+    decisions = cluster.plan()
+    for name in cluster.state.members:
+        actions = of.get("w" + name.replace(":", "_"), ())
+        decisions += says(cluster, name, *([kept(*actions)] if actions else []))
+    return decisions
+
+
+def orders(decisions: list[do.Decision]) -> list[do.MakeRedo]:
+    return [one for one in decisions if isinstance(one, do.MakeRedo)]
+
+
+def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
+    cluster = stopped()
+    decisions = all_say(cluster, w0_0=("F0.0", "F0.1"), w2_1=("F2.0",))
+    (order,) = orders(decisions)
+    assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and not told(decisions, "go")
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"source": "greedy", "digest": "sha256:1"}))
+    ((_, go),) = told(decisions, "go")
+    assert go["carried"] == {"iteration": ITERATION, "chain": 2, "plan": {"source": "greedy", "digest": "sha256:1"},
+                             "done": {"0:0": 2, "2:1": 1}, "provisional": False}
+    assert events(decisions, "reconciled")[0]["redone"] == 0
+
+
+def test_an_iteration_whose_rest_cannot_be_planned_begins_anew():
+    cluster = stopped()
+    all_say(cluster, w0_0=("F0.0", "F0.1"), w2_1=("F2.0",))
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, None))
+    ((_, go),) = told(decisions, "go")
+    assert go["carried"] is None and go["resume"]["redone"] == 3
+
+
+def test_an_answer_for_a_generation_that_is_over_is_not_listened_to():
+    cluster = stopped()
+    all_say(cluster, w0_0=("F0.0",))
+    cluster.exit("2:0")
+    assert not cluster.feed(inputs.Redone(2, {"digest": "sha256:1"}))
+    decisions = all_say(cluster, w0_1=("F0.0",))
+    assert [order.done for order in orders(decisions)] == [{"0:1": ("F0.0",)}]
+
+
+def test_what_was_done_on_a_guess_is_said_to_be_provisional():
+    cluster = stopped()
+    cluster.plan()
+    for name in cluster.state.members:
+        says(cluster, name, kept("F0.0", provisional=name == "2:1"))
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1"}))
+    assert told(decisions, "go")[0][1]["carried"]["provisional"]
+
+
+def test_only_the_iteration_that_all_go_on_with_counts():
+    """A stage that had reduced already, and begun the next iteration, reduces again from what it has kept."""
+    cluster = stopped()
+    cluster.plan()
+    for name in cluster.state.members:
+        if name.endswith(":1"):
+            where = {"iteration": ITERATION + 1, "holds": ITERATION, "stepped": ITERATION, "earlier": 3}
+            decisions = says(cluster, name, kept("F0.0", "B0.0", "W0.0"),
+                             kept("F0.0", iteration=ITERATION + 1, provisional=True), actions=1, **where)
+        else:
+            decisions = says(cluster, name)
+    (order,) = orders(decisions)
+    assert order.done == dict.fromkeys(("0:1", "1:1", "2:1"), ("F0.0", "B0.0", "W0.0"))
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1"}))
+    assert told(decisions, "go")[0][1]["resume"]["redone"] == 3, "one action of the next iteration each"
+
+
+@pytest.mark.parametrize("settings", [{"policy": "drop"}, {"policy": "rollback"}])
+def test_other_policies_begin_the_iteration_anew(settings: dict[str, str]):
+    cluster = stopped(**settings)
+    decisions = all_say(cluster, w0_0=("F0.0",))
+    assert not orders(decisions) and told(decisions, "go")[0][1]["carried"] is None
+
+
+@pytest.mark.parametrize("strange", [
+    "F0.0", {"iteration": 5}, kept("S"), kept("F0"), kept("X0.1"), {**kept(), "actions": [3]},
+    {**kept(), "provisional": 1}, {**kept(), "chain": "1"}])
+def test_a_report_that_names_no_attempts_is_refused(strange: Any):
+    with pytest.raises(WireError):
+        check_report({**report(), "kept": [strange]})
+
+
+def test_an_attempt_that_ends_before_it_has_taken_up_what_is_kept_has_lost_nothing():
+    cluster = stopped()
+    cluster.plan()
+    for name in cluster.state.members:
+        says(cluster, name, kept("F0.0", "F0.1"), actions=0)
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1"}))
+    assert events(decisions, "reconciled")[0]["redone"] == 0

@@ -1,0 +1,123 @@
+"""After a failure only lost work is run again: survivors go on with what they have kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.plan import Message, passes_on
+from megatron_recycle.runtime.attempt import Attempt
+from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.kept import Kept
+from tests.memory.job import Job, Shape, check
+from tests.memory.scenes import SHAPES
+from tests.moments import Moment
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
+
+SHAPE = replace(SHAPES["3x2, four"], iterations=3)
+MICRO = ("forward", "backward", "weight")
+
+
+def ended(shape: Shape, kills: list[Moment], seed: int = 0) -> tuple[Job, list[Moment]]:
+    """A job that has come to its end with the right numbers, and all moments of its life."""
+    seen = list[Moment]()
+    job = Job(shape, kills, seed=seed, at=lambda job, moment: seen.append(moment))
+    with job:
+        exact = dict(shape.settings)["reduction"] == "exact"
+        check(job, job.wait(), {kill.worker for kill in kills}, within=0.0 if exact else 1e-5)
+    return job, seen
+
+
+def lost(job: Job) -> list[int]:
+    """Actions that survivors had done and lost, by failure."""
+    return [event["redone"] for event in job.control.events if event["event"] == "reconciled"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize(("worker", "phase", "nth"), [
+    ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "backward", 0), ("1:0", "forward", 3)])
+def test_survivors_lose_nothing_that_they_have_done(worker, phase, nth, reduction, seed):
+    job, seen = ended(SHAPE.with_settings(reduction=reduction), [Moment(worker, phase, 1, nth)], seed)
+    if seed:  # with NCCL's rules what was under way when the generation ended has to begin again, and all with it
+        return
+    assert lost(job) == [0]
+    begun = Counter(moment.phase for moment in seen if moment.iteration == 1 and moment.worker != worker)
+    # An action that waits for its message when the generation ends begins once more.
+    assert begun["forward"] <= 3 * 2 * 4 + 5, begun
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("phase", ["reduce", "reduced", "stepped"])
+def test_a_stage_that_has_reduced_does_so_again_from_what_it_has_kept(phase, reduction):
+    """Its peers, or the other stage, may be an iteration ahead: of that iteration some is lost, of this one nothing."""
+    _, seen = ended(SHAPE.with_settings(reduction=reduction), [Moment("1:1", phase, 1)])
+    begun = Counter(moment.phase for moment in seen if moment.iteration == 1 and moment.worker != "1:1")
+    assert all(begun[phase] <= 3 * 2 * 4 + 5 for phase in MICRO), begun
+
+
+def test_nothing_is_kept_without_messages():
+    shape = SHAPE.with_settings(keep_messages="none")
+    job, _ = ended(shape, [Moment("1:1", "backward", 1, 2)])
+    assert lost(job)[0] > 0
+
+
+@pytest.mark.parametrize("second", [Moment("2:1", "recovering", 1), Moment("2:1", "forward", 1, 5),
+                                    Moment("0:0", "backward", 1, 4), Moment("2:0", "reduce", 1)])
+def test_a_second_death_while_the_rest_is_run(second):
+    """Of a peer that runs the share of the first, of a neighbour whose messages it needs."""
+    job, _ = ended(SHAPE, [Moment("1:1", "backward", 1, 1), second])
+    assert len(lost(job)) >= 1
+
+
+@pytest.mark.parametrize("worker", ["0:0", "1:1"])
+def test_work_on_a_wrong_guess_is_not_kept(worker):
+    """Every step is wrong at first: the next iteration was begun with parameters that are not to be."""
+    shape = replace(SHAPES["clipped"], microbatches=4)
+    for nth in range(3):
+        ended(shape, [Moment(worker, "forward", 1, nth)], seed=nth)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_gradient_may_come_before_the_forward_that_is_run_once_more(seed):
+    """0:0 has sent nothing yet, and so does not know the shapes of the gradients that 1:1 has kept for it."""
+    held, kill = Moment("0:0", "stepped", 0), Moment("1:0", "weight", 1)
+    job = Job(Shape(2, 2, 4, 3, blocks=6, chunks=2), [kill], holds=[held], seed=seed)
+    with job:
+        job.wait_event("decided", generation=2)
+        job.release(held)
+        check(job, job.wait(), {"1:0"})
+
+
+def test_a_failure_while_kept_messages_are_sent_again(monkeypatch):
+    """It is none of the worker that sends them, which takes them up in the next generation. With an order of transfers
+    it meets the failure before the first of them is sent."""
+    held, kill = Moment("2:0", "stepped", 0), Moment("1:2", "weight", 1)
+    job = Job(Shape(3, 3, 4, 3), [kill], holds=[held], seed=1)
+    take_up, post_before, interrupted = Attempt._take_up, Transport._post_before, list[Transport]()
+
+    def meanwhile(attempt: Attempt, kept: Kept) -> None:
+        site, standing, plan = attempt._site, attempt._stepper.standing, attempt._program.plan
+        again = [to for action in kept.done if (to := passes_on(plan, site.place.me, action))]
+        if site.place.name != "2:2" and len(again) > 1 and not interrupted:
+            interrupted.append(attempt._generation.transport)
+            job.control.lost("2:2")
+            job.wait_for(lambda: site.interrupted(standing), "the next generation")
+        take_up(attempt, kept)
+
+    def aborted(transport: Transport, message: Message, sent: bool) -> None:
+        if transport in interrupted:
+            raise GenerationOver("aborted")
+        post_before(transport, message, sent)
+
+    monkeypatch.setattr(Attempt, "_take_up", meanwhile)
+    monkeypatch.setattr(Transport, "_post_before", aborted)
+    with job:
+        job.wait_event("decided", generation=2)
+        job.release(held)
+        check(job, job.wait(), {"1:2", "2:2"})
+    assert interrupted
