@@ -155,7 +155,7 @@ class _Launchers:
 
 
 def test_a_commit_that_was_told_just_before_a_coordinator_died_is_not_told_again():
-    """A killed coordinator may have told of what its journal does not note yet. A job that goes back commits it anew."""
+    """A killed coordinator may have told of a commit that its journal lacks. A job that goes back commits it anew."""
     heard: list[Any] = []
     before = [{"event": "committed", "iteration": k} for k in (0, 1)]
     launchers: Any = _Launchers()
