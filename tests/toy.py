@@ -43,7 +43,6 @@ class ToyStage:
     settings: Mapping[str, Any] = {}
     tied_stages: tuple[tuple[int, ...], ...] = ()
     ties: Sequence[Tie] = ()
-    functions: Sequence[Any] = ()
     may_guess_wrong = False
     shards: ShardedOptimizer | None = None
 

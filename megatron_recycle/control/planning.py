@@ -122,13 +122,16 @@ class Planning:
             return plan
         return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
-    def redo(self, plan: Mapping[str, Any], done: Mapping[str, Sequence[str]]) -> dict[str, Any] | None:
-        """A plan for the rest of an iteration of ``plan`` that begins with the actions which are ``done``, by worker;
-        None if there is none, or if the rest takes longer than the whole. Raises PlanError."""
+    def redo(self, plan: Mapping[str, Any], done: Mapping[str, Sequence[str]],
+             closed: Sequence[int] = ()) -> dict[str, Any] | None:
+        """A plan for the rest of an iteration of ``plan`` that begins with the actions which are ``done``, by worker,
+        and with all actions of the stages that are ``closed`` (`planner.redo`); None if there is none, or if the rest
+        takes longer than the whole, which nobody has left. Raises PlanError."""
         whole = Plan.from_json(dict(plan))
         rest = redo(whole, {
-            Worker.parse(name): [Action.parse(action) for action in actions] for name, actions in done.items()})
-        return None if rest is None or rest.makespan > whole.makespan else self._hand_out(rest)
+            Worker.parse(name): [Action.parse(action) for action in actions] for name, actions in done.items()}, closed)
+        longer = rest is not None and rest.makespan > whole.makespan and not closed
+        return None if rest is None or longer else self._hand_out(rest)
 
     def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""

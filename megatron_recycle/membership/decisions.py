@@ -98,11 +98,13 @@ class MakeRedo:
     """Plan the rest of an iteration that a failure has interrupted, and feed `Redone`.
 
     `plan` is the generation's; `done` has the actions that each live worker has done of the iteration, in its order.
+    Nothing of the stages that are `closed` is to be run again.
     """
 
     generation: int
     plan: Message
     done: Mapping[str, Sequence[str]]
+    closed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

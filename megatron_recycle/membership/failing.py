@@ -328,13 +328,14 @@ def _go(state: State, now: float) -> Step:
             state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
     if state.redo is None and (done := redo.done(state, resume)):
-        return state.with_(redo=redo.asked(state, resume, done)), (MakeRedo(state.generation, state.plan, done),)
+        return state.with_(redo=redo.asked(state, resume, done)), (
+            MakeRedo(state.generation, state.plan, done, resume.closed),)
     if state.redo is not None and not state.redo.known:
         return state, ()
-    carry = policies.carried(state, resume)
+    carry, back = policies.carried(state, resume), redo.repeated(state, resume, now)
     resume = redo.without_kept(state, policies.without_loss(state, resume, carry))
     carry = carry or redo.carried(state, resume)
-    plan, back = state.plan, tuple[dict[str, Any], ...]()
+    plan = state.plan
     if resume.restored:
         state, back = guarding.went_back(state, resume, now)
     go = {

@@ -159,7 +159,8 @@ REPORT = {
     "verdict": (dict, type(None)),
     "actions": int,
 }
-OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "guard": dict, "kept": list}
+OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "guard": dict, "kept": list,
+                   "closed": dict}
 """Further fields of a report (see `resume.decide`); one of a wrong type is refused all the same."""
 
 
@@ -205,6 +206,8 @@ def check_report(report: Mapping[str, Any]) -> None:
             raise WireError("report: kept does not say whether it is provisional")
         if not all(isinstance(action, str) and _ACTION.match(action) for action in attempt["actions"]):
             raise WireError("report: kept has something that is no action")
+    if "closed" in report:
+        _fields("report: closed", report["closed"], {"iteration": int, "loss": _NUMBER, "weight": _NUMBER})
     for name in ("back", "read"):
         if not isinstance(kept.get(name), (int, type(None))):
             raise WireError(f"report: guard goes back to {kept[name]!r:.60}, which is no iteration")

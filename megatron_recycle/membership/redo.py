@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_recycle.membership.names import in_order
 from megatron_recycle.membership.policies import policy
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Redo, State
@@ -35,19 +36,34 @@ def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) ->
 
 
 def carried(state: State, resume: Resume) -> dict[str, Any] | None:
-    """As `policies.carried`, of an iteration whose rest is planned."""
+    """As `policies.carried`, of an iteration whose rest is planned. Where a script has been given the iteration's
+    `loss` and `weight`, all are."""
     redo = state.redo
     if redo is None or redo.plan is None or redo.iteration != resume.next:
         return None
-    return {"iteration": redo.iteration, "chain": resume.attempt, "plan": redo.plan, "done": dict(redo.done),
-            "provisional": redo.provisional}
+    reported = [report["closed"] for report in state.reports.values() if "closed" in report]
+    closed = reported[0] if resume.closed else None
+    return {"iteration": redo.iteration, "chain": resume.attempt, "plan": redo.plan,
+            "done": dict(redo.plan.get("done", {})), "provisional": redo.provisional,
+            "loss": None if closed is None else [closed["loss"], closed["weight"]]}
+
+
+def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
+    """The event of an iteration that some scripts may have left, and that all run again: a message is lost with the
+    worker that made it and the one that had used it."""
+    if not resume.closed or state.closing is not None or (state.redo is not None and state.redo.plan is not None):
+        return ()
+    closed = [name for name in in_order(state.reports) if "closed" in state.reports[name]]
+    return ({"event": "repeated", "t": now, "generation": state.generation, "iteration": resume.next,
+             "workers": closed},)
 
 
 def without_kept(state: State, resume: Resume) -> Resume:
-    """``resume`` with the number of actions that are lost although somebody who did them lives."""
+    """``resume`` with the number of actions that are lost although somebody who did them lives. Where the iteration
+    begins anew no stage stays behind it."""
     redo = state.redo
     if redo is None or redo.plan is None:
-        return resume
+        return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
         min(count, _counted(state.reports[name], resume.next)) for name, count in redo.done.items()))
 

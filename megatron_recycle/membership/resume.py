@@ -27,6 +27,9 @@ class Resume:
     all that belongs to the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (one of
     `State.checkpoints`), and of shards those that are theirs by `shards`.
 
+    Stages that are `closed` hold `next` already, and their scripts may have left it: they stay where they are, and only
+    send once more what others are still to read (`runtime.rejoining`).
+
     Where the optimizer's state is cut into shards, `slices` are (worker that lacks `target`, worker that holds it,
     shard; -1: the numbers that belong to the gradient), and `shards` say who had and who is to have which.
     """
@@ -43,6 +46,7 @@ class Resume:
     checkpoint: Mapping[str, Any] | None = None
     slices: tuple[tuple[str, str, int], ...] = ()
     shards: tuple[ShardTable, ...] = ()
+    closed: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,6 +62,7 @@ class Resume:
             "checkpoint": None if self.checkpoint is None else dict(self.checkpoint),
             "slices": [list(each) for each in self.slices],
             "shards": [table.to_json() for table in self.shards],
+            "closed": list(self.closed),
         }
 
     @classmethod
@@ -66,7 +71,7 @@ class Resume:
                  "checkpoint")
         slices = tuple((to, source, shard) for to, source, shard in data["slices"])
         return cls(**{key: data[key] for key in names}, joined=tuple(data["joined"]), slices=slices,
-                   shards=tuple(map(ShardTable.from_json, data["shards"])))
+                   shards=tuple(map(ShardTable.from_json, data["shards"])), closed=tuple(data.get("closed", ())))
 
 
 @dataclass(frozen=True)
@@ -152,8 +157,10 @@ def decide(
     slices = [(to, source, held.shard) for held in holding if held.shard >= 0 for to, source in held.copies(target)]
     parts = parts_of(stages, members)
     slices += _numbers(target, parts, reports)
+    closed = tuple(stage for stage, workers in enumerate(peers)
+                   if any(reports[name].get("closed", {}).get("iteration") == following for name in workers))
     return Resume(target, following, attempt, verdict, copies, redone, slices=tuple(slices),
-                  shards=tables(parts, reports, joined, hosts, leaving))
+                  shards=tables(parts, reports, joined, hosts, leaving), closed=closed)
 
 
 @dataclass(frozen=True)

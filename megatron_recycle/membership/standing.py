@@ -93,6 +93,8 @@ class Standing:
         used: the coefficient of the last step.
         early: whether the iteration that was held last is stepped before its verdict.
         verdict, before: of the last two committed iterations, as far as this worker was there.
+        closed: the last iteration whose stage was found closed (`runtime.comm.acknowledgements`), for good or not; -1
+            for none.
         entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
         verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
         unverified: whether they are still to be compared, since a recovery.
@@ -120,6 +122,7 @@ class Standing:
     early: bool = False
     verdict: Verdict | None = None
     before: Verdict | None = None
+    closed: int = -1
     entered: int | None = None
     verified: int = -1
     unverified: bool = False
@@ -254,6 +257,24 @@ class Standing:
         undo = self.stepped == iteration and differ(self.used, right)
         return Settlement(undo, step=undo or self.stepped < iteration)
 
+    def close(self) -> None:
+        """This worker's stage has closed the last iteration: its script may leave it."""
+        assert self.held in (self.stepped, None) and not self.under_way, f"what is closed is stepped: {self}"
+        self.closed = self.stepped
+
+    @property
+    def rejoins(self) -> bool:
+        """Whether the held iteration is closed here, and others still have to do some of it after a failure."""
+        return self.held is not None and self.held == self.stepped and not self.under_way
+
+    def rejoin(self) -> None:
+        """Others go on with the held iteration, which this worker's stage has closed: it takes part in that again."""
+        assert self.rejoins and self.held == self.committed + 1, f"a closed iteration is stepped and not final: {self}"
+        assert self.held is not None
+        self.iteration, self.attempt, self.next_attempt = self.held, self.next_attempt, 1
+        self.earlier = 0
+        self.done.clear()
+
     def commit(self, verdict: Verdict, right: float) -> bool:
         """The step of the held iteration is the one that ``verdict`` asks for, with the coefficient ``right``: it is
         final. Returns whether steps are staggered from now on and were not, or the other way round."""
@@ -275,6 +296,8 @@ class Standing:
             return Reconciliation(enter=True)
         if resume.restored:
             return Reconciliation(back=True)
+        if worker.stage in resume.closed:
+            return Reconciliation()
         assert target <= self.stepped + 1 and self.committed <= target <= self.committed + 1, (
             f"{target} cannot be reached by undoing or making one step: {self}")
         pairs = sorted((Process.parse(to), Process.parse(source).worker) for to, source in resume.copies.items())
@@ -310,8 +333,10 @@ class Standing:
 
     def go_on(self, resume: Resume) -> None:
         """All stand at the same place; the next attempt is the one that the coordinator has numbered."""
-        assert self.held is None and self.committed == self.stepped == resume.target, (
-            f"all go on after iteration {resume.target}: {self}")
+        ahead = self.me.worker.stage in resume.closed
+        assert self.committed == resume.target == self.stepped - ahead and (
+            self.held == (resume.next if ahead else None)), (
+            f"all go on after iteration {resume.target}, who has closed the next one after that: {self}")
         self.next_attempt = resume.attempt
 
     # ---- checks and evaluations between two iterations

@@ -8,9 +8,11 @@ from megatron_recycle.plan.messages import (
     channels,
     comes_first,
     is_read,
+    last_reads,
     needs,
     passes_on,
     read_by,
+    readers,
     reads,
     receives,
     results_in,
@@ -32,7 +34,8 @@ from .validate import check, overfull, violations
 __all__ = [
     "AHEAD", "PASSES_ON", "STEP", "Action", "Costs", "Crossing", "DeadlockError", "Grid", "Lent", "Message",
     "Microbatch", "Pair", "Piece", "Plan", "PlanError", "Problem", "Timeline", "Transfer", "Worker", "borrowed",
-    "borrowings", "bound_of", "channels", "check", "comes_first", "is_read", "lent", "lower_bound", "needs",
-    "of_place", "overfull", "pair_of", "pairs", "passes_on", "pieces", "postings", "read_by", "reads", "receives",
-    "replay", "results_in", "rounds", "surplus", "tied_givers", "tied_pairs", "transfers", "violations",
+    "borrowings", "bound_of", "channels", "check", "comes_first", "is_read", "last_reads", "lent", "lower_bound",
+    "needs", "of_place", "overfull", "pair_of", "pairs", "passes_on", "pieces", "postings", "read_by", "readers",
+    "reads", "receives", "replay", "results_in", "rounds", "surplus", "tied_givers", "tied_pairs", "transfers",
+    "violations",
 ]

@@ -117,6 +117,20 @@ def reads(plan: Plan, me: Worker) -> tuple[tuple[Worker, Message], ...]:
     return tuple(read for action in plan.actions(me) if (read := needs(plan, me, action)))
 
 
+def readers(plan: Plan, me: Worker) -> tuple[Worker, ...]:
+    """The workers that read messages of ``me``."""
+    return tuple(sorted({passed[0] for action in plan.actions(me) if (passed := passes_on(plan, me, action))}))
+
+
+def last_reads(plan: Plan, me: Worker) -> dict[Action, tuple[Worker, ...]]:
+    """The actions of ``me`` with which it has read the last message of one worker or several."""
+    last = {read[0]: action for action in plan.actions(me) if (read := needs(plan, me, action))}
+    found: dict[Action, tuple[Worker, ...]] = {}
+    for sender, action in last.items():
+        found[action] = (*found.get(action, ()), sender)
+    return found
+
+
 def receives(plan: Plan) -> dict[Worker, int]:
     """The most receives that each worker has posted at a time.
 

@@ -9,7 +9,7 @@ worker stands.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import Action, Plan, Worker, bound_of, overfull, replay, surplus
@@ -24,10 +24,13 @@ MOST = 10_000
 ROUNDS = 3
 
 
-def redo(base: Plan, done: Mapping[Worker, Sequence[Action]]) -> Plan | None:
+def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection[int] = ()) -> Plan | None:
     """A legal plan for the rest of an iteration of which live workers have ``done`` these actions, in this order, and
     all others have done nothing. ``base`` is a legal plan for the membership from now on; if its lists begin with what
     was done, it goes on as it is. None where there is no such plan, and the iteration has to begin again.
+
+    Stages that are ``closed`` hold the iteration's gradient: nothing of them is run again. The plan lists their dead
+    workers' actions as done by a peer. None if a message that only a dead worker had made is still to be read.
 
     Lent layers are not followed: None where ``base`` lends, and no ``done`` action may have run any. Nothing here is
     random.
@@ -35,6 +38,11 @@ def redo(base: Plan, done: Mapping[Worker, Sequence[Action]]) -> Plan | None:
     begin = time.perf_counter()
     if base.crossings:
         return None
+    if closed:
+        listed = _completed(base, done, closed)
+        if listed is None:
+            return None
+        done = listed
     begun = {worker: tuple(actions) for worker, actions in done.items() if actions}
     counts = {worker: len(actions) for worker, actions in begun.items()}
     if (all(base.workers.get(worker, ())[:len(actions)] == actions for worker, actions in begun.items())
@@ -50,6 +58,41 @@ def redo(base: Plan, done: Mapping[Worker, Sequence[Action]]) -> Plan | None:
         more = min(map(surplus, plans), key=lambda counts: sum(counts.values()))
         kept = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **more}.items()}
     return None
+
+
+def _completed(base: Plan, done: Mapping[Worker, Sequence[Action]],
+               closed: Collection[int]) -> dict[Worker, tuple[Action, ...]] | None:
+    """``done`` with all actions of the ``closed`` stages. None: a message of one that is not run again is still to be
+    read, or a live worker of a closed stage has something left to do."""
+    problem = base.problem
+    kinds = "FBW" if problem.split_backward else "FB"
+    ended: dict[tuple[int, int, int], str] = {}
+    """By pipeline, micro-batch and chunk the kinds of done actions."""
+    for worker, actions in done.items():
+        for kind, d, m, place in actions:
+            node = d, m, problem.chunks_of[worker.stage][place]
+            ended[node] = ended.get(node, "") + ("BW" if kind == "FB" else kind)
+    found = {worker: tuple(actions) for worker, actions in done.items()}
+    lost: list[tuple[int, int, int]] = []
+    for stage in closed:
+        heir = base.live(stage)[0]
+        for chunk in problem.chunks_of[stage]:
+            for d, m in problem.grid.items():
+                if (d, m, chunk) not in ended:
+                    lost.append((d, m, chunk))
+                    found[heir] = (*found.get(heir, ()), *(
+                        Action(kind, d, m, problem.place_of[chunk]) for kind in kinds))
+                elif set(ended[d, m, chunk]) < set(kinds):
+                    return None
+        if problem.block and heir in found:
+            found[heir] = tuple(sorted(found[heir], key=lambda action: (kinds.index(action.kind), *action[1:])))
+    ended.update(dict.fromkeys(lost, kinds))
+    for d, m, chunk in lost:
+        if chunk + 1 < problem.chunks and "F" not in ended.get((d, m, chunk + 1), ""):
+            return None
+        if chunk and "B" not in ended.get((d, m, chunk - 1), ""):
+            return None
+    return found
 
 
 def _listed(base: Plan, done: Mapping[Worker, tuple[Action, ...]], kept: Mapping[Worker, int]) -> list[Plan]:

@@ -18,6 +18,7 @@ from megatron_recycle.plan import Action, Message, Worker, is_read, results_in
 from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
+from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
 from megatron_recycle.runtime.comm.sharded_reduction import ShardedReduction
@@ -49,17 +50,28 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
     if site.grids.reshapes(iteration):
         transport.forget_shapes()
     agreement = Agreement(site.trainable.trained, groups)
+    carried = generation.scope.carried_in(iteration)
     losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction_of(iteration),
-                       iteration, attempt, generation.left_out_of(iteration), site.place.loss_stage)
+                       iteration, attempt, generation.left_out_of(iteration), site.place.loss_stage,
+                       known=None if carried is None else carried.loss)
+    closes = may_close(site, generation, iteration)
+    acknowledgements = Acknowledgements(groups, program.readers if closes else (), program.last_reads if closes else {},
+                                        iteration, attempt)
     loans = Loans(program.terms, groups, site.trainable.neighbours)
     if len(generation.shared) > 1:  # what was sent in the last attempt but one has been read
         generation.shared[0].loans.let_go()
-    found = Exchanges(agreement, losses, loans)
+    found = Exchanges(agreement, losses, loans, acknowledgements)
     generation.shared.append(found)
     with site.phases.waiting("the last messages"):
         transport.begin((iteration, attempt))
     loans.begin()
     return found
+
+
+def may_close(site: Site, generation: Generation, iteration: int) -> bool:
+    """Whether stages find out when they are closed for ``iteration``; the same on all workers."""
+    return not site.config.settles and site.keeps_messages and _may_keep(
+        site, generation, generation.program_of(iteration), iteration)
 
 
 def _may_keep(site: Site, generation: Generation, program: Program, iteration: int) -> bool:
@@ -162,6 +174,13 @@ class Attempt:
         rest = self._program.actions[len(self._stepper.standing.done):]
         execute(self._site, self._stepper.standing, rest, handlers, self._enter, f"iteration {self._iteration}")
 
+    def close(self) -> None:
+        """Wait until the stage is closed for the iteration, if that can be found out. Raises GenerationOver."""
+        if may_close(self._site, self._generation, self._iteration):
+            with self._site.phases.waiting("the readers of its messages"):
+                self._shared.acknowledgements.close()
+            self._stepper.standing.close()
+
     def _enter(self, action: Action) -> None:
         # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.
         phase = OF_ACTION[action.kind]
@@ -175,6 +194,7 @@ class Attempt:
         self.do(action)
         self._stepper.standing.did(action)
         self._keeping.done()
+        self._shared.acknowledgements.did(action)
         self._generation.transport.post()
         self._shared.losses.poll()
         self._stepper.poll()

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.compute.edits import Edits
-from megatron_recycle.runtime.compute.find_variables import MOST
 from megatron_recycle.runtime.compute.modes import Modes
 from megatron_recycle.runtime.shards import put_back
 from megatron_recycle.runtime.site import Site
@@ -26,7 +25,6 @@ class Between:
         self._again = True
         self._edited: bool | None = None  # while the job evaluates: whether the script had changed something before
         self._in_a_row = 0  # iterations before which the script has changed something
-        self._told_limit = False
         self.find_generators()
 
     def find_generators(self) -> None:
@@ -65,22 +63,9 @@ class Between:
             named = self._edits.named()
             what = ", ".join(named[:_NAMED]) + (" and more" if named[_NAMED:] else "") or "something"
             get_logger().warning(
-                "megatron-recycle: before every iteration the script changes %s, which the model, the loss or the data "
-                "can be seen to use: each iteration waits for the commit of the last, as with step: barrier. Keep what "
-                "is only counted out of their reach (docs/between-iterations.md)", what)
-
-    def _tell_limit(self) -> None:
-        """The search for variables has stopped early: say so, once."""
-        if self._told_limit or self._edits.whole:
-            return
-        self._told_limit = True
-        if self._site.place.me.pipeline == 0:
-            remedy = ("Where the script sets such variables, set guard: none" if self._site.config.settles else
-                      "Set reduction: exact, or call settle() before the script sets such variables")
-            get_logger().warning(
-                "megatron-recycle: stage %d, its loss and its data lead to more than %d objects: variables beyond them "
-                "are not followed, and an iteration that a failure undoes is made again with what they are by then. "
-                "%s (docs/between-iterations.md)", self._site.place.me.stage, MOST, remedy)
+                "megatron-recycle: before every iteration the script changes %s, which a step changes too or is made "
+                "with: each iteration waits for the commit of the last, as with step: barrier "
+                "(docs/between-iterations.md)", what)
 
     def trained(self) -> bool:
         """An iteration is trained. Returns whether generators are to be looked for again: after the first one, since
@@ -116,7 +101,6 @@ class Between:
         """Training returns to the script."""
         standing = self._stepper.standing
         self._edits.leave(standing.committed < standing.stepped, self._site.trainable.guard.returns)
-        self._tell_limit()
 
     @contextmanager
     def apart(self, iteration: int) -> Iterator[None]:

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron_recycle.membership.standing import Epoch
-from megatron_recycle.plan import Action, Microbatch, Plan, Worker
+from megatron_recycle.plan import Action, Microbatch, Plan, Worker, last_reads, readers
+from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
@@ -56,6 +57,16 @@ class Program:
     def terms(self) -> Terms:
         """The plan's loans of layers."""
         return terms_of(self.plan)
+
+    @cached_property
+    def readers(self) -> tuple[Worker, ...]:
+        """The workers that read this one's messages."""
+        return readers(self.plan, self.me)
+
+    @cached_property
+    def last_reads(self) -> Mapping[Action, tuple[Worker, ...]]:
+        """The actions with which this worker has read the last message of others."""
+        return last_reads(self.plan, self.me)
 
     @cached_property
     def of_loss(self) -> int:
@@ -124,11 +135,13 @@ class Exchanges(NamedTuple):
         agreement: on which parameters are trained.
         losses: of the micro-batches.
         loans: of layers.
+        acknowledgements: that messages are used.
     """
 
     agreement: Agreement
     losses: LossRelay
     loans: Loans
+    acknowledgements: Acknowledgements
 
     def end(self) -> None:
         """The attempt is void, and all have begun it: bring what is under way to its end. Raises GenerationOver."""

@@ -61,6 +61,7 @@ class Carried:
         plan: each worker's list begins with what it has done.
         done: how many of its actions each worker has done.
         provisional: whether some of them were done after a guess that may turn out wrong.
+        loss: the iteration's loss and weight (`LossRelay.wait`), if some script has been given them already.
     """
 
     iteration: int
@@ -68,12 +69,15 @@ class Carried:
     plan: Plan
     done: Mapping[Worker, int]
     provisional: bool
+    loss: tuple[float, float] | None = None
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> Carried:
         """From a go."""
         done = {Worker.parse(name): count for name, count in told["done"].items() if count}
-        return cls(told["iteration"], told["chain"], Plan.from_json(told["plan"]), done, told["provisional"])
+        loss = told.get("loss")
+        return cls(told["iteration"], told["chain"], Plan.from_json(told["plan"]), done, told["provisional"],
+                   None if loss is None else (loss[0], loss[1]))
 
 
 class Keeping:

@@ -23,6 +23,7 @@ from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.guard import refresh
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.rejoining import rejoin
 from megatron_recycle.runtime.shards import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
@@ -52,14 +53,16 @@ class Loop:
         self._asked_apart = False
 
     def run_to(self, iteration: int, commit: bool = False) -> None:
-        """All iterations up to this one; ``commit``: until it is final. Raises GenerationOver and WrongGuess."""
+        """All iterations up to this one, until this worker's stage is closed for it, or, with ``commit``, until it is
+        final. Raises GenerationOver and WrongGuess."""
         # More than one iteration to run: a failure has undone a step that train() had already returned from.
         while self.standing.stepped < iteration:
             generation = self._at_boundary(self.standing.stepped + 1)
             self.site.trainable.brought = None  # training goes on from it
             with Attempt(self.site, self.stepper, generation) as attempt:
                 attempt.run()
-        if commit:
+                attempt.close()
+        if commit or self.standing.closed < iteration:
             self.stepper.wait()
 
     def _at_boundary(self, iteration: int) -> Generation:
@@ -141,6 +144,8 @@ class Loop:
     def _through_generations(self, run: Callable[[], None]) -> None:
         while True:
             try:
+                if self.stepper.rejoins:
+                    rejoin(self.site, self.stepper)
                 return run()
             except WrongGuess as guess:
                 self._roll_back(guess.drains)

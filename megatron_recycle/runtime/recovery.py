@@ -70,7 +70,7 @@ def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
     """
     await_stop(site, stepper.standing, error)
     retire(site, stepper)
-    return _follow(site, stepper, report(site, stepper.standing))
+    return _follow(site, stepper, report(site, stepper))
 
 
 def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
@@ -91,7 +91,7 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
         except GenerationOver as error:
             await_stop(site, stepper.standing, error)
             retire(site, stepper)
-        go = report(site, stepper.standing)
+        go = report(site, stepper)
 
 
 def await_stop(site: Site, standing: Standing, error: GenerationOver) -> None:
@@ -169,11 +169,12 @@ def install(site: Site, standing: Standing, generation: Generation) -> Generatio
     return generation
 
 
-def report(site: Site, standing: Standing) -> Go | None:
+def report(site: Site, stepper: Stepper) -> Go | None:
     """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first.
 
     A part of a worker that has lost another part waits here until that one is replaced. Raises JobEnded.
     """
+    standing, held = stepper.standing, stepper.held
     if site.agent.outside:
         if site.place.parts > 1:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
@@ -183,6 +184,8 @@ def report(site: Site, standing: Standing) -> Go | None:
     kept: dict[str, Any] = {"kept": [each.report(standing.committed) for each in site.current.kept.values()]}
     if site.current.torn:
         kept["torn"] = True
+    if held is not None and standing.closed == held.iteration:
+        kept["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": held.weight}
     site.agent.report(generation, {**_report(site, standing), **kept})
     return site.agent.wait_go(generation)
 

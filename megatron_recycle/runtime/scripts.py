@@ -17,6 +17,6 @@ from megatron_recycle.runtime.comm.handles import Groups
 def some_are_between(groups: Groups, standing: Standing, comes_in: bool = False) -> bool:
     """Whether the script of some peer may still change something before the next iteration; all peers take part.
     ``comes_in``: not that of this worker, which gets everything in any case. Raises GenerationOver."""
-    between = torch.tensor(float(not comes_in and standing.asked <= standing.committed))
+    between = torch.tensor(float(not comes_in and standing.asked <= standing.stepped))
     groups.stage_control.sum(between).wait()
     return bool(between)

@@ -187,6 +187,16 @@ class Site:
         return self.config.policy == "reroute" and self.place.parts == 1 and (
             wanted == "all" or (wanted == "auto" and self.stage.device.type == "cpu"))
 
+    @cached_property
+    def settles(self) -> bool:
+        """Whether training returns to the script with committed iterations only, and not with closed ones already.
+
+        With ties and shards what a failure has lost is made by several stages together, or by the peers of a stage,
+        whatever they hold.
+        """
+        return (self.config.settles or not self.keeps_messages or bool(self.stage.ties)
+                or self.stage.shards is not None)
+
     def interrupted(self, standing: Standing) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""
         return self.agent.stop_generation > standing.epoch.generation or self.agent.ended is not None

@@ -151,10 +151,6 @@ class Stage(Protocol):
         """Further objects that a step is made with and a script may replace, by name. They are compared by identity and
         as numbers, a list item by item."""
 
-    @property
-    def functions(self) -> Sequence[Any]:
-        """The script's own objects that a micro-batch is computed with, besides the model: functions, datasets."""
-
     def refer(self, references: Mapping[str, Any]) -> None:
         """Put back what `references` gave."""
 

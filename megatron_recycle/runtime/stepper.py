@@ -89,15 +89,28 @@ class Stepper:
         self.held, early = held, self.standing.early
         self._site.phases.enter(Phase.REDUCED, held.iteration)
         guess, halt = self.guess(), Halt(groups, held.iteration) if early else None
-        self.pending = Commit(held, self._site.grids.of(held.iteration), groups, guess=guess, offer=offer, plan=plan,
-                              heard=self._heard, halt=halt, last=self._site.place.loss_stage)
-        self._committer.start(self.pending)
+        self._begin_commit(held, groups, guess, halt, offer, plan)
         if early:
             self._save()
             self._step(guess)
             self.gather()
         else:
             self.wait()
+
+    @property
+    def rejoins(self) -> bool:
+        """Whether the held iteration is closed here, and its commit has not begun since a recovery."""
+        return self.pending is None and self.standing.rejoins
+
+    def commit_again(self, groups: Groups, offer: int, plan: int) -> None:
+        """Take part in the commit of the held iteration, which this worker has stepped in an earlier generation."""
+        assert self.held is not None
+        self._begin_commit(self.held, groups, self.guess(), Halt(groups, self.held.iteration), offer, plan)
+
+    def _begin_commit(self, held: Held, groups: Groups, guess: float, halt: Halt | None, offer: int, plan: int) -> None:
+        self.pending = Commit(held, self._site.grids.of(held.iteration), groups, guess=guess, offer=offer, plan=plan,
+                              heard=self._heard, halt=halt, last=self._site.place.loss_stage)
+        self._committer.start(self.pending)
 
     def wait(self) -> None:
         """Wait for the verdict on the last step, if that is still out, and make the step final.

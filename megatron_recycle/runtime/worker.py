@@ -115,7 +115,7 @@ class StageWorker:
                 return self._pass_over(iteration)
             self._between.take_in(self.settle)
             with self.site.framework.registered.inside((iteration, 0)):
-                self._loop.through_failures(lambda: self._loop.run_to(iteration, commit=self.site.config.settles))
+                self._loop.through_failures(lambda: self._loop.run_to(iteration, commit=self.site.settles))
             if self._between.trained():
                 with self._loop.telling():
                     self._between.find_generators()

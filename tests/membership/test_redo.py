@@ -57,11 +57,46 @@ def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
     decisions = all_say(cluster, w0_0=("F0.0", "F0.1"), w2_1=("F2.0",))
     (order,) = orders(decisions)
     assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and not told(decisions, "go")
-    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"source": "greedy", "digest": "sha256:1"}))
+    done = {"0:0": 2, "2:1": 1}
+    plan = {"source": "greedy", "digest": "sha256:1", "done": done}
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, plan))
     ((_, go),) = told(decisions, "go")
-    assert go["carried"] == {"iteration": ITERATION, "chain": 2, "plan": {"source": "greedy", "digest": "sha256:1"},
-                             "done": {"0:0": 2, "2:1": 1}, "provisional": False}
+    assert go["carried"] == {"iteration": ITERATION, "chain": 2, "plan": plan, "done": done, "provisional": False,
+                             "loss": None}
     assert events(decisions, "reconciled")[0]["redone"] == 0
+
+
+CLOSED = {"closed": {"iteration": ITERATION, "loss": 0.5, "weight": 7.0}}
+
+
+def one_stage_is_closed() -> tuple[Cluster, list[do.Decision]]:
+    """The second stage has closed the iteration, and a script of it may have left."""
+    cluster = stopped()
+    cluster.plan()
+    for name in cluster.state.members:
+        where = {"holds": ITERATION, "stepped": ITERATION} if name.endswith(":1") else {}
+        decisions = says(cluster, name, kept("F0.0"), **where, **(CLOSED if name == "2:1" else {}))
+    return cluster, decisions
+
+
+def test_a_stage_that_is_closed_stays_where_it_is_and_the_loss_that_a_script_has_stays():
+    cluster, decisions = one_stage_is_closed()
+    assert orders(decisions)[0].closed == (1,)
+    plan = {"digest": "sha256:1", "done": {"0:0": 1, "0:1": 3}}
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, plan))
+    ((_, go),) = told(decisions, "go")
+    assert go["resume"]["closed"] == [1] and go["resume"]["target"] == ITERATION - 1
+    assert go["carried"]["loss"] == [0.5, 7.0] and go["carried"]["done"] == plan["done"]
+    assert not events(decisions, "repeated")
+
+
+def test_where_the_rest_needs_a_closed_stage_all_run_the_iteration_again_and_say_so():
+    cluster, _ = one_stage_is_closed()
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, None))
+    ((_, go),) = told(decisions, "go")
+    assert go["resume"]["closed"] == [] and go["carried"] is None
+    (event,) = events(decisions, "repeated")
+    assert event["iteration"] == ITERATION and event["workers"] == ["2:1"]
 
 
 def test_an_iteration_whose_rest_cannot_be_planned_begins_anew():
@@ -120,6 +155,13 @@ def test_other_policies_begin_the_iteration_anew(settings: dict[str, str]):
 def test_a_report_that_names_no_attempts_is_refused(strange: Any):
     with pytest.raises(WireError):
         check_report({**report(), "kept": [strange]})
+
+
+@pytest.mark.parametrize("strange", [{}, {"iteration": "5", "loss": 1.0, "weight": 1.0}, {"iteration": 5, "loss": 1.0},
+                                     {"iteration": 5, "loss": [], "weight": 1.0}, 5])
+def test_a_report_that_names_no_closed_iteration_is_refused(strange: Any):
+    with pytest.raises(WireError):
+        check_report({**report(), "closed": strange})
 
 
 def test_an_attempt_that_ends_before_it_has_taken_up_what_is_kept_has_lost_nothing():

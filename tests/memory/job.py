@@ -266,6 +266,8 @@ class Job:
         self.shape = shape
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
+        self.after_leaving: set[tuple[str, int]] = set()
+        """Workers that have run something of an iteration which their script had left."""
         self.at = at
         self.disk = Disk(dict(shape.full))
         self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
@@ -536,6 +538,8 @@ class _Observer:
     def on(self, phase: str, iteration: int, action: Any) -> None:
         job, process = self._job, self._process
         moment = self._arrivals.at(phase, iteration)
+        if phase in ("forward", "backward", "weight") and iteration < len(process.result.losses):
+            job.after_leaving.add((process.name, iteration))
         if job.at is not None:
             job.at(job, moment)
         if moment in job.holds and moment not in job.held:
@@ -552,7 +556,8 @@ class _Observer:
 def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), came: Collection[str] = (),
           within: float = 0.0, again: bool = False) -> None:
     """The job has ended as one whose stages wait for each other would have without failures; every iteration was
-    committed once, in order.
+    committed once, in order, and nobody has run anything of an iteration that its script had left, but where the job
+    has said so.
 
     Args:
         out: who need not have come to the end.
@@ -575,6 +580,10 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
     assert [*dict.fromkeys(noted)] == [f"iteration {iteration}" for iteration in job.shape.save
                                        if iteration not in dict(job.shape.full)], noted
     assert _alike_checkpoints(job, reference, within), f"checkpoints differ\n{job.where()}"
+    said = {event["event"]: event for event in job.control.events if event["event"] in ("repeated", "restored")}
+    dead = [process for process in (*job.processes.values(), *job.former) if process.result.status == -9]
+    assert "repeated" not in said or len(dead) > 1, f"one death has lost a message\n{job.where()}"
+    assert said or not job.after_leaving, f"run after their scripts had left: {job.after_leaving}\n{job.where()}"
     committed = [event["iteration"] for event in job.control.events if event["event"] == "committed"]
     committed = sorted({*committed}) if again else committed
     assert committed == list(range(job.shape.iterations)), f"committed {committed}\n{job.where()}"

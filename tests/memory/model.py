@@ -197,7 +197,6 @@ class SmallStage:
     device = torch.device("cpu")
     factor = 1.0
     settings: Mapping[str, Any] = {}
-    functions: Sequence[Any] = ()
 
     def __init__(self, *, stages: int, stage: int, pipelines: int, microbatches: int, clipping: float = 0.0,
                  scale: float = 0.0, tied: bool = False, overflows: Collection[tuple[int, int]] = (),

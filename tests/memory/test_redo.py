@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -85,7 +86,7 @@ def test_work_on_a_wrong_guess_is_not_kept(worker):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_gradient_may_come_before_the_forward_that_is_run_once_more(seed):
     """0:0 has sent nothing yet, and so does not know the shapes of the gradients that 1:1 has kept for it."""
-    held, kill = Moment("0:0", "stepped", 0), Moment("1:0", "weight", 1)
+    held, kill = Moment("0:0", "forward", 1), Moment("1:0", "weight", 1)
     job = Job(Shape(2, 2, 4, 3, blocks=6, chunks=2), [kill], holds=[held], seed=seed)
     with job:
         job.wait_event("decided", generation=2)
@@ -96,7 +97,7 @@ def test_a_gradient_may_come_before_the_forward_that_is_run_once_more(seed):
 def test_a_failure_while_kept_messages_are_sent_again(monkeypatch):
     """It is none of the worker that sends them, which takes them up in the next generation. With an order of transfers
     it meets the failure before the first of them is sent."""
-    held, kill = Moment("2:0", "stepped", 0), Moment("1:2", "weight", 1)
+    held, kill = Moment("2:0", "forward", 1), Moment("1:2", "weight", 1)
     job = Job(Shape(3, 3, 4, 3), [kill], holds=[held], seed=1)
     take_up, post_before, interrupted = Attempt._take_up, Transport._post_before, list[Transport]()
 
@@ -121,3 +122,54 @@ def test_a_failure_while_kept_messages_are_sent_again(monkeypatch):
         job.release(held)
         check(job, job.wait(), {"1:2", "2:2"})
     assert interrupted
+
+
+ANNEALS = replace(SHAPE, microbatches=4, iterations=4, anneals=True)
+"""The script sets a variable of its loss before each iteration, which nothing can see."""
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("shape", ["3x2, four", "2x3", "3x3", "clipped now and then"])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_code_of_the_script_runs_for_an_iteration_that_it_has_left(shape, seed, reduction):
+    """Some have returned with iteration 1, and their stages are at the next one, when a worker of a stage that is not
+    closed dies (`check` sees who runs what)."""
+    draw = random.Random(seed)
+    made = replace(SHAPES[shape], microbatches=4, iterations=4, anneals=True).with_settings(reduction=reduction)
+    behind = f"{made.pipelines - 1}:0"
+    kill = Moment(behind, draw.choice(["backward", "weight"]), 1, draw.randint(2, 3))
+    job = Job(made, [kill], seed=2 * seed)
+    with job:
+        check(job, job.wait(), {behind}, within=0.0 if reduction == "exact" else 1e-5)
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+def test_a_stage_that_has_closed_an_iteration_stays_there():
+    """1:0 dies before it has reduced iteration 1, with which the last stage's scripts have gone on."""
+    held = Moment("1:0", "reduce", 1)
+    job = Job(ANNEALS, holds=[held])
+    with job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0"})
+    (go,) = [event for event in job.control.events if event["event"] == "reconciled"]
+    assert go["iteration"] == 1, "the others had still to do some of it"
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_so(reduction):
+    """1:1 made the gradient that 1:0 used; the last stage has left the iteration."""
+    held = Moment("1:0", "reduce", 1)
+    job = Job(replace(ANNEALS, anneals=False).with_settings(reduction=reduction), holds=[held])
+    with job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.kills.add(Moment("1:1", "recovering", 1))
+        job.kills.add(Moment("1:1", "recovering", 2))
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0", "1:1"}, within=0.0 if reduction == "exact" else 1e-5)
+    (event,) = [event for event in job.control.events if event["event"] == "repeated"]
+    assert event["iteration"] == 1 and set(event["workers"]) == {"0:1", "2:1"}

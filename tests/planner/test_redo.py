@@ -22,6 +22,8 @@ from megatron_recycle.plan import (
     Transfer,
     Worker,
     channels,
+    needs,
+    passes_on,
     reads,
     replay,
     surplus,
@@ -299,3 +301,52 @@ def test_the_table_and_the_drawing_are_of_what_is_left():
     row = next(line for line in drawing(rest, 80, False).splitlines() if line.startswith("   0:1"))
     assert sorted(row[8:].replace("·", "")) == sorted("FBWffbbww")
     assert bubbles(rest) == 1 - (2 + 6 + 9) / (3 * rest.makespan)
+
+
+def closed_in(plan: Plan, done: Done) -> list[int]:
+    """The stages whose workers have done all that they list, and whose messages are all used."""
+    used = {(worker, message) for worker, listed in done.items() for action in listed
+            if (read := needs(plan, worker, action)) for message in [read[1]]}
+    unused = {worker for worker, listed in plan.workers.items() for action in listed
+              if (sent := passes_on(plan, worker, action)) and sent not in used}
+    return [stage for stage in range(plan.problem.grid.stages)
+            if all(worker not in unused and len(done[worker]) == len(plan.workers[worker]) - 1
+                   for worker in plan.live(stage))]
+
+
+@settings(max_examples=80, deadline=None)
+@given(problem=problems(), seed=st.integers(0, 10 ** 6))
+def test_nothing_of_a_stage_that_is_closed_is_run_again_after_one_death(problem, seed):
+    """Its scripts may have left the iteration."""
+    draw, plan = random.Random(seed), quick(problem)
+    total = sum(len(listed) - 1 for listed in plan.workers.values())
+    done = cut(plan, total - draw.randrange(1 + total // 4), draw)
+    closed = closed_in(plan, done)
+    after = killed(problem, draw, most=1)
+    if after is None:
+        return
+    kept = {worker: done[worker] for worker in after.live_workers()}
+    rest = redo(quick(after), kept, closed)
+    if rest is None:
+        assert problem.cap or problem.block
+        return
+    assert violations(rest) == []
+    for worker, listed in rest.workers.items():
+        assert set(kept.get(worker, ())) <= set(listed[:rest.done.get(worker, 0)])
+        assert worker.stage not in closed or rest.rest(worker) == (Action("S"),)
+        for action in rest.rest(worker):
+            read = needs(rest, worker, action)
+            if read is not None and read[0].stage in closed:
+                made = {sent[1] for each in kept[read[0]] if (sent := passes_on(rest, read[0], each))}
+                assert read[1] in made, "it is in a live worker's log"
+
+
+def test_a_message_that_only_the_dead_had_stops_a_closed_stage():
+    """1:1 had made the gradient, and 1:0 had used it: the stage would have to run it again."""
+    done = {worker: tuple(listed[:-1]) for worker, listed in quick(grid_of(3, 2, 2)).workers.items()}
+    both = grid_of(3, 2, 2, ("1:0", "1:1"))
+    kept = {worker: done[worker] for worker in both.live_workers()}
+    assert redo(quick(both), kept, [1]) is None
+    one = grid_of(3, 2, 2, ("1:0",))
+    rest = redo(quick(one), {worker: done[worker] for worker in one.live_workers()}, [1])
+    assert rest is not None and {worker.stage for worker in rest.workers if len(rest.rest(worker)) > 1} == {0}

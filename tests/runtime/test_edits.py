@@ -20,12 +20,11 @@ from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer,
 class OneWeight:
     """A stage of one parameter; a step adds 1 to it and halves the rate."""
 
-    functions: tuple[Any, ...] = ()
     shards: ShardedOptimizer | None = None
 
     def __init__(self, may_guess_wrong: bool = False) -> None:
         self.module = nn.Module()
-        self.module.weight, self.module.drop = nn.Parameter(torch.zeros(2)), 0.5
+        self.module.weight = nn.Parameter(torch.zeros(2))
         self.rate, self.clipping, self.may_guess_wrong = 1.0, 0.0, may_guess_wrong
 
     def step(self) -> None:
@@ -59,7 +58,7 @@ def test_what_is_set_by_hand_outlives_an_undone_step():
     stage.step()
     edits.leave(open_=True)
     assert not edits.found()
-    stage.rate, stage.clipping, stage.module.drop = 0.3, 2.0, 0.1
+    stage.rate, stage.clipping = 0.3, 2.0
     stage.module.weight.data.mul_(10)
     assert edits.found()
 
@@ -67,11 +66,11 @@ def test_what_is_set_by_hand_outlives_an_undone_step():
         stage.module.weight.data.fill_(1.0)
 
     with edits.apart(0, remake):
-        assert (stage.rate, stage.clipping, stage.module.drop) == (0.5, 0.0, 0.5)
+        assert (stage.rate, stage.clipping) == (0.5, 0.0)
         assert stage.module.weight.tolist() == [1, 1]
         stage.undo()
         stage.step()
-    assert (stage.rate, stage.clipping, stage.module.drop) == (0.3, 2.0, 0.1)
+    assert (stage.rate, stage.clipping) == (0.3, 2.0)
     assert stage.module.weight.tolist() == [10, 10]
     assert not edits.found()
 
@@ -116,20 +115,16 @@ def test_what_is_changed_on_a_final_step_simply_stands():
 
 
 def test_what_is_changed_after_the_verdict_has_come_stands_but_is_refused_as_before_it():
-    """What is refused does not depend on who is faster; and what the change brings along is watched."""
+    """What is refused does not depend on who is faster."""
     stage, wrong = OneWeight(), OneWeight(may_guess_wrong=True)
     edits, of_wrong = Edits(stage), Edits(wrong)
     edits.leave(open_=True)
     of_wrong.leave(open_=True)
     stage.rate = wrong.rate = 0.3
-    stage.module.drop = {"rate": 0.1}
     stage.module.weight.data[0] = 5.0
     assert edits.found() and not edits.found(final=True) and not of_wrong.found(final=True)
     wrong.module.weight.data[0] = 5.0
     assert of_wrong.found(final=True)
-    edits.leave(open_=True)
-    stage.module.drop["rate"] = 0.2
-    assert edits.found()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -186,7 +181,7 @@ def test_an_iteration_that_is_run_again_trains_what_it_trained():
 
 
 def test_a_stage_without_parameters_has_nothing_to_look_at():
-    stage = SimpleNamespace(state=dict, references={}, counters=dict, module=nn.Module(), functions=(), shards=None)
+    stage = SimpleNamespace(state=dict, references={}, counters=dict, module=nn.Module(), shards=None)
     edits = Edits(stage)
     edits.leave(open_=True)
     assert not edits.found()

@@ -118,8 +118,7 @@ class RecyclePipelineEngine(WrappingEngine):
         if self.wall_clock_breakdown():
             self.timers: Any = Timers()
         self._options = options
-        self._stage = DeepSpeedStage(self, self.sharded or self.masters, settings, speaks=self.speaks,
-                                     read_with=(self._dataset, options.data))
+        self._stage = DeepSpeedStage(self, self.sharded or self.masters, settings, speaks=self.speaks)
         layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
         self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
         place = place_of(self)

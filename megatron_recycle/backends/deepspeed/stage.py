@@ -59,15 +59,13 @@ class DeepSpeedStage:
         keeper: its optimizer, if that has fp32 copies of 16-bit parameters, or shards.
         settings: of the job.
         speaks: whether this worker says what is said once in a job.
-        read_with: the script's, that micro-batches are read with (datasets, functions).
     """
 
     report_width = 0
     settings: Mapping[str, Any] = {}
 
     def __init__(self, engine: PipelineEngine, keeper: MasterWeightOptimizer | ZeroOptimizer | None,
-                 settings: RecycleConfig,
-                 speaks: Callable[[], bool], read_with: Sequence[Any]) -> None:
+                 settings: RecycleConfig, speaks: Callable[[], bool]) -> None:
         masters = keeper if isinstance(keeper, MasterWeightOptimizer) else None
         self._zero = keeper if isinstance(keeper, ZeroOptimizer) else None
         self.shards = self._zero.shards if self._zero is not None else None
@@ -76,7 +74,6 @@ class DeepSpeedStage:
         self.averaging: Averaging = "after" if self._zero is None else self._zero.averaging
         self._staggered = settings.step == "staggered"
         self._speaks = speaks
-        self._read_with = read_with
         self.device = engine.device
         self.passed = 0.0
         """The squared gradient norm of an iteration that the script passes over."""
@@ -245,11 +242,6 @@ class DeepSpeedStage:
         return {"groups": list(engine.optimizer.param_groups), "clipping": engine.gradient_clipping(),
                 "sizes": [engine.train_batch_size(), engine.gradient_accumulation_steps()],
                 "loss_fn": engine.module.loss_fn, **{name: getattr(engine, name) for name in _REFERENCES}}
-
-    @property
-    def functions(self) -> Sequence[Any]:
-        engine = self._engine
-        return engine.module.loss_fn, engine.batch_fn, engine.collate_fn, *self._read_with
 
     def refer(self, references: Mapping[str, Any]) -> None:
         engine = self._engine

@@ -239,7 +239,6 @@ class MegatronStage:
     def reset_state(self, names: Collection[str]) -> None:
         self._state.reset(names)
 
-    functions: Sequence[Any] = ()
 
     @property
     def references(self) -> dict[str, Any]:

@@ -73,11 +73,6 @@ class _Line:
             source = last[others.index(groups.me) % len(last)]
             self._receiving = groups.control.receive(self._numbers, ranks[source], tag)
 
-    @property
-    def hears(self) -> bool:
-        """Whether the numbers come from another worker."""
-        return self._receiving is not None
-
     def tell(self, known: tuple[float, float]) -> None:
         """Send the numbers to the workers that this one is responsible for."""
         self._numbers.copy_(torch.tensor(known, dtype=torch.float64))
@@ -102,19 +97,22 @@ class LossRelay:
         iteration, attempt: name the messages.
         left_out: micro-batches that this iteration goes without; the mean is of those that run.
         stage: whose workers compute the loss; None: the last one.
+        known: what `wait` returns, where some script has been given it already; it is not computed again then.
 
     Attributes:
         reports: (total micro-batches, width), at the last stage, once `wait` has returned.
     """
 
     def __init__(self, groups: Groups, grid: Grid, width: int, reduction: Reduction, iteration: int,
-                 attempt: int, left_out: int = 0, stage: int | None = None) -> None:
+                 attempt: int, left_out: int = 0, stage: int | None = None,
+                 known: tuple[float, float] | None = None) -> None:
         self._groups, self._grid, self._reduction = groups, grid, reduction
         self._share = grid.total / (grid.total - left_out) if left_out < grid.total else math.nan
         last = grid.stages - 1 if stage is None else stage
-        self._line = _Line(groups, last, LOSSES[iteration * _ATTEMPTS + attempt % _ATTEMPTS])
+        self._computes = groups.me in groups.peers(last)
+        self._line = None if known else _Line(groups, last, LOSSES[iteration * _ATTEMPTS + attempt % _ATTEMPTS])
         self._addition: _Addition | None = None
-        self._known: tuple[float, float] | None = None
+        self._known = known
         self.reports = torch.zeros(grid.total, width, dtype=torch.float64)
 
     def add(self, losses: Mapping[tuple[int, int], torch.Tensor],
@@ -145,18 +143,22 @@ class LossRelay:
         if self._known is None:
             if self._addition is not None:
                 return self._tell(self._addition)
+            assert self._line is not None
             self._known = self._line.hear()
+        elif self._line is None and self._addition is not None:
+            self._addition.wait()  # for the reports
         return self._known
 
     def end(self) -> None:
         """The attempt is void: take part in what the others may have begun, so that nothing of it is under way. Raises
         GenerationOver."""
-        if self._addition is None and not self._line.hears:
+        if self._addition is None and self._computes:
             self.add({}, {})
         self.wait()
 
     def _tell(self, addition: _Addition) -> tuple[float, float]:
         mean, weight = addition.wait()
         self._known = mean * self._share, weight
+        assert self._line is not None
         self._line.tell(self._known)
         return self._known

@@ -86,6 +86,8 @@ COMMITS = CONTROL.take("an iteration's commit", 2**29, again=True)
 DRAINS = CONTROL.take("how far a void iteration has come", 2**20, again=True)
 """By iteration."""
 
+USED = CONTROL.take("that an iteration's messages are used", 2**24, again=True)
+"""By iteration and attempt."""
 HALTS = CONTROL.take("where a void iteration ends", 2**20, again=True)
 """By iteration."""
 GUARD = CONTROL.take("a copy of a stage's state", 2**28)

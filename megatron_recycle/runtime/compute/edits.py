@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.runtime.compute.variables import Variables
 from megatron_recycle.runtime.stage import Stage
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -44,7 +43,6 @@ class _Left:
     tensors: _Versions
     shards: _Versions
     sums: _Sums
-    variables: Variables
     open: bool
     """Whether the last step could still be undone."""
 
@@ -59,7 +57,6 @@ class Edits:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._left: _Left | None = None
-        self._variables: Variables | None = None
         self._words = _Words({})
 
     def leave(self, open_: bool, watched: bool = False) -> None:
@@ -68,16 +65,8 @@ class Edits:
         self._left = None
         if open_ or watched:
             tensors = self._stage.state()
-            if self._variables is None:
-                self._variables = Variables(self._stage.module, self._stage.functions)
-            self._variables.keep()
             self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors),
-                               _of_shards(self._stage), self._summed(tensors), self._variables, open_)
-
-    @property
-    def whole(self) -> bool:
-        """Whether all variables that might have been changed are known (`Variables.whole`)."""
-        return self._variables is None or self._variables.whole
+                               _of_shards(self._stage), self._summed(tensors), open_)
 
     def forget(self) -> None:
         """What there was on return does not count any more."""
@@ -93,7 +82,6 @@ class Edits:
         if left is None:
             return False
         if final:
-            left.variables.changes()  # the insides of new values are watched from the next return on
             return left.open and bool(self._written_shards(left) or (
                 self._stage.may_guess_wrong and self._written(left)))
         return not self._alike_beside_tensors(left) or bool(self._written(left) or self._written_shards(left))
@@ -105,16 +93,11 @@ class Edits:
         clean = self._left is not None and self._alike_beside_tensors(self._left)
         yield
         if clean and self._left is not None:
-            self._left.variables.keep()
             self._left = replace(self._left, references=self._stage.references, counters=self._stage.counters())
 
     def named(self) -> list[str]:
-        """Names of what the script has changed, of variables and tensors that have one."""
-        left = self._left
-        if left is None:
-            return []
-        changed = {str(change.name) for change in left.variables.changes() if change.name}
-        return sorted(changed | set(self._written(left)))
+        """Names of the tensors that the script has changed."""
+        return [] if self._left is None else self._written(self._left)
 
     @contextmanager
     def apart(self, iteration: int, remake: Callable[[], None]) -> Iterator[None]:
@@ -133,7 +116,6 @@ class Edits:
             yield
             return
         references, counters = self._stage.references, self._stage.counters()
-        changes = left.variables.changes()
         written = self._written(left)
         state = self._stage.state()
         of_shards = self._written_shards(left)
@@ -144,15 +126,11 @@ class Edits:
         kept = {name: state[name].clone() for name in written}
         self._stage.refer(left.references)
         self._stage.set_counters(left.counters)
-        for change in changes:
-            change.undo()
         if written:
             remake()
         yield
         now = self._stage.counters()
         self._stage.refer(references)
-        for change in changes:
-            change.redo()
         self._stage.set_counters(merged(left.counters, counters, now))
         with torch.no_grad():
             state = self._stage.state()
@@ -166,9 +144,9 @@ class Edits:
             raise UnsupportedError(f"the script took parameters out of the model {_MAY_CHANGE.format(iteration)}")
 
     def _alike_beside_tensors(self, left: _Left) -> bool:
-        """Whether references, counters and variables are what they were."""
+        """Whether references and counters are what they were."""
         return (same(left.references, self._stage.references)
-                and same(_of_now(left.counters), _of_now(self._stage.counters())) and not left.variables.changes())
+                and same(_of_now(left.counters), _of_now(self._stage.counters())))
 
     def _written(self, left: _Left) -> list[str]:
         """Names of the tensors that the script has written to, or put others in the place of."""

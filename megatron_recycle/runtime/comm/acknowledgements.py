@@ -1,0 +1,63 @@
+"""When a worker may leave an iteration: its stage has all that it needs of it, and owes nothing.
+
+A stage is *closed* for an iteration once all its live workers hold the reduced gradient, and all messages that they
+have sent have been used by their readers. Then nothing of it is run at that stage again when a worker dies: a script
+that has left the iteration is not asked for it once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_recycle.plan import Action, Worker
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.reduction import count
+from megatron_recycle.runtime.comm.tags import USED
+
+_ATTEMPTS = 256  # attempts at an iteration that have tags of their own
+
+
+class Acknowledgements:
+    """One worker's part in closing its stage for one attempt at an iteration.
+
+    A reader says once to each sender that it has used all messages of that sender's; the stage's workers then add up
+    that all of them have heard so. gloo's own word that a message has left is no proof that it has come.
+
+    Args:
+        groups: the generation's handles.
+        readers, last_reads: of the attempt's plan (`plan.readers`, `plan.last_reads`).
+        iteration, attempt: name the messages.
+    """
+
+    def __init__(self, groups: Groups, readers: Sequence[Worker], last_reads: Mapping[Action, Sequence[Worker]],
+                 iteration: int, attempt: int) -> None:
+        self._groups, self._readers, self._owed = groups, readers, dict(last_reads)
+        self._tag = USED[iteration * _ATTEMPTS + attempt % _ATTEMPTS]
+        self._sends: list[Pending] = []
+
+    def did(self, action: Action) -> None:
+        """``action`` is done, and its message used. Raises GenerationOver."""
+        for sender in self._owed.pop(action, ()):
+            self._acknowledge(sender)
+
+    def close(self) -> None:
+        """Wait until the stage is closed; all its workers hold the gradient. Raises GenerationOver."""
+        self._hear()
+        count(self._groups.stage_control, True)
+
+    def end(self) -> None:
+        """The attempt is void, and all have begun it: bring what is under way to its end. Raises GenerationOver."""
+        for action in [*self._owed]:
+            self.did(action)
+        self._hear()
+
+    def _acknowledge(self, sender: Worker) -> None:
+        self._sends.append(self._groups.control.send(torch.ones(1), self._groups.control_ranks[sender], self._tag))
+
+    def _hear(self) -> None:
+        for pending in [self._groups.control.receive(torch.zeros(1), self._groups.control_ranks[reader], self._tag)
+                        for reader in self._readers]:
+            pending.wait()

@@ -1,0 +1,32 @@
+"""A worker whose stage is closed for an iteration, after a failure that has lost some of it at other stages.
+
+Its script may have left the iteration: nothing of it is run here again, and its step stays. Others go on with it, and
+read messages that this worker has kept; then all commit it.
+"""
+
+from __future__ import annotations
+
+from megatron_recycle.plan import passes_on
+from megatron_recycle.runtime.attempt import opened
+from megatron_recycle.runtime.lent.loans import acceptable
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stepper import Stepper
+
+
+def rejoin(site: Site, stepper: Stepper) -> None:
+    """Send once more what others are still to read, and take part in the commit. Raises GenerationOver."""
+    standing, generation = stepper.standing, site.current.get()
+    standing.rejoin()
+    iteration = standing.iteration
+    program, kept = generation.program_of(iteration), site.current.kept[iteration]
+    site.meters.memory.give_up()  # the next iteration may have been under way, which begins anew
+    shared = opened(site, generation, iteration, standing.attempt)
+    for action in program.actions:
+        sent = passes_on(program.plan, site.place.me, action)
+        if sent is not None:
+            generation.transport.send(sent[1], kept.log[sent[1]])
+    shared.agreement.check(iteration)
+    shared.losses.wait()
+    offer = standing.promises.new(site.agent.offer)
+    offer = acceptable(offer, site.trainable.neighbours, site.agent, site.place.me)
+    stepper.commit_again(generation.groups, standing.promises.promise(iteration, offer), program.number)
