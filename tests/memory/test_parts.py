@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.halting import OUT, last_actions
-from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Moment, Shape, check
 from tests.memory.model import Data, SmallStage, batch
 from tests.memory.scenes import PHASES
@@ -95,43 +93,6 @@ def test_wrong_guesses_leave_the_bits_of_waiting_and_all_communicators(seed: int
     shape = random.Random(seed).choice([CLIPPED, replace(CLIPPED, stages=2), replace(CLIPPED, parts=4)])
     with Job(shape, seed=seed, slow=random.Random(seed).choice([0.0, 0.1, 0.5])) as job:
         ends_on_its_first_communicators(job)
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("nth", [0, 1])
-def test_a_part_that_is_behind_runs_on_to_where_its_sibling_waits_for_it(seed: int, nth: int):
-    """The other one is inside an action, in a collective, and nothing but an abort would get it out. Which of them is
-    behind does not matter, nor that others wait for what they would send."""
-    behind = Moment("1:1.0", "forward", 1, nth)
-    with Job(CLIPPED, holds=[behind, VERDICT], seed=seed) as job:
-        job.wait_held()
-        job.wait_waiting(r"worker1:1: a sum")
-        job.release(VERDICT)
-        job.wait_waiting(r"rank 2 .*how far a void iteration has come")
-        job.release(behind)
-        ends_on_its_first_communicators(job)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_a_part_whose_script_alone_asks_for_the_verdict_costs_new_communicators(seed: int, monkeypatch: Any):
-    """It does not begin the iteration in which its sibling waits for it: that one has to be got out."""
-    train = StageWorker.train
-
-    def train_and_settle(worker: StageWorker, iteration: int) -> float:
-        loss = train(worker, iteration)
-        if worker.site.place.name == "1:1.0":
-            worker.settle()
-        return loss
-
-    monkeypatch.setattr(StageWorker, "train", train_and_settle)
-    asks = Moment("1:1.0", "stepped", 0)
-    with Job(CLIPPED, holds=[asks, VERDICT], seed=seed) as job:
-        job.wait_held()
-        job.wait_waiting(r"worker1:1: a sum")
-        job.release(VERDICT)
-        job.release(asks)
-        check(job, job.wait())
-    assert {process.worker.standing.epoch.renewal > 0 for process in job.processes.values()} == {True}
 
 
 def test_where_the_parts_stop():
