@@ -289,5 +289,5 @@ def test_the_rest_of_an_iteration_is_planned_where_that_takes_less_than_the_whol
     assert handed_out[-1].digest == rest["digest"]
 
     longer = replace(Plan.from_json(rest), makespan=whole["makespan"] + 1)
-    monkeypatch.setattr("megatron_recycle.control.planning.redo", lambda base, done: longer)
+    monkeypatch.setattr("megatron_recycle.control.planning.redo", lambda base, done, closed: longer)
     assert made.redo(whole, {"0:0": [first]}) is None and handed_out[-1].digest == rest["digest"]

@@ -27,7 +27,7 @@ def test_generation_one_forms_when_the_last_worker_is_ready() -> None:
     assert go["generation"] == 1
     assert go["resume"] == {"target": -1, "next": 0, "attempt": 1, "verdict": None, "copies": {}, "redone": 0,
                             "joined": [], "restored": {}, "regained": -1, "checkpoint": None,
-                            "slices": [], "shards": []}
+                            "slices": [], "shards": [], "closed": []}
 
 
 def test_workers_that_disagree_on_the_job_end_it_and_the_key_is_named() -> None:
