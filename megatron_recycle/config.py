@@ -66,8 +66,8 @@ class RecycleConfig:
         "what a failure leads to; reroute: peers take over the micro-batches; drop: the hit pipeline is left out and "
         "its micro-batches are dealt to the others; rollback: both are left out until a replacement comes, and the "
         "iteration in flight is made again without them; lossy_forward: the same, but the others go on with that "
-        "iteration where they stand; restart: all end, and `recycle run --restarts N` starts the script again from its "
-        "last checkpoint",
+        "iteration where they stand; restart: all end, and `recycle run --job-restarts N` starts the script again from "
+        "its last checkpoint",
         choices=("reroute", "drop", "rollback", "lossy_forward", "restart"),
     )
     keep_messages: str = _option(
@@ -456,7 +456,7 @@ def _refuse_unknown(section: Mapping[str, Any] | None, environ: Mapping[str, str
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f'unknown key "{key}" in the JSON section "{SECTION}"; the nearest known key is "{near}" '
-                f"(all of them: {', '.join(names)})"
+                "(docs/configuration.md has all)"
             )
     known = [variable(name) for name in names]
     for key in environ:

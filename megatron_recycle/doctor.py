@@ -102,11 +102,10 @@ def _version(name: str, wanted: str) -> Check:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         if name == "torch":
-            return Check(name, "fail", "not installed; pip install megatron-recycle brings it")
+            return Check(name, "fail", "not installed; pip install torch")
         if name == "ortools":
             return Check(name, "warn", "not installed: plans come from the heuristic alone")
-        extra = "megatron" if name == "megatron-core" else name
-        return Check(name, "ok", f"not installed; pip install 'megatron-recycle[{extra}]' adds it")
+        return Check(name, "ok", f"not installed; pip install '{name}{wanted}' adds it")
     if wanted:
         from packaging.specifiers import SpecifierSet
 

@@ -17,7 +17,7 @@ if command -v flock >/dev/null; then
     exec 9>"$venv/.lock" # two callers at once: the second waits and then finds the work done
     flock 9
 fi
-wanted=$(pwd; cat setup.py scripts/constraints.txt scripts/setup.sh | sha256sum)
+wanted=$(pwd; (sed '/^\[tool\./,$d' pyproject.toml; cat setup.py scripts/constraints.txt scripts/setup.sh) | sha256sum)
 if [ -x "$venv/bin/recycle" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
