@@ -1,9 +1,9 @@
 """megatron-recycle: training that goes on, in the same processes, when workers fail.
 
 The public API is small: `enable()` switches the plugin on for a script, `add_arguments(parser)` adds a flag that does
-so, `RecycleConfig` holds the settings, `register_state()` has what a script keeps beside the model taken over. `Factory`
-and `Observer` are types for `enable()`; errors are those of `megatron_recycle.errors`. Importing this package loads
-neither torch nor OR-Tools: each name imports its needs when it is used.
+so, `RecycleConfig` holds the settings, `register_state()` has what a script keeps beside the model taken over.
+`Factory` and `Observer` are types for `enable()`; errors are those of `megatron_recycle.errors`. Importing this
+package loads neither torch nor OR-Tools: each name imports its needs when it is used.
 """
 
 from __future__ import annotations

@@ -30,7 +30,23 @@ ELSEWHERE = {
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser whose errors are one line."""
+    """An argparse parser whose errors are one line.
+
+    Attributes:
+        behind: the name in the namespace of what stands behind ``--``, which is not parsed; None: argparse's own way.
+    """
+
+    behind: str | None = None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """As argparse's, but for what is `behind`."""
+        if self.behind is None:
+            return super().parse_known_args(args, namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        dashes = given.index("--") if "--" in given else len(given)
+        found, unknown = super().parse_known_args(given[:dashes], namespace)
+        setattr(found, self.behind, given[dashes + 1:])
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print one line, with the nearest known name if there is one, and exit with 2."""

@@ -57,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 and the leaves. What is not listed may import all."""
 
 THIRD_PARTY: dict[str, frozenset[str]] = {
-    "torch": frozenset({"runtime", "backends", "doctor", "chaos", "launch"}),
+    "torch": frozenset({"runtime", "backends", "doctor", "rehearsal", "chaos", "launch"}),
     "deepspeed": frozenset({"backends"}),
     "megatron": frozenset({"backends"}),
     "ortools": frozenset({"planner.cpsat"}),
