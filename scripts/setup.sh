@@ -49,7 +49,7 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 
     quietly "${pip[@]}" install "${cpu_only[@]}" -c scripts/constraints.txt "$torch" || fail "cannot install $torch"
 fi
 # deepspeed is a source package: no operator is compiled here (DS_BUILD_OPS=0, its default), it only copies files.
-DS_BUILD_OPS=0 quietly "${pip[@]}" install -c scripts/constraints.txt -e '.[deepspeed,megatron,dev]' ||
+DS_BUILD_OPS=0 quietly "${pip[@]}" install -c scripts/constraints.txt -e '.[deepspeed,megatron,dev,docs]' ||
     fail "cannot install the package"
 # etcd, for the tests of `--store`: Debian's packages, unpacked beside the rest and not installed. Without them these tests
 # are skipped.
