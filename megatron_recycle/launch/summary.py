@@ -31,7 +31,7 @@ _EVERY = 1.0
 
 @dataclass
 class Failure:
-    """One worker's failure as it is shown; times in milliseconds since the failure."""
+    """One worker's failure as it is shown; times in milliseconds since it was noticed."""
 
     worker: str
     rank: int

@@ -24,14 +24,15 @@ NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient", "FB": "b
          "S": "reduce and step"}
 FAILED = "#bdbdbd"
 
+_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
 _ROW = 0.8  # height of a box, in rows
 _LARGE = 48  # from this many rows on, rows shrink and only some are labelled
 
 
 @dataclass(frozen=True)
 class Style:
-    """A picture's looks: `width` in inches; `facts`: whether a title has the plan's figures behind it; `ink`: of words and
-    lines; `clear`: on no ground of its own, for pages that are light or dark."""
+    """A picture's looks: `width` in inches; `facts`: whether a title has the plan's figures behind it; `ink`: of words
+    and lines; `clear`: on no ground of its own, for pages that are light or dark."""
 
     width: float = 13.0
     facts: bool = True
@@ -103,7 +104,7 @@ def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style
     span = max(1, *(timeline.makespan for timeline in timelines))
     with rc_context(
         {"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none", "font.size": 9,
-         **dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), style.ink)}
+         **dict.fromkeys(_INKED, style.ink)}
     ):
         figure = Figure(figsize=(style.width, sum(heights) + 0.75 * len(parts) + 0.85), layout="constrained")
         axes: Any = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights, sharex=True)
