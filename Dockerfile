@@ -3,7 +3,7 @@
 #   docker build -t recycle .                       CPU; small, for trying it out and for tests
 #   docker build --target cuda -t recycle:cuda .    NVIDIA's PyTorch, with apex and its extensions
 #   docker run --ipc=host -v "$PWD":/job recycle run --nproc 6 train.py
-#   docker run --ipc=host --entrypoint python recycle /opt/megatron-recycle/scripts/quickstart.py --output /tmp/quickstart
+#   docker run --ipc=host recycle quickstart --output /tmp/quickstart
 
 # The image of NGC that the CUDA target begins with: PyTorch 2.8, CUDA 13.0, Python 3.12, NCCL 2.27 (which shrinks).
 ARG NGC=nvcr.io/nvidia/pytorch:25.08-py3@sha256:ace9a848c0ae543317e3c4763b6b4248961c47902625abfe3c77a0fb931c50fb
@@ -29,10 +29,11 @@ COPY --from=apex /wheels /wheels
 WORKDIR /opt/megatron-recycle
 COPY setup.py pyproject.toml README.md LICENSE ./
 COPY scripts/gpt_deepspeed.py scripts/pretrain_gpt_megatron.py scripts/quickstart.py scripts/jobs.py scripts/megatron_cpu.py scripts/
+COPY scripts/slurm scripts/slurm
 COPY megatron_recycle megatron_recycle
 # The base's constraints keep its own torch: without them PyPI's would replace it. The imports need no GPU.
 RUN pip install --no-cache-dir --no-deps --force-reinstall /wheels/*.whl \
-    && pip install --no-cache-dir --constraint /etc/pip/constraint.txt ".[deepspeed,megatron]" \
+    && pip install --no-cache-dir --constraint /etc/pip/constraint.txt ".[deepspeed,megatron,pictures]" \
     && rm -rf /wheels build ./*.egg-info \
     && python -c "import torch, amp_C, apex_C, fused_weight_gradient_mlp_cuda; from apex.optimizers import FusedAdam; \
 import deepspeed, megatron.core, megatron_recycle; assert torch.version.cuda and '+cpu' not in torch.__version__" \
@@ -68,9 +69,11 @@ RUN python -m venv /opt/venv \
     && /opt/venv/bin/pip install --extra-index-url https://download.pytorch.org/whl/cpu -c scripts/constraints.txt \
         "$(grep '^torch==' scripts/constraints.txt)+cpu"
 COPY setup.py pyproject.toml README.md LICENSE ./
+COPY scripts/gpt_deepspeed.py scripts/pretrain_gpt_megatron.py scripts/quickstart.py scripts/jobs.py scripts/megatron_cpu.py scripts/
+COPY scripts/slurm scripts/slurm
 COPY megatron_recycle megatron_recycle
 # There is no compiler in the image: torch's headers and test programs, and packages' own tests, would be of no use.
-RUN /opt/venv/bin/pip install -c scripts/constraints.txt ".[deepspeed,megatron]" \
+RUN /opt/venv/bin/pip install -c scripts/constraints.txt ".[deepspeed,megatron,pictures]" \
     && /opt/venv/bin/pip uninstall -y pip \
     && (for part in include share test; do rm -rf /opt/venv/lib/python3*/site-packages/torch/$part; done) \
     && find /opt/venv \( -name __pycache__ -o -name tests \) -type d -prune -exec rm -rf {} +
@@ -81,8 +84,6 @@ LABEL org.opencontainers.image.title="megatron-recycle (CPU)" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/venv /opt/venv
 COPY LICENSE README.md /opt/megatron-recycle/
-COPY scripts/gpt_deepspeed.py scripts/pretrain_gpt_megatron.py scripts/quickstart.py scripts/jobs.py scripts/megatron_cpu.py \
-     /opt/megatron-recycle/scripts/
 # One thread per worker is recycle run's own default; DeepSpeed would look for a GPU first. HOME is for any user
 # (docker run --user).
 ENV PATH=/opt/venv/bin:$PATH \

@@ -1,50 +1,32 @@
-"""Package definition. Exact tested versions are in scripts/constraints.txt."""
+"""Adds the examples to the package; all else stands in pyproject.toml."""
 
-import re
+from __future__ import annotations
+
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
-INIT = (HERE / "megatron_recycle/__init__.py").read_text(encoding="utf-8")
-VERSION = re.search(r'^__version__ = "(.+)"$', INIT, re.MULTILINE)
-assert VERSION is not None, "megatron_recycle/__init__.py must state __version__"
-
-setup(
-    name="megatron-recycle",
-    version=VERSION.group(1),
-    description="Training that goes on when workers fail: ReCycle for DeepSpeed and Megatron",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    python_requires=">=3.10",
-    packages=find_packages(include=["megatron_recycle", "megatron_recycle.*"]),
-    package_data={"megatron_recycle": ["py.typed"]},
-    install_requires=[
-        "torch>=2.6",
-        "ortools>=9.10",
-        "numpy>=1.26",
-        "rich>=13",
-        "matplotlib>=3.8",
-        "packaging>=22",
-    ],
-    extras_require={
-        "deepspeed": ["deepspeed>=0.17,<0.20"],
-        "megatron": ["megatron-core==0.16.1", "einops>=0.8"],
-        "dev": [
-            "pytest>=8",
-            "pytest-timeout>=2.3",
-            "pytest-xdist>=3.6",
-            "networkx>=3",
-            "hypothesis>=6.100",
-            "ruff>=0.6",
-            "mypy>=1.10",
-        ],
-    },
-    entry_points={"console_scripts": ["recycle = megatron_recycle.cli:main"]},
-    classifiers=[
-        "License :: OSI Approved :: Apache Software License",
-        "Programming Language :: Python :: 3",
-        "Operating System :: POSIX :: Linux",
-    ],
+EXAMPLES = (
+    "scripts/quickstart.py", "scripts/jobs.py", "scripts/gpt_deepspeed.py", "scripts/pretrain_gpt_megatron.py",
+    "scripts/megatron_cpu.py", "scripts/slurm/deepspeed.sbatch", "scripts/slurm/megatron.sbatch",
+    "scripts/slurm/apart.sh",
 )
+"""What `megatron_recycle.examples` finds in a checkout's scripts/, and in a wheel beside it."""
+
+
+class Build(build_py):
+    """A wheel has the examples too, from the one place where they are."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return  # those of the checkout are found
+        for name in EXAMPLES:
+            target = Path(self.build_lib, "megatron_recycle", "examples_data", Path(name).relative_to("scripts"))
+            self.mkpath(str(target.parent))
+            self.copy_file(str(HERE / name), str(target))
+
+
+setup(cmdclass={"build_py": Build})

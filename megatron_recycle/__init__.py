@@ -1,26 +1,47 @@
 """megatron-recycle: training that goes on, in the same processes, when workers fail.
 
-The public API is small: `enable()` switches the plugin on for a script, `add_arguments(parser)` adds a flag
-that does so, `RecycleConfig` holds the settings. Importing this package loads neither torch nor OR-Tools: each name
-imports its needs when it is used.
+The public API is small: `enable()` switches the plugin on for a script, `add_arguments(parser)` adds a flag that does
+so, `RecycleConfig` holds the settings, `register_state()` has what a script keeps beside the model taken over.
+`Factory` and `Observer` are types for `enable()`; errors are those of `megatron_recycle.errors`. Importing this
+package loads neither torch nor OR-Tools: each name imports its needs when it is used.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from megatron_recycle.environment import Launched
 
 __version__ = "0.1.0"
 
-__all__ = ["RecycleConfig", "__version__", "add_arguments", "enable", "register_state"]
+__all__ = [
+    "ConfigError", "DataError", "Factory", "JobEnded", "Observer", "RecycleConfig", "RecycleError", "SaveError",
+    "UnsupportedError", "VerificationError", "__version__", "add_arguments", "enable", "register_state",
+]
+
+_ELSEWHERE = {
+    "Factory": "megatron_recycle.runtime.compute.data",
+    "Observer": "megatron_recycle.runtime.phases",
+    "RecycleConfig": "megatron_recycle.config",
+    **dict.fromkeys(("ConfigError", "DataError", "JobEnded", "RecycleError", "SaveError", "UnsupportedError",
+                     "VerificationError"), "megatron_recycle.errors"),
+}
+"""Name of the public API -> the module that it is loaded from when it is first used."""
 
 if TYPE_CHECKING:
     import argparse
 
     from megatron_recycle.config import RecycleConfig as RecycleConfig
-    from megatron_recycle.runtime.compute.data import Factory
-    from megatron_recycle.runtime.phases import Observer
+    from megatron_recycle.errors import ConfigError as ConfigError
+    from megatron_recycle.errors import DataError as DataError
+    from megatron_recycle.errors import JobEnded as JobEnded
+    from megatron_recycle.errors import RecycleError as RecycleError
+    from megatron_recycle.errors import SaveError as SaveError
+    from megatron_recycle.errors import UnsupportedError as UnsupportedError
+    from megatron_recycle.errors import VerificationError as VerificationError
+    from megatron_recycle.runtime.compute.data import Factory as Factory
+    from megatron_recycle.runtime.phases import Observer as Observer
 
 
 def enable(
@@ -39,8 +60,14 @@ def enable(
             section "recycle", environment variables and `flags`.
         flags: the namespace of a parser that `add_arguments` was applied to; it may still be in the making.
         data: `factory(pipeline) -> iterator` over that pipeline's micro-batches, the same sequence each time it
-            is called; for scripts that have no dataset to give to `deepspeed.initialize(training_data=...)`.
-        observer: told of every phase of this process's training (see `runtime.phases.Observer`).
+            is called; for scripts that have no dataset to give to `deepspeed.initialize(training_data=...)`. An item is
+            one micro-batch as the stock engine would get it from its data iterator: under DeepSpeed the pair
+            `(inputs, labels)`, tensors (or tuples of tensors) whose first dimension is
+            `train_micro_batch_size_per_gpu`, of the types that the first stage and the loss take; on the CPU, or on the
+            worker's own device. It must not end before training does.
+        observer: an object with `on(phase, iteration, action)`, called in the training thread at the beginning of every
+            phase of this process's training, so it has to be quick; `phase` is a text such as "forward", `iteration`
+            counts from 0, `action` is None outside of a plan's actions. The names of phases may change before 1.0.
 
     Raises:
         ImportError: no supported framework is installed.
@@ -62,11 +89,15 @@ def enable(
     backends.enable(config, flags=flags, data=data, observer=observer, embed=embed)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--recycle` and one flag per setting to `parser`; reading `--recycle` calls `enable()`."""
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--recycle` and one flag per setting to `parser`, and return it; reading `--recycle` calls `enable()`.
+
+    In Megatron-LM: `pretrain(..., extra_args_provider=megatron_recycle.add_arguments)`.
+    """
     from megatron_recycle import config
 
     config.add_arguments(parser, when_given=lambda namespace: enable(flags=namespace))
+    return parser
 
 
 def register_state(name: str, thing: Any) -> None:
@@ -88,8 +119,10 @@ def register_state(name: str, thing: Any) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RecycleConfig":
-        from megatron_recycle.config import RecycleConfig
-
-        return RecycleConfig
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(_ELSEWHERE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

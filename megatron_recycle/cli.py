@@ -17,35 +17,67 @@ from megatron_recycle import __version__
 from megatron_recycle.errors import JobEnded, RecycleError
 from megatron_recycle.plan.plan import PlanError
 from megatron_recycle.streams import open_standard_streams
+from megatron_recycle.usage import USAGE_ERROR, Parser, hint
 
 COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
     "serve": ("megatron_recycle.launch.serve", "serve a job's coordinator on a machine that trains nothing"),
+    "quickstart": ("megatron_recycle.quickstart", "see a small job lose two workers and end with the same bits"),
+    "example": ("megatron_recycle.examples", "write an example training script into a folder"),
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
     "simulate": ("megatron_recycle.simulate.command", "what a job would have done through a failure trace"),
     "profile": ("megatron_recycle.observe.breakdown", "where the time of a run's iterations goes, worker by worker"),
     "timeline": ("megatron_recycle.observe.command", "draw a plan file as a picture"),
     "chaos": ("megatron_recycle.chaos.command", "hurt a running job on purpose, to see that it survives"),
-    "slurm": ("megatron_recycle.launch.heal", "start hosts in place of those that a job under Slurm has lost"),
+    "slurm": ("megatron_recycle.launch.heal", "print a batch script; start hosts in place of lost ones"),
     "doctor": ("megatron_recycle.doctor", "check versions, threads, devices and determinism"),
 }
 """Name of a subcommand -> (its module, one line about it)."""
 
+EXAMPLES = {
+    "run": "recycle run --nproc 4 --set reduction=exact train.py --your-arguments",
+    "serve": "recycle serve --workers 32 --interface 10.0.0.5 --port 29500 --token-file token",
+    "quickstart": "recycle quickstart --pipelines 2 --iterations 12",
+    "example": "recycle example deepspeed my-job",
+    "plan": "recycle plan --pipelines 3 --stages 4 --microbatches 6 --failed 1:2",
+    "simulate": "recycle simulate --grid 3x4x6 --gpus 4 --gpu-mtbf 100 --hours 24 --model gpt3-6.7b",
+    "profile": "recycle profile runs/slurm-4711",
+    "timeline": "recycle timeline plan.json -o plan.svg",
+    "chaos": "recycle chaos --run-dir runs/slurm-4711 kill 1:1 --at-iteration 20",
+    "slurm": "recycle slurm script deepspeed > job.sbatch",
+    "doctor": "recycle doctor --stages 4 --nproc 8 --nnodes 2",
+}
+"""Name of a subcommand -> a command line that its help shows."""
+
+STATUSES = {
+    "0": "done; of a job: training came to its end, whoever died on the way",
+    "1": "a job that could not go on, or a check that failed; the last line says why",
+    "2": "refused: an argument, a setting or a file; one line says why",
+    "3": "of a worker's process alone: it was declared out, and woke up later",
+    "129, 130, 143": "ended by SIGHUP, Ctrl-C, SIGTERM",
+    "141": "the reader of the output went away",
+}
+"""Exit statuses of all subcommands, and of workers."""
+
+_INSTALLS = {"rich": "rich", "matplotlib": "matplotlib", "torch": "torch", "numpy": "numpy", "packaging": "packaging",
+             "deepspeed": "'deepspeed>=0.17,<0.20'", "megatron": "megatron-core==0.16.1"}
+"""A package that a command imports -> what pip takes for it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: that of the process) and return the exit status.
-
-    2 is a usage error: bad arguments, settings or plan files, told in one line on standard error. 130: Ctrl-C.
-    """
+    """Run the command line `argv` (default: that of the process) and return the exit status; see `STATUSES`."""
     open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     if not arguments or arguments[0] not in COMMANDS:
         return _overview(arguments)
     name = arguments[0]
-    module = importlib.import_module(COMMANDS[name][0])
-    parser = argparse.ArgumentParser(prog=f"recycle {name}", description=COMMANDS[name][1])
-    module.add_arguments(parser)
     try:
+        module = importlib.import_module(COMMANDS[name][0])
+        parser = Parser(prog=f"recycle {name}", description=COMMANDS[name][1],
+                        epilog=f"example: {EXAMPLES[name]}" if name in EXAMPLES else None)
+        module.add_arguments(parser)
         status = int(module.run(parser.parse_args(arguments[1:])))
         sys.stdout.flush()
         return status
@@ -54,30 +86,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has enough of it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it would be complained about
         return 128 + signal.SIGPIPE
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _INSTALLS:
+            raise
+        print(f"recycle {name}: it needs {package}, which is not installed: pip install {_INSTALLS[package]}",
+              file=sys.stderr)
+        return USAGE_ERROR
     except JobEnded as error:
         print(f"recycle {name}: {error}", file=sys.stderr)
         return error.status
     except (RecycleError, PlanError) as error:
         print(f"recycle {name}: {error}", file=sys.stderr)
-        return 2
+        return USAGE_ERROR
 
 
 def _overview(arguments: list[str]) -> int:
     """Answer `recycle`, `--help`, `--version` and unknown subcommands without importing any."""
     lines = "\n".join(f"  {name:<10} {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    ends = "\n".join(f"  {status:<13} {text}" for status, text in STATUSES.items())
+    parser = Parser(
         prog="recycle",
         description="Training that goes on when workers fail.",
-        epilog=f"subcommands:\n{lines}\n\n`recycle SUBCOMMAND --help` tells more.",
+        epilog=f"subcommands:\n{lines}\n\nexit status:\n{ends}\n\n`recycle help SUBCOMMAND` has its arguments.\n"
+        "example: recycle run --nproc 4 train.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megatron-recycle {__version__}")
-    parser.add_argument("subcommand", choices=tuple(COMMANDS), metavar="SUBCOMMAND")
+    parser.add_argument("subcommand", metavar="SUBCOMMAND", nargs="?")
     if not arguments:
         parser.print_help()
-        return 2
-    parser.parse_args(arguments[:1])  # exits: help, version, or an unknown subcommand
-    raise AssertionError("unreachable: known subcommands are handled in main()")
+        return USAGE_ERROR
+    name = parser.parse_args(arguments[:1]).subcommand  # exits: help, version
+    print(f"recycle: there is no subcommand {name}{hint(name, list(COMMANDS))}; `recycle help` lists all",
+          file=sys.stderr)
+    return USAGE_ERROR
 
 
 if __name__ == "__main__":

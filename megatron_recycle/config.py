@@ -3,7 +3,7 @@
 A setting is a field of `RecycleConfig`. Key `x_y` of the JSON section `"recycle"` is flag `--recycle-x-y`
 and variable `RECYCLE_X_Y`; a flag beats a variable, a variable beats JSON, JSON beats the default. Unknown keys and
 impossible values are refused at the start, with the remedy in the message. `python -m megatron_recycle.config` prints
-the documentation's table.
+the documentation's part.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megatron_recycle.environment import HANDED_OVER
 from megatron_recycle.errors import ConfigError
@@ -42,39 +42,35 @@ class RecycleConfig:
     """
 
     enabled: bool = _option(True, "whether the plugin takes part; false leaves the stock engine as it is")
-    reduction: str = _option(
+    reduction: Literal["fast", "exact"] = _option(
         "fast",
         "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums, and each "
         "iteration is committed when the script gets its loss",
-        choices=("fast", "exact"),
     )
     block: int | None = _option(
         None,
         "micro-batches per block, the unit that exact re-routes; auto: ceil(M / (D - 1)); fast has none",
     )
-    step: str = _option(
+    step: Literal["staggered", "barrier"] = _option(
         "staggered",
         "staggered: each stage steps when its own gradient is complete, and with reduction fast begins the next "
         "iteration then; barrier: when all of them are, which is Megatron's default",
-        choices=("staggered", "barrier"),
     )
     split_backward: bool = _option(
         True, "whether weight gradients of linear layers are computed later, in bubbles; false: with the input's"
     )
-    policy: str = _option(
+    policy: Literal["reroute", "drop", "rollback", "lossy_forward", "restart"] = _option(
         "reroute",
         "what a failure leads to; reroute: peers take over the micro-batches; drop: the hit pipeline is left out and "
         "its micro-batches are dealt to the others; rollback: both are left out until a replacement comes, and the "
         "iteration in flight is made again without them; lossy_forward: the same, but the others go on with that "
-        "iteration where they stand; restart: all end, and `recycle run --restarts N` starts the script again from its "
-        "last checkpoint",
-        choices=("reroute", "drop", "rollback", "lossy_forward", "restart"),
+        "iteration where they stand; restart: all end, and `recycle run --job-restarts N` starts the script again from "
+        "its last checkpoint",
     )
-    keep_messages: str = _option(
+    keep_messages: Literal["auto", "all", "none"] = _option(
         "auto",
         "whether a worker keeps the messages and sums of an iteration until it is committed, so that a failure costs "
         "the dead worker's share of it only; none: the iteration is made again; auto: all on CPUs, none on GPUs",
-        choices=("auto", "all", "none"),
     )
     mtbf: float | None = _option(
         None,
@@ -83,13 +79,12 @@ class RecycleConfig:
         "tells when; auto: unknown",
         unit="s",
     )
-    placement: str | None = _option(
+    placement: Literal["spread", "framework"] | None = _option(
         None,
         "order of ranks, and so the workers of a host; spread: through a pipeline first, so that a host has few copies "
         "of a stage; framework: as the framework counts, all copies of a stage first; auto: spread where a host then "
         "has fewer copies. It is needed before DeepSpeed's JSON is read: flag or variable. A topology of the script's "
         "own stays",
-        choices=("spread", "framework"),
     )
     chunks: int = _option(
         1,
@@ -97,11 +92,10 @@ class RecycleConfig:
         "second half up again, so that the first stage has the first layers and the loss: a worker waits less at the "
         "ends of an iteration, and activations cross twice as many stage boundaries; 1: as the framework cuts it",
     )
-    clip_norm: str = _option(
+    clip_norm: Literal["stock", "global"] = _option(
         "stock",
         "gradient norm for clipping; stock: as the framework counts it (DeepSpeed in fp32: the first stage only); "
         "global: over all stages",
-        choices=("stock", "global"),
     )
     cap: int | None = _option(
         None,
@@ -120,8 +114,8 @@ class RecycleConfig:
         "until they are measured",
     )
     planner_budget: float = _option(2.0, "time for the background search after a change; 0: none", unit="s")
-    verify: str = _option(
-        "none", "peers: compare digests of peers' parameters after a recovery", choices=("none", "peers")
+    verify: Literal["none", "peers"] = _option(
+        "none", "peers: compare digests of peers' parameters after a recovery",
     )
     verify_every: int = _option(
         0,
@@ -135,40 +129,36 @@ class RecycleConfig:
         "fast; it costs that forward",
     )
     seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
-    poison: str = _option(
+    poison: Literal["stop", "skip"] = _option(
         "stop",
         "what follows when a second worker fails on a micro-batch as the first one did; stop: the job ends with what "
         "they say; skip: the iteration goes on without it, at most 10 times in 100 iterations",
-        choices=("stop", "skip"),
     )
     emergency_checkpoint: str | None = _option(
         None,
         "folder for a last checkpoint of a job that an error of the script or its data ends; auto: where the script "
         "has saved before, if it has (DeepSpeed), or --save (Megatron-LM); none: no such checkpoint",
     )
-    on_leave: str = _option(
+    on_leave: Literal["end", "checkpoint"] = _option(
         "end",
         "what SIGTERM to the whole job leads to (scancel, a time limit, a pre-emption); end: all workers end at once, "
         "or within 30 s where the script handles SIGTERM itself; checkpoint: first what is committed is saved where "
         "emergency_checkpoint says",
-        choices=("end", "checkpoint"),
     )
-    on_failed_save: str = _option(
+    on_failed_save: Literal["continue", "end"] = _option(
         "continue",
         "what a checkpoint leads to that cannot be written (a full disk, a folder that is gone); continue: training "
         "goes on without it, with an error line each time, and the one before stays the newest; end: the job ends",
-        choices=("continue", "end"),
     )
     leave_timeout: float = _option(
         60.0, "time that a checkpoint of on_leave may take; then all workers are ended", unit="s"
     )
-    guard: str = _option(
+    guard: Literal["none", "checkpoint", "memory"] = _option(
         "checkpoint",
         "where a stage that has lost its last worker comes back from, under recycle run; checkpoint: the newest whole "
         "checkpoint of this run; memory: a copy in the memory of another stage's worker, on another host if there is "
         "one, made while a stage has one worker (every worker keeps two copies of its own state then), or the "
         "checkpoint, whichever is newer; none: it does not",
-        choices=("none", "checkpoint", "memory"),
     )
     guard_interval: int = _option(10, "iterations between two copies of guard: as many can be lost with a last copy")
     state_copies: int = _option(
@@ -183,13 +173,12 @@ class RecycleConfig:
         "whether a healthy worker takes an empty position of a stage that has lost much more than its own; until it "
         "has left the old one, its device holds both stages",
     )
-    lend: str = _option(
+    lend: Literal["auto", "off"] = _option(
         "off",
         "whether workers next to a hit stage run some of its layers, for micro-batches that the plan picks; off: only "
         "its own workers do. With auto each layer draws random numbers of its own, also while nobody has failed, so "
         "that dropout does not depend on who runs it. A job goes on with its own layers at once, and lends some where "
         "the search of `planner_budget` seconds finds that this pays within the `horizon`",
-        choices=("auto", "off"),
     )
     lend_layers: int = _option(2, "how many layers of a stage each neighbouring stage may run, at most")
     move_cost: float = _option(1.0, "iterations that one move is taken to cost")
@@ -393,8 +382,11 @@ def options() -> tuple[Option, ...]:
     for item in dataclasses.fields(RecycleConfig):
         if "help" not in item.metadata:
             continue
-        kinds = get_args(hints[item.name]) or (hints[item.name],)
-        found.append(Option(item.name, kinds[0], type(None) in kinds, item.default, **item.metadata))
+        hint = hints[item.name]
+        kinds = (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
+        words = get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
+        facts = {**item.metadata, **({"choices": words} if words else {})}
+        found.append(Option(item.name, str if words else kinds[0], type(None) in kinds, item.default, **facts))
     return tuple(found)
 
 
@@ -435,16 +427,45 @@ def add_arguments(
         )
 
 
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "On and off": ("enabled",),
+    "Results": ("reduction", "block", "step", "split_backward", "clip_norm", "seed", "check_forward", "verify",
+                "verify_every"),
+    "What a failure leads to": ("policy", "keep_messages", "poison", "max_restarts", "moves", "move_cost", "horizon",
+                                "lend", "lend_layers", "slow_factor_out"),
+    "A stage's last copy": ("guard", "guard_interval", "state_copies"),
+    "Checkpoints and the end of a job": ("emergency_checkpoint", "on_leave", "leave_timeout", "on_failed_save", "mtbf"),
+    "Plan, placement and memory": ("chunks", "placement", "cap", "memory", "costs", "planner_budget"),
+    "Timeouts": ("heartbeat_interval", "heartbeat_timeout", "stall_floor", "report_timeout", "connect_timeout",
+                 "transport_timeout"),
+    "Files and network": ("run_dir", "interface"),
+}
+"""Settings by what they are for, as the documentation has them."""
+
+
 def docs_table() -> str:
-    """All settings as a Markdown table."""
-    rows = ["| JSON key | flag | variable | values | default | what it does |", "| --- " * 6 + "|"]
-    for option in options():
-        values = option.values().replace("|", " or ")
-        rows.append(
-            f"| `{option.name}` | `{flag(option.name)}` | `{variable(option.name)}` | {values} "
-            f"| `{shown(option.default)}` | {option.help} |"
-        )
-    return "\n".join(rows)
+    """All settings as Markdown: a heading for each group, and one for each setting."""
+    known = {option.name: option for option in options()}
+    rest = tuple(name for name in known if not any(name in names for names in GROUPS.values()))
+    lines = []
+    for title, names in {**GROUPS, **({"Others": rest} if rest else {})}.items():
+        lines.append(f"## {title}\n")
+        for option in (known[name] for name in names):
+            values = ", ".join(f"`{value}`" for value in option.values().split("|"))
+            lines += [f"### {option.name}\n", *_meaning(option),
+                      f"Default `{shown(option.default)}`; values {values}. JSON key `{option.name}`, flag "
+                      f"`{flag(option.name)}`, variable `{variable(option.name)}`.\n"]
+    return "\n".join(lines).rstrip()
+
+
+def _meaning(option: Option) -> list[str]:
+    """What a setting does, as Markdown: the values that its help explains are a list."""
+    known = {*option.choices, shown(option.default), "auto", "none", "true", "false", "0", "1", "2"}
+    words = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+    said, *values = re.split(rf"(?:; |^)(?=(?:{words}): )", option.help)
+    found = [f"{said[0].upper()}{said[1:]}{'' if said.endswith('.') else ':' if values else '.'}\n"] if said else []
+    listed = [f"- `{name}`: {text}" for name, _, text in (value.partition(": ") for value in values)]
+    return [*found, *listed[:-1], *(f"{last}\n" for last in listed[-1:])]
 
 
 def _refuse_unknown(section: Mapping[str, Any] | None, environ: Mapping[str, str]) -> None:
@@ -456,7 +477,7 @@ def _refuse_unknown(section: Mapping[str, Any] | None, environ: Mapping[str, str
             near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
             raise ConfigError(
                 f'unknown key "{key}" in the JSON section "{SECTION}"; the nearest known key is "{near}" '
-                f"(all of them: {', '.join(names)})"
+                "(docs/configuration.md has all)"
             )
     known = [variable(name) for name in names]
     for key in environ:

@@ -1,7 +1,8 @@
 """`recycle doctor`: is this host fit for a job that survives failures, and the same as the other hosts?
 
-Checks versions, settings, threads, devices, determinism and services of the operating system. The last line is a
-fingerprint of all that peers must share for `reduction: exact`: run it on every host and compare.
+Checks versions, settings, threads, devices, determinism and services of the operating system, and behind ``--`` a
+script with its arguments. The last line without one is a fingerprint of all that peers must share for `reduction:
+exact`: run it on every host and compare.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from megatron_recycle import config, nccl_settings
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import SHORTEST_TOKEN, Launched
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.job_check import check_job
 from megatron_recycle.membership.placement import placement
 from megatron_recycle.membership.shards import anew
 from megatron_recycle.membership.survival import judge
+from megatron_recycle.usage import Parser
 
 PACKAGES = ("torch", "ortools", "deepspeed", "megatron-core")
 """Packages whose versions are shown; the first two are needed."""
@@ -43,11 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle doctor`: the job's own flags, so that its settings are judged."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--stages", type=int, help="pipeline stages of the job, to see which hosts it could lose")
-    parser.add_argument("--nproc", type=int, default=1, help="with --stages: workers on each host")
-    parser.add_argument("--nnodes", type=int, default=1, help="with --stages: hosts")
+    parser.add_argument("--nproc", type=int, default=1, help="with --stages or a script: workers on each host")
+    parser.add_argument("--nnodes", type=int, default=1, help="with --stages or a script: hosts")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="with --stages: processes of a worker")
     parser.add_argument("--sharded", action="store_true",
                         help="with --stages: the optimizer is cut into shards (ZeRO-1, distributed optimizer)")
+    if isinstance(parser, Parser):
+        parser.behind = "command"
+        parser.usage = "%(prog)s [options] [-- SCRIPT ARGUMENTS]"
     config.add_arguments(parser)
 
 
@@ -67,6 +73,8 @@ def run(args: argparse.Namespace) -> int:
         found.extend(examine(settings))
     if args.stages is not None:
         found.extend(check_hosts(settings, args.stages, args.tensor_parallel, args.nproc, args.nnodes, args.sharded))
+    if command := getattr(args, "command", None):
+        found.extend(Check(*finding) for finding in check_job(command, args.nproc * args.nnodes))
     failed = any(check.state == "fail" for check in found)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [vars(check) for check in found]}, indent=1))
@@ -102,11 +110,10 @@ def _version(name: str, wanted: str) -> Check:
         version = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         if name == "torch":
-            return Check(name, "fail", "not installed; pip install megatron-recycle brings it")
+            return Check(name, "fail", "not installed; pip install torch")
         if name == "ortools":
             return Check(name, "warn", "not installed: plans come from the heuristic alone")
-        extra = "megatron" if name == "megatron-core" else name
-        return Check(name, "ok", f"not installed; pip install 'megatron-recycle[{extra}]' adds it")
+        return Check(name, "ok", f"not installed; pip install '{name}{wanted}' adds it")
     if wanted:
         from packaging.specifiers import SpecifierSet
 

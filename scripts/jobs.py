@@ -73,7 +73,7 @@ class Job:
         }
         command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", str(self.nproc // self.hosts)]
         command += ["--run-dir", str(self.run_dir), "--show", "none"]
-        command += ["--restarts", str(self.restarts)] * (self.restarts > 0)
+        command += ["--job-restarts", str(self.restarts)] * (self.restarts > 0)
         script = [str(SCRIPTS / self.script), *self.arguments]
         several: list[list[str]] = [[]]
         if self.hosts > 1:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from jobs import Event, Job, JobFailed, exit_on_sigterm
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from megatron_recycle.errors import ConfigError
 
 STAGES, MICROBATCHES = 2, 4
 SCRIPTS = {"deepspeed": "gpt_deepspeed.py", "megatron": "pretrain_gpt_megatron.py"}
@@ -303,8 +306,8 @@ def closing(report: dict[str, Any], folder: Path) -> str:
             f"and the result equals the run without failures bit for bit; see {folder}")
 
 
-def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="quickstart.sh", description=(__doc__ or "").splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the quickstart's arguments."""
     parser.add_argument("--data", type=Path, help="a text file or a folder of them (default: the standard library)")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--pipelines", type=int, default=3, help="2 make do with 4 processes (default: 3, 6 processes)")
@@ -312,22 +315,25 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where everything goes (default: runs/quickstart, or "
                                                     "runs/quickstart-megatron)")
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for each of the two jobs")
-    args = parser.parse_args(argv)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Fill in what is not given. Raises ConfigError."""
     if args.iterations < LEAST_ITERATIONS:
-        parser.error(f"--iterations is {args.iterations}; give {LEAST_ITERATIONS} or more")
+        raise ConfigError(f"--iterations is {args.iterations}; give {LEAST_ITERATIONS} or more")
     if args.pipelines < 2:
-        parser.error(f"--pipelines is {args.pipelines}; a worker of each stage is killed: give 2 or more")
+        raise ConfigError(f"--pipelines is {args.pipelines}; a worker of each stage is killed: give 2 or more")
     if args.data is not None:
         args.data = args.data.absolute()
         if not args.data.exists():
-            parser.error(f"--data: there is no {args.data}")
+            raise ConfigError(f"--data: there is no {args.data}")
     if args.output is None:
         args.output = Path("runs") / ("quickstart" if args.backend == "deepspeed" else f"quickstart-{args.backend}")
-    return args
 
 
-def main() -> int:
-    args = parse(sys.argv[1:])
+def run(args: argparse.Namespace) -> int:
+    """Train twice, compare, and show it; returns the exit status. Raises ConfigError for bad arguments."""
+    check(args)
     exit_on_sigterm()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     begin = time.monotonic()
@@ -346,10 +352,21 @@ def main() -> int:
         return 1
     report["seconds"] = round(time.monotonic() - begin, 1)
     report_path.write_text(json.dumps(report, indent=2) + "\n")
-    draw(outcome, output / "timeline.png")
+    if find_spec("matplotlib") is not None:
+        draw(outcome, output / "timeline.png")
     show(report, console)
     print(closing(report, args.output), flush=True)
     return 0 if is_good(report) else 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="quickstart", description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    args = parser.parse_args()
+    try:
+        return run(args)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

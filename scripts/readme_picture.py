@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Draws docs/plan.png, the picture in README.md: a plan without failures and with one failed worker."""
+"""Draws docs/plan.svg, the picture in README.md: a plan without failures and with one failed worker."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from megatron_recycle.observe.timeline import draw_pair
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.observe.timeline import PAGE, draw_pair
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, replay
 from megatron_recycle.planner import improve, quick
 
 PIPELINES, STAGES, MICROBATCHES, CAP, BUDGET = 3, 4, 6, 6, 5.0
@@ -18,12 +18,15 @@ def planned(*failed: Worker) -> Plan:
     grid = Grid(STAGES, (MICROBATCHES,) * PIPELINES)
     caps = dict.fromkeys(grid.workers(), CAP)
     costs = Costs.uniform(STAGES, 1, 1, 1, step=1)
-    problem = Problem(grid, costs, failed, cap=caps, full_backward=tuple(range(STAGES)))
+    problem = Problem(grid, costs, failed, cap=caps)
     first = quick(problem)
     return improve(problem, first, BUDGET) or first
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/plan.png")
-    draw_pair(planned(), planned(Worker(1, 2)), target, ("all workers", "after worker 1:2 was killed"))
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/plan.svg")
+    whole, hit = planned(), planned(Worker(1, 2))
+    titles = (f"Planned: an iteration of 12 workers takes {replay(whole).period:g} units of time",
+              f"Planned: without worker 1:2 it takes {replay(hit).period:g}; its peers run its micro-batches (hatched)")
+    draw_pair(whole, hit, target, titles, PAGE)
     print(target)

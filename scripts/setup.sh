@@ -17,7 +17,7 @@ if command -v flock >/dev/null; then
     exec 9>"$venv/.lock" # two callers at once: the second waits and then finds the work done
     flock 9
 fi
-wanted=$(pwd; cat setup.py scripts/constraints.txt scripts/setup.sh | sha256sum)
+wanted=$(pwd; (sed '/^\[tool\./,$d' pyproject.toml; cat setup.py scripts/constraints.txt scripts/setup.sh) | sha256sum)
 if [ -x "$venv/bin/recycle" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
@@ -49,7 +49,7 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 
     quietly "${pip[@]}" install "${cpu_only[@]}" -c scripts/constraints.txt "$torch" || fail "cannot install $torch"
 fi
 # deepspeed is a source package: no operator is compiled here (DS_BUILD_OPS=0, its default), it only copies files.
-DS_BUILD_OPS=0 quietly "${pip[@]}" install -c scripts/constraints.txt -e '.[deepspeed,megatron,dev]' ||
+DS_BUILD_OPS=0 quietly "${pip[@]}" install -c scripts/constraints.txt -e '.[deepspeed,megatron,dev,docs]' ||
     fail "cannot install the package"
 # etcd, for the tests of `--store`: Debian's packages, unpacked beside the rest and not installed. Without them these tests
 # are skipped.

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Checks of style: ruff and mypy with the settings in pyproject.toml find nothing, shell scripts parse.
+# Checks of style: ruff and mypy with the settings in pyproject.toml find nothing, shell scripts parse, and the site's pages
+# link to what is there (5 s).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${VENV:-.venv}/bin/python
@@ -9,4 +10,7 @@ status=0
 for script in .ci/run $(find scripts -name '*.sh' -o -name '*.sbatch'); do
     bash -n "$script" || status=1
 done
+site=$(mktemp -d)
+NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict --quiet --site-dir "$site" || status=1
+rm -rf "$site"
 exit "$status"

@@ -85,9 +85,7 @@ def test_version_and_unknown_subcommands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0 and capsys.readouterr().out == f"megatron-recycle {__version__}\n"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["trian"])
-    assert ended.value.code == 2 and "trian" in capsys.readouterr().err
+    assert cli.main(["trian"]) == 2 and "trian" in capsys.readouterr().err
 
 
 def test_with_closed_standard_streams_nothing_of_ours_lands_there(tmp_path: Path):
@@ -101,3 +99,21 @@ def test_with_closed_standard_streams_nothing_of_ours_lands_there(tmp_path: Path
     done = subprocess.run(["sh", "-c", shell, sys.executable, program, str(tmp_path / "told")], timeout=110)
     assert done.returncode == 0
     assert (tmp_path / "told").read_text() == f"2 True {['/dev/null'] * 3}"
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(command: ModuleType, capsys):
+    def run(args: argparse.Namespace) -> int:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib.figure")
+
+    command.run = run  # type: ignore
+    assert cli.main(["try"]) == 2
+    assert capsys.readouterr().err.endswith("which is not installed: pip install matplotlib\n")
+
+
+def test_a_missing_module_of_ours_is_a_bug(command: ModuleType):
+    def run(args: argparse.Namespace) -> int:
+        raise ModuleNotFoundError("No module named 'megatron_recycle.nothing'", name="megatron_recycle.nothing")
+
+    command.run = run  # type: ignore
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["try"])

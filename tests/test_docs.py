@@ -13,8 +13,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_recycle"
 PATH = ROOT / "docs" / "path-of-a-failure.md"
-PAGES = (ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+README = ROOT / "README.md"
+PAGES = (README, ROOT / "patches" / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md",
+         *sorted((ROOT / "docs").glob("*.md")))
 MOST_FILES = 12
+MOST_WORDS, FIRST_SCREEN = 900, 12
+"""Of README: words that are more than signs, and lines that are seen without scrolling."""
 
 
 def hops(number: str) -> Iterator[tuple[str, list[str]]]:
@@ -45,6 +49,13 @@ def test_every_function_on_the_path_of_a_failure_exists():
 def test_the_path_of_a_failure_leads_through_few_files():
     files = {file for file, _ in hops(r"\d+")}
     assert 8 < len(files) <= MOST_FILES, sorted(files)
+
+
+def test_readme_takes_two_minutes_and_begins_with_the_status():
+    text = README.read_text(encoding="utf-8")
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= MOST_WORDS
+    screen = " ".join(text.splitlines()[:FIRST_SCREEN])
+    assert "pre-release" in screen and "gloo" in screen and "NCCL" in screen
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -46,7 +46,10 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runtime": frozenset({"plan", "membership", "control", "checkpoint_period"}),
     "runtime.compute": frozenset({"plan", "runtime"}),
     "backends": frozenset({"plan", "membership", "control", "runtime"}),
-    "launch": frozenset({"plan", "measure", "planner", "membership", "control", "observe", "chaos"}),
+    "examples": frozenset(),
+    "usage": frozenset(),
+    "launch": frozenset({"examples", "usage", "plan", "measure", "planner", "membership", "control", "observe",
+                         "chaos"}),
     "simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period"}),
     "chaos": frozenset({"plan", "membership", "runtime", "observe"}),
 }
@@ -54,7 +57,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 and the leaves. What is not listed may import all."""
 
 THIRD_PARTY: dict[str, frozenset[str]] = {
-    "torch": frozenset({"runtime", "backends", "doctor", "chaos", "launch"}),
+    "torch": frozenset({"runtime", "backends", "doctor", "rehearsal", "chaos", "launch"}),
     "deepspeed": frozenset({"backends"}),
     "megatron": frozenset({"backends"}),
     "ortools": frozenset({"planner.cpsat"}),

@@ -43,7 +43,7 @@ def unreadable(files: Iterable[str | os.PathLike[str]], sizes: Mapping[str, int]
 
 
 def started_again() -> bool:
-    """Whether this is another life of the job (`--restarts`), which nobody has chosen a checkpoint for."""
+    """Whether this is another life of the job (`--job-restarts`), which nobody has chosen a checkpoint for."""
     return Launched.read().by_recycle_run and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 

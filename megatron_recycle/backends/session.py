@@ -103,7 +103,7 @@ class Session:
                 get_logger().warning("megatron-recycle: policy %s: %s", settings.policy, _GIVES_UP[settings.policy])
         if settings.policy == "restart" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
             raise ConfigError("policy restart ends this life of the job with the first failure, and nobody starts the "
-                              "script again: give `recycle run --restarts N`, or another policy")
+                              "script again: give `recycle run --job-restarts N`, or another policy")
         if settings.guard == "memory" and not Launched.read().by_recycle_run:
             raise ConfigError("guard memory needs `recycle run`, which starts a process for a stage that is lost; the "
                               "launcher of this job starts none. Use `recycle run`, or leave guard out")

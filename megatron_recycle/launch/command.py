@@ -20,6 +20,7 @@ from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm, slurm_control, standby
 from megatron_recycle.launch.chaos_script import hurting
+from megatron_recycle.launch.given import in_environment, settings
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.meeting import Meeting
@@ -31,7 +32,7 @@ from megatron_recycle.launch.network import (
     interface_towards,
     own_address,
 )
-from megatron_recycle.launch.options import add_arguments, check
+from megatron_recycle.launch.options import add_arguments, check, translate
 from megatron_recycle.launch.other_launchers import refuse
 from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
@@ -82,14 +83,22 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: options that contradict each other.
         RecycleError: the coordinator did not start.
     """
-    check_script(args.script, args.module)
-    return launch(args, python_command(_script(args)))
+    check_script(args.script, args.module, args.no_python)
+    if args.no_python and "megatron_recycle" not in " ".join(args.arguments):
+        say_to(sys.stderr)("recycle: warning: --no-python starts the program as it is, with the plugin off unless the "
+                           "script switches it on: write `python -m megatron_recycle SCRIPT` for `python SCRIPT`")
+    if args.worker_restarts is not None and args.worker_restarts < 0:
+        raise ConfigError(f"--worker-restarts is {args.worker_restarts}; give 0 or more")
+    texts = [*args.settings, *([] if args.worker_restarts is None else [f"max_restarts={args.worker_restarts}"])]
+    with in_environment(settings(texts, args.config, os.environ)):
+        return launch(args, python_command(_script(args)))
 
 
 def launch(args: argparse.Namespace, command: list[str]) -> int:
     """Like `run`, with the workers' command given."""
     spare_output()
     config = RecycleConfig.resolve()
+    translate(args)
     check(args)
     refuse(os.environ)
     say = say_to(sys.stderr)
@@ -212,7 +221,7 @@ def _stand_by(args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run
 
 
 def _script(args: argparse.Namespace) -> tuple[str, ...]:
-    return script_command(args.script, args.arguments, args.module)
+    return script_command(args.script, args.arguments, args.module, args.no_python)
 
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
@@ -232,14 +241,16 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
         if step is None:
             return Hosts()
         if step.task is not None and args.restarts:
-            raise ConfigError("--restarts needs one launcher per node: srun --ntasks-per-node=1 ... recycle run "
+            raise ConfigError("--job-restarts needs one launcher per node: srun --ntasks-per-node=1 ... recycle run "
                               f"--nproc {step.task.count}")
         return Hosts(step.launchers, step.rank, step.name, step.folder, step.task)
     if args.nnodes > 1 and args.coordinator is None and args.store is None:
         missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
         if missing:
             flags = " and ".join("--" + name.replace("_", "-") for name in missing)
-            raise ConfigError(f"several hosts need {flags}, the same on each")
+            also = "" if token is not None else ("; they need a token, too (--token-file, or RECYCLE_TOKEN): make one "
+                                                 "with `openssl rand -hex 16`")
+            raise ConfigError(f"several hosts need {flags}, the same on each{also}")
         if token is None:
             raise ConfigError("several hosts need a token, the same on each: --token-file, or RECYCLE_TOKEN; make one "
                               "with `openssl rand -hex 16`")
@@ -353,6 +364,8 @@ def _join(
             raise ConfigError(f"--join {args.join}: no job of `recycle run` runs in that folder (it has no "
                               f"{meeting.FILE})")
         control, token = there.control, for_joining(there.token)
+    elif "/" in args.join or ":" not in args.join:
+        raise ConfigError(f"--join {args.join}: there is no such folder; give the job's run folder, or HOST:PORT")
     check_address("--join", control)
     if token is None:
         raise ConfigError("--join needs the job's token: give the job's run folder instead of its address, or "

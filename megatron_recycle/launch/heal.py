@@ -1,4 +1,4 @@
-"""`recycle slurm heal`: new hosts for the lost ones of a job that runs under Slurm.
+"""`recycle slurm`: batch scripts to begin with, and new hosts for the lost ones of a job that runs under Slurm.
 
 A lost node that is in the job's allocation and up gets a step of its own there; for one that is gone another job of one
 node is submitted. Either way the host joins by the job's run folder, as `recycle run --join` does.
@@ -17,12 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle import examples
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import meeting
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.slurm_control import Ask, ask
 from megatron_recycle.observe.events import read_events
 
+SCRIPTS = {"deepspeed": "deepspeed.sbatch", "megatron": "megatron.sbatch", "apart": "apart.sh"}
+"""What `recycle slurm script` takes -> the file."""
 _USABLE = re.compile(r"State=(?:ALLOCATED|MIXED|IDLE|COMPLETING)(?:\+\S*)?(?:\s|$)")
 _BAD = re.compile(r"State=\S*(?:DOWN|DRAIN|FAIL|NOT_RESPONDING|\*)")
 
@@ -42,6 +45,9 @@ class _BeforeDashes(argparse.ArgumentParser):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle slurm`."""
     acts = parser.add_subparsers(dest="act", required=True, metavar="ACT", parser_class=_BeforeDashes)
+    script = acts.add_parser("script", help="print a batch script: recycle slurm script deepspeed > job.sbatch",
+                             epilog="example: recycle slurm script megatron > job.sbatch")
+    script.add_argument("name", choices=tuple(SCRIPTS), help="the framework; apart: for a job without a batch script")
     heal = acts.add_parser("heal", help="start hosts in place of those that a running job has lost",
                            epilog="Options after -- are srun's and sbatch's, as in: -- --gres=gpu:8")
     heal.add_argument("job", nargs="?", help="the job's number (default: SLURM_JOB_ID)")
@@ -51,11 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start what is missing; returns 0 if all of it could be started.
+    """Print a batch script, or start what is missing; returns 0 if all of it could be started.
 
     Raises:
         ConfigError: Slurm knows no such job, or none of ours runs in its folder.
     """
+    if args.act == "script":
+        print((examples.folder() / "slurm" / SCRIPTS[args.name]).read_text(encoding="utf-8"), end="")
+        return 0
     job = args.job or os.environ.get("SLURM_JOB_ID")
     if not job:
         raise ConfigError("recycle slurm heal: give the number of the job; `squeue --me` has it")

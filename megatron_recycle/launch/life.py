@@ -1,5 +1,5 @@
 """The lives of a job, as one host takes part in them: the script is started again where a grid cannot go on
-(`--restarts`), with the variables that it would find after a restart of torchrun."""
+(`--job-restarts`), with the variables that it would find after a restart of torchrun."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def check_host(host: str, several: bool) -> None:
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:
-        raise ConfigError(f"nobody can listen on {host} ({error.strerror or error}): give an address of this host in "
+        raise ConfigError(f"cannot listen on {host} ({error.strerror or error}): give an address of this host in "
                           "--master-addr or RECYCLE_INTERFACE") from error
     if all(ipaddress.ip_address(address).is_link_local for address in found):
         raise ConfigError(f"{host} is an address of one link ({', '.join(sorted(found))}), which other hosts know by "
@@ -96,9 +96,14 @@ def check_listening(host: str, port: int, options: tuple[str, str] = ("--master-
                     raise
             time.sleep(_PAUSE)
     except OSError as error:
-        raise ConfigError(f"nobody can listen on {host}, port {port or 'any'} ({error.strerror or error}): give an "
+        raise ConfigError(f"cannot listen on {host}, port {port or 'any'} ({_reason(error)}): give an "
                           f"address of this host in {options[0]} or RECYCLE_INTERFACE, and a free {options[1]}"
                           ) from error
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which Python puts behind it."""
+    return (error.strerror or str(error)).partition(" (while attempting")[0]
 
 
 def await_coordinator(control: str, token: str, limit: float, say: Callable[[str], None]) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.chaos_script import check_script
 from megatron_recycle.launch.network import bare, check_address
+from megatron_recycle.usage import also
 
 _AT_SERVICE = "the service says where it listens"
 _BESIDE = {
     "--join": "to join a running job, give --join alone, with the service's address",
     "--master-addr": _AT_SERVICE,
     "--master-port": _AT_SERVICE,
-    "--restarts": "a service serves one life of a job; leave --restarts out, or start the job without a service",
+    "--job-restarts": "a service serves one life of a job; leave it out, or start the job without a service",
     "--chaos": "its acts look for the coordinator on this host; leave one of them out",
     "--requeue": "a service does not outlive the job's first life; leave one of them out",
 }
@@ -26,9 +27,13 @@ HIGHEST_PORT = 65535
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `recycle run`; arguments after the script are the script's."""
-    parser.add_argument("--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)")
-    parser.add_argument("--nnodes", type=int, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
+    parser.add_argument("--nproc", type=_workers, metavar="N",
+                        help="workers on this host (default: its GPUs, or 1); torchrun's names of options do as well")
+    also(parser, "nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus", type=_workers)
+    parser.add_argument("--nnodes", type=_hosts, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
+    also(parser, "nnodes", "--num-nodes", "--num_nodes", type=_hosts)
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
+    also(parser, "node_rank", "--node_rank", type=int)
     parser.add_argument(
         "--master-addr", metavar="HOST", type=bare,
         help="address of host 0, the only one that its services listen on"
@@ -40,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="control port on host 0 (default on one host: any)",
     )
+    also(parser, "master_addr", "--master_addr", type=bare)
+    also(parser, "master_port", "--master_port", type=int)
+    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", metavar="NAME", help=argparse.SUPPRESS)
+    also(parser, "ignored", "--rdzv-id", "--rdzv_id")
+    also(parser, "ignored", "--standalone", action="store_true")
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
@@ -80,24 +91,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="where the job's token stands (default: RECYCLE_TOKEN, or any)"
     )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="a setting, such as max_restarts=3 or reduction=exact; may be given several times. "
+                        "`recycle doctor --help` lists all settings")
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help='settings as JSON, an object of them or one with a section "recycle"; variables beat it')
+    parser.add_argument("--worker-restarts", type=int, metavar="N",
+                        help="how often each dead worker is started again, beside the others that train on (default: "
+                        "0); the same as --set max_restarts=N")
     parser.add_argument(
-        "--restarts",
+        "--job-restarts",
+        dest="restarts",
         type=int,
         default=0,
         metavar="N",
         help="how often the script is started again, on the hosts that are left, when the grid cannot go on (default: "
         "0); it must take up its last checkpoint by itself, and the number of pipelines from WORLD_SIZE",
     )
+    also(parser, "restarts", "--restarts", "--max-restarts", "--max_restarts", type=int)
     parser.add_argument(
         "--requeue",
         action="store_true",
         help="under Slurm: a SIGTERM (sbatch --signal=TERM@120, pre-emption) saves a checkpoint (on_leave), and Slurm "
         "starts the job again (scontrol requeue); a job that is cancelled stays so",
     )
-    parser.add_argument("-m", "--module", action="store_true",
-                        help="the script is a module's name, as in `python -m` and torchrun")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("-m", "--module", action="store_true",
+                      help="the script is a module's name, as in `python -m` and torchrun")
+    kind.add_argument("--no-python", "--no_python", action="store_true",
+                      help="the script is a program that is started as it is, such as numactl; write `python -m "
+                      "megatron_recycle SCRIPT` in it where you would write python SCRIPT")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
+
+
+def _workers(text: str) -> int | None:
+    """--nproc; torchrun's words for the GPUs of the host are the default."""
+    if text in ("gpu", "auto"):
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a number, or gpu") from None
+
+
+def _hosts(text: str) -> int:
+    """--nnodes; torchrun also takes a range."""
+    try:
+        return int(text)
+    except ValueError:
+        hint = "one number, and later hosts come by --join" if ":" in text else "a number"
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give {hint}") from None
+
+
+def translate(args: argparse.Namespace) -> None:
+    """Put torchrun's rendezvous in the place of --master-addr and --master-port. Raises ConfigError."""
+    if args.rdzv_backend not in (None, "c10d", "static"):
+        raise ConfigError(f"--rdzv-backend is {args.rdzv_backend}; leave it out, or give --store etcd://HOST:PORT")
+    if args.rdzv_endpoint is None:
+        return
+    if args.master_addr or args.master_port:
+        raise ConfigError("--rdzv-endpoint and --master-addr with --master-port are the same: give one of them")
+    host, colon, port = args.rdzv_endpoint.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        raise ConfigError(f"--rdzv-endpoint is {args.rdzv_endpoint!r}; give HOST:PORT")
+    args.master_addr, args.master_port = bare(host), int(port)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -119,9 +177,11 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--join-timeout is how long --join waits for a place: give --join RUN_DIR or HOST:PORT with "
                           "it, or leave it out")
     if args.restarts < 0:
-        raise ConfigError(f"--restarts is {args.restarts}; give how often the script may be started again, 0 or more")
+        raise ConfigError(f"--job-restarts is {args.restarts}; give how often the script may be started again, 0 or "
+                          "more")
     if args.restarts and args.join is not None:
-        raise ConfigError("--restarts is the job's, and --join takes the job as it is: give it where that was started")
+        raise ConfigError("--job-restarts is the job's, and --join takes the job as it is: give it where that was "
+                          "started")
     if args.requeue and args.join is not None:
         raise ConfigError("--requeue is the job's, and --join takes the job as it is: give it where that was started")
     if args.coordinator is not None:
@@ -143,4 +203,5 @@ def check(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace, *names: str) -> list[str]:
     """Those of these options that are given, as they are written."""
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    spelled = {"restarts": "job-restarts"}
+    return [f"--{spelled.get(name, name.replace('_', '-'))}" for name in names if getattr(args, name)]

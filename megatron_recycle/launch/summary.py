@@ -31,7 +31,7 @@ _EVERY = 1.0
 
 @dataclass
 class Failure:
-    """One worker's failure as it is shown; times in milliseconds since the failure."""
+    """One worker's failure as it is shown; times in milliseconds since it was noticed."""
 
     worker: str
     rank: int
@@ -165,7 +165,7 @@ def _last_copy(event: Mapping[str, Any]) -> str:
     without, back = any(stage not in kept for stage in event["stages"]), event.get("checkpoint")
     lost = "; what only it has is lost with it"
     lost += "" if back is None else f", and all go back to the checkpoint of iteration {back}"
-    lost += ": fill the empty places (max_restarts, `recycle run --join`), or begin with guard memory or --restarts"
+    lost += ": fill the empty places (max_restarts, `recycle run --join`), or begin with guard memory or --job-restarts"
     how = lost if without else ""
     return f"recycle: warning: {held}{how}"
 

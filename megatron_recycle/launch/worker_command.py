@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -56,20 +57,26 @@ def say_to(stream: Any) -> Callable[[str], None]:
     return say
 
 
-def script_command(script: str, arguments: Sequence[str], module: bool) -> tuple[str, ...]:
+NO_PYTHON = "--no-python"
+
+
+def script_command(script: str, arguments: Sequence[str], module: bool, no_python: bool = False) -> tuple[str, ...]:
     """The script with its arguments, as they end a command line of `recycle run`."""
-    return (*(("-m",) if module else ()), script, *arguments)
+    return (*(("-m",) if module else ()), *((NO_PYTHON,) if no_python else ()), script, *arguments)
 
 
 def python_command(script: Sequence[str]) -> list[str]:
-    """A worker's command: the script (see `script_command`) with the plugin on."""
-    return [sys.executable, "-m", "megatron_recycle", *script]
+    """A worker's command: the script (see `script_command`) with the plugin on, or the program as it is."""
+    return list(script[1:]) if script[0] == NO_PYTHON else [sys.executable, "-m", "megatron_recycle", *script]
 
 
-def check_script(script: str, module: bool) -> None:
+def check_script(script: str, module: bool, no_python: bool = False) -> None:
     """Raises ConfigError if there is no such script. Of a module only the first name is looked up: further ones would
     take an import."""
-    if not module:
+    if no_python:
+        if shutil.which(script) is None:
+            raise ConfigError(f"there is no program {script}")
+    elif not module:
         if not Path(script).exists():
             raise ConfigError(f"there is no script {script}")
     elif script.endswith(".py") and Path(script).is_file():

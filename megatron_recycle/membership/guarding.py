@@ -65,7 +65,7 @@ def keepers(state: State) -> dict[str, str]:
 
 def exposed(state: State, now: float) -> tuple[dict[str, Any], ...]:
     """The event of stages that have come down to one worker with this generation. Only a warning: with `guard` they
-    come back, with `moves` a worker may move in, and `--restarts` starts the script again."""
+    come back, with `moves` a worker may move in, and `--job-restarts` starts the script again."""
     before = [] if state.go is None else list(state.go["members"])
     single = {str(stage): names for stage, names in _singles([*state.members]).items() if stage not in _singles(before)}
     if not before or not single:

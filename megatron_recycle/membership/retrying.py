@@ -2,7 +2,7 @@
 
 It is tried once more in a new generation; then with a plan that leaves hit pipelines out (`policy: drop`); then the
 worker that it fails on is out, as if it had died. Where that would cost a stage its last worker the job ends, and its
-script may be started again (`--restarts`). A worker whose state may be torn is out at once.
+script may be started again (`--job-restarts`). A worker whose state may be torn is out at once.
 """
 
 from __future__ import annotations

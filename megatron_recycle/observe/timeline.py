@@ -18,14 +18,30 @@ from megatron_recycle.plan import Plan, Timeline, Worker, replay
 
 FORMATS = (".png", ".svg", ".pdf")
 
-COLOURS = {"F": "#6baed6", "B": "#fd9a44", "W": "#84c77f", "FB": "#e3c24d", "S": "#3b3b3b"}
+COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "FB": "#f0e442", "S": "#cc79a7"}
+"""Okabe and Ito's, which colour-blind readers can tell apart too."""
 NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient", "FB": "both gradients in one",
          "S": "reduce and step"}
 FAILED = "#bdbdbd"
 
-_WIDTH = 13.0  # inches of a picture
+_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
 _ROW = 0.8  # height of a box, in rows
 _LARGE = 48  # from this many rows on, rows shrink and only some are labelled
+
+
+@dataclass(frozen=True)
+class Style:
+    """A picture's looks: `width` in inches; `facts`: whether a title has the plan's figures behind it; `ink`: of words
+    and lines; `clear`: on no ground of its own, for pages that are light or dark."""
+
+    width: float = 13.0
+    facts: bool = True
+    ink: str = "black"
+    clear: bool = False
+
+
+PAGE = Style(width=8.3, facts=False, ink="#808080", clear=True)
+"""For a page of documentation, 830 pixels wide."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +63,7 @@ def draw(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
         DeadlockError: the plan's orders can never finish.
         ConfigError: the file name has another ending, or the file cannot be written.
     """
-    _draw([(plan, title)], path)
+    _draw([(plan, title)], path, Style())
 
 
 def draw_pair(
@@ -55,9 +71,10 @@ def draw_pair(
     after: Plan,
     path: str | os.PathLike[str],
     titles: tuple[str, str] = ("before", "after"),
+    style: Style | None = None,
 ) -> None:
     """Draw two plans one above the other on the same time axis; errors as for `draw`."""
-    _draw([(before, titles[0]), (after, titles[1])], path)
+    _draw([(before, titles[0]), (after, titles[1])], path, style or Style())
 
 
 def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
@@ -72,7 +89,7 @@ def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
     return tuple(found)
 
 
-def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str]) -> None:
+def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style: Style) -> None:
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot draw {target}: give a file name that ends in {', '.join(FORMATS)}")
@@ -86,22 +103,23 @@ def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str]) -> No
     heights = [count * (0.13 if count >= _LARGE else 0.27) for count in rows]
     span = max(1, *(timeline.makespan for timeline in timelines))
     with rc_context(
-        {"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none", "font.size": 9}
+        {"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none", "font.size": 9,
+         **dict.fromkeys(_INKED, style.ink)}
     ):
-        figure = Figure(figsize=(_WIDTH, sum(heights) + 0.75 * len(parts) + 0.85), layout="constrained")
+        figure = Figure(figsize=(style.width, sum(heights) + 0.75 * len(parts) + 0.85), layout="constrained")
         axes: Any = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights, sharex=True)
         for axis, (plan, title), timeline, height in zip(axes[:, 0], parts, timelines, heights):
-            _panel(axis, plan, timeline, title, span, height)
+            _panel(axis, plan, timeline, title, span, height, style)
         axes[-1, 0].set_xlabel("time from a cold start, in the unit of the plan's costs")
-        _legend(figure, (plan for plan, _ in parts))
+        _legend(figure, (plan for plan, _ in parts), style)
         quiet = {"Date": None} if target.suffix.lower() == ".svg" else None
         try:
-            figure.savefig(target, dpi=120, metadata=quiet)
+            figure.savefig(target, dpi=120, metadata=quiet, transparent=style.clear)
         except OSError as error:
             raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
 
 
-def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, height: float) -> None:
+def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, height: float, style: Style) -> None:
     """One plan on one pair of axes; `span` is the common length of the time axis, `height` in inches."""
     workers = plan.problem.grid.workers()
     row = {worker: number for number, worker in enumerate(workers)}
@@ -112,7 +130,7 @@ def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, hei
     shown = boxes(plan, timeline)
     _boxes(axis, shown, row)
     points = height * 72 / len(workers) * _ROW
-    _numbers(axis, shown, row, points_per_unit=_WIDTH * 0.9 * 72 / span, points_per_row=points)
+    _numbers(axis, shown, row, points_per_unit=style.width * 0.9 * 72 / span, points_per_row=points)
     if points > 9:
         for worker in failed:
             axis.text(span * 0.005, row[worker], "failed", va="center", color="#555555", style="italic")
@@ -125,7 +143,7 @@ def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, hei
     axis.set_ylim(len(workers) - 0.5, -0.5)
     axis.set_xlim(0, span * 1.01)
     axis.set_ylabel("worker (pipeline:stage)")
-    axis.set_title(_headline(plan, timeline, title), loc="left", fontsize=10)
+    axis.set_title(_headline(plan, timeline, title) if style.facts else title, loc="left", fontsize=10)
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
 
@@ -192,7 +210,7 @@ def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
     return (f"{title}: " if title else "") + "; ".join(parts)
 
 
-def _legend(figure: Any, plans: Iterable[Plan]) -> None:
+def _legend(figure: Any, plans: Iterable[Plan], style: Style) -> None:
     """Add a line below the plans that explains the looks that occur in them."""
     from matplotlib.patches import Patch
 
@@ -205,4 +223,5 @@ def _legend(figure: Any, plans: Iterable[Plan]) -> None:
             Patch(facecolor="white", edgecolor="#303030", hatch="/////", label="guest (of another pipeline)")
         )
         handles.append(Patch(facecolor=FAILED, label="failed worker"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    columns = len(handles) if style.width > 10 else -(-len(handles) // 2)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, labelcolor=style.ink)

@@ -8,8 +8,6 @@ import shutil
 import sys
 import time
 from dataclasses import replace
-from functools import partial
-from typing import NoReturn
 
 from megatron_recycle.planner.baselines import TECHNIQUES, planned, shaped
 
@@ -59,13 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", action="store_true", help="print the plan file instead of a table")
     out.add_argument("--output", metavar="FILE", help="write the plan file")
     out.add_argument("--picture", metavar="FILE", help="write a picture of the schedule, .png or .svg")
-    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     out.add_argument("--check", metavar="FILE", help="check a plan file and print its figures; plans nothing")
-
-
-def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    """One line, without the usage that argparse would print before it."""
-    parser.exit(2, f"recycle plan: {message} (--help lists all options)\n")
 
 
 def run(args: argparse.Namespace) -> int:

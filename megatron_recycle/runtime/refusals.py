@@ -18,11 +18,11 @@ def check(framework: Framework, place: Place, config: RecycleConfig) -> None:
                                "and with Megatron-LM's own training loop. Leave it out, and save often enough")
     if config.guard == "memory" and place.grid.stages == 1:
         raise ConfigError("guard memory keeps a stage's copy on a worker of another stage, and a pipeline of one stage "
-                          "has none: leave guard out, and give `recycle run --restarts N` for the loss of the last "
+                          "has none: leave guard out, and give `recycle run --job-restarts N` for the loss of the last "
                           "worker")
     if config.policy != "reroute" and place.grid.pipelines == 1:
         raise ConfigError(f"policy {config.policy} goes on with pipelines that are whole, and this job has one only: "
-                          "leave policy out, and give `recycle run --restarts N` for the loss of a worker")
+                          "leave policy out, and give `recycle run --job-restarts N` for the loss of a worker")
     if config.policy == "lossy_forward" and place.parts > 1:
         raise ConfigError("policy lossy_forward is not there with tensor parallelism, whose parts would go on from "
                           "different places: give policy rollback, or leave it out")

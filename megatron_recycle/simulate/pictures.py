@@ -1,4 +1,4 @@
-"""Pictures of outcomes. matplotlib is loaded when one is drawn."""
+"""Pictures of outcomes, for pages that are light or dark. matplotlib is loaded when one is drawn."""
 
 from __future__ import annotations
 
@@ -9,28 +9,38 @@ from typing import Any
 from megatron_recycle.simulate.report import Estimate, Row
 from megatron_recycle.simulate.run import Outcome
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#f0e442")
+"""Okabe and Ito's, which colour-blind readers can tell apart too."""
+INK = "#808080"
+"""Words and lines are seen on white and on black."""
+_LONG = 10 * 3600.0
+"""From so many seconds on a point is an hour's mean."""
+
 
 def over_time(rows: Sequence[Row], path: Path, title: str = "") -> None:
-    """Throughput over time, relative to fault-free: a line for each policy, its mean over a hundredth of the time, with
-    the failures marked above. Of several traces the first one."""
-    figure, axes = _figure(title, (9, 4.5))
-    free = rows[0].free[0]
+    """Throughput over time, relative to fault-free: a line for each policy, named at its end, its mean over each
+    hour (of a short time: over a 200th of it), with the failures marked above. Of several traces the first one."""
+    figure, axes = _figure(f"Simulated: {title or 'throughput through a failure trace'}", (8.3, 4.2))
+    free, duration = rows[0].free[0], rows[0].outcomes[0].duration
+    parts = round(duration / 3600) if duration >= _LONG else 200
+    ends = []
     for row in rows:
-        hours, values = smoothed(row.outcomes[0])
+        hours, values = smoothed(row.outcomes[0], parts)
         dashed = row.name.startswith("fault-")
-        axes.plot([hour / 3600 for hour in hours], [value / free for value in values], label=row.name,
-                  linewidth=1.0 if dashed else 1.4, linestyle="--" if dashed else "-")
+        (line,) = axes.plot([hour / 3600 for hour in hours], [value / free for value in values],
+                            linewidth=1.0 if dashed else 1.6, linestyle="--" if dashed else "-")
+        ends.append((values[-1] / free, row.name, line.get_color()))
+    _name_ends(axes, ends)
     top = axes.get_ylim()[1]
     marks = rows[0].outcomes[0].marks
-    axes.plot([mark / 3600 for mark in marks], [top] * len(marks), "|", color="black", markersize=6)
+    axes.plot([mark / 3600 for mark in marks], [top] * len(marks), "|", color=INK, markersize=6)
     for row in rows:
         if row.outcomes[0].fatal_marks:
             axes.plot([mark / 3600 for mark in row.outcomes[0].fatal_marks], [0] * row.outcomes[0].fatal, "x",
                       color="grey", markersize=4)
-    axes.set_xlabel("hours; strokes above: failures, crosses below: the job had to start again")
+    axes.set_xlabel("hours; strokes above: failures, crosses below: a policy had to start the job again")
     axes.set_ylabel("throughput, of 1F1B without failures")
     axes.set_ylim(bottom=-0.02)
-    axes.legend(fontsize="small", ncols=2, loc="lower left")
     _save(figure, path)
 
 
@@ -78,14 +88,29 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], path: Path, title
     _save(figure, path)
 
 
+def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
+    """Write each line's name behind its end (value, name, colour), one above the other where these lie together."""
+    low, high = axes.get_ylim()
+    least, at = 0.05 * (high - low), -float("inf")
+    for value, name, colour in sorted(ends):
+        at = max(value, at + least)
+        axes.annotate(name, (1.01, at), xycoords=("axes fraction", "data"), color=colour, va="center", fontsize="small",
+                      annotation_clip=False)
+
+
 def _figure(title: str, size: tuple[float, float]) -> tuple[Any, Any]:
     import matplotlib
 
     matplotlib.use("Agg")
+    from cycler import cycler
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=size, layout="constrained")
-    axes.set_title(title, fontsize="medium")
+    inked = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "legend.labelcolor")
+    looks = {**dict.fromkeys(inked, INK), "axes.prop_cycle": cycler(color=COLOURS), "svg.fonttype": "none",
+             "svg.hashsalt": "megatron-recycle", "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(looks):
+        figure, axes = pyplot.subplots(figsize=size, layout="constrained")
+    axes.set_title(title, fontsize="medium", color=INK)
     return figure, axes
 
 
@@ -93,5 +118,6 @@ def _save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    quiet = {"Date": None} if path.suffix == ".svg" else None
+    figure.savefig(path, dpi=110, transparent=path.suffix == ".svg", metadata=quiet)
     pyplot.close(figure)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -77,8 +78,8 @@ class Row:
 
 
 def show(rows: Sequence[Row], console: Console, title: str) -> None:
-    """The table."""
-    table = Table(title=title)
+    """The table; its lines are for terminals."""
+    table = Table(title=title, box=HEAVY_HEAD if console.is_terminal else None)
     for heading in ("policy", "of fault-free", "of fault-scaled", "useful"):
         table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=True)
     table.add_column("the rest of the time")

@@ -7,7 +7,7 @@
 The quickstart's model (no dropout) in 3 pipelines of 2 stages, `reduction: fast`; `exact` is policy reroute with
 `reduction: exact`. Workers get SIGKILL at iterations and moments that a seed has drawn, the same for all policies, and
 are started again (`max_restarts`), as a replacement would be; they need some seconds until they are in. `restart` is
-checkpoint and restart: every failure ends all, and `recycle run --restarts` starts the script again from its last
+checkpoint and restart: every failure ends all, and `recycle run --job-restarts` starts the script again from its last
 checkpoint, whose period is Young and Daly's for that failure rate and the measured cost of a checkpoint.
 
 Measured: the time from the first commit to the last, beyond as many iterations of the same run's median time (other

@@ -77,7 +77,7 @@ def write(name: str, content: Mapping[str, Any]) -> None:
     told = {"program": f"scripts/figures/{name}.py", "assumptions": [*ASSUMPTIONS], **content}
     text = json.dumps(told, indent=None if len(str(told)) > 20_000 else 1)
     (FOLDER / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
-    CONSOLE.print(f"docs/figures/{name}.json and .png are written")
+    CONSOLE.print(f"docs/figures/{name}.json and the picture are written")
 
 
 def picture(name: str) -> Path:

@@ -21,7 +21,8 @@ from megatron_recycle.simulate.policies.registry import ORDER, makers
 from megatron_recycle.simulate.reading import read
 
 GRIDS = (("gpt3-3.35b", 12, 4, 16), ("gpt3-6.7b", 6, 8, 16), ("gpt3-6.7b", 8, 8, 16))
-SHOWN = ("ours", "lent-and-moves", "oobleck", "bamboo", "torchft", "checkpoint-restart", "fault-scaled")
+SHOWN = ("ours", "oobleck", "checkpoint-restart", "fault-scaled")
+"""Further policies are in the table."""
 
 
 def main() -> None:
@@ -34,7 +35,7 @@ def main() -> None:
         found.append({"grid": [pipelines, stages, microbatches], "model": model, "claims": ratios(rows),
                       "policies": short(rows)})
         if (pipelines, stages) == (6, 8):
-            over_time([row for row in rows if row.name in SHOWN], picture("gcp_replay"),
+            over_time([row for row in rows if row.name in SHOWN], picture("gcp_replay").with_suffix(".svg"),
                       f"GCP A100 trace of 2021, {model}, 6 pipelines x 8 stages on up to 64 GPUs")
     write("gcp_replay", {"trace": "gcp-a100x1-east1b-2021.csv", "hours": trace.duration / 3600,
                          "cleaned": [note.rpartition(": ")[0] for note in trace.cleaned], "results": found})

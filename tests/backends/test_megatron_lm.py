@@ -392,7 +392,7 @@ def test_a_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_fr
     options = ("--data-path", str(text), "--ckpt-format", kind, "--save-interval", "2", *saved)
     hosts = [start(("megatron_recycle.cli", "run", "--nproc", "2", "--nnodes", "2", "--node-rank", str(node),
                     "--master-addr", "127.0.0.1", "--master-port", str(port), "--run-dir", str(tmp_path / "run"),
-                    "--restarts", "1"), checkout, options, [str(Path(__file__).with_name("lost_host_gpt.py"))])
+                    "--job-restarts", "1"), checkout, options, [str(Path(__file__).with_name("lost_host_gpt.py"))])
              for node in (1, 0)]
     try:
         told = ended(hosts[1])

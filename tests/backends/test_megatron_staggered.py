@@ -93,7 +93,7 @@ def test_compiled_layers():
 
 
 def test_a_script_waits_for_the_last_step_by_settle_which_the_schedule_has():
-    """As docs/limits.md says; before the first call there is nothing to wait for."""
+    """As docs/differences.md says; before the first call there is nothing to wait for."""
     schedule, waits = RecycleSchedule(RecycleConfig(), Options()), list[None]()
     schedule.settle()
     schedule.session, schedule._microbatches = SimpleNamespace(settle=lambda: waits.append(None)), 4

@@ -6,11 +6,12 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 import pytest
 
 import megatron_recycle
+from megatron_recycle import config
 
 
 def test_the_flag_calls_enable_with_the_namespace(monkeypatch: pytest.MonkeyPatch):
@@ -42,3 +43,20 @@ def test_without_the_flag_nothing_is_loaded_and_without_the_plugin_deepspeed_is_
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'enabel'"):
         megatron_recycle.enabel  # noqa: B018
+
+
+def test_the_parser_comes_back_as_both_frameworks_expect():
+    parser = argparse.ArgumentParser()
+    assert megatron_recycle.add_arguments(parser) is parser
+
+
+def test_every_public_name_is_there_and_completes():
+    assert set(megatron_recycle.__all__) <= set(dir(megatron_recycle))
+    assert all(getattr(megatron_recycle, name) is not None for name in megatron_recycle.__all__)
+    assert issubclass(megatron_recycle.JobEnded, megatron_recycle.RecycleError)
+
+
+def test_settings_with_few_values_are_typed_so():
+    hints = get_type_hints(megatron_recycle.RecycleConfig)
+    assert hints["policy"] == Literal["reroute", "drop", "rollback", "lossy_forward", "restart"]
+    assert {option.name: option.choices for option in config.options()}["placement"] == ("spread", "framework")

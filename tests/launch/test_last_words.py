@@ -16,6 +16,10 @@ TRACEBACK = "Traceback (most recent call last):\n  File \"train.py\", line 1, in
     (TRACEBACK + "KeyError: 3\n[rank1]: " + TRACEBACK + "[rank1]: KeyError: 'x'\nbye\n", "KeyError: 'x'"),
     (TRACEBACK + "torch.distributed.DistNetworkError: no route\n", "torch.distributed.DistNetworkError: no route"),
     (TRACEBACK + "AssertionError\n", "AssertionError"),
+    (TRACEBACK + "ValueError: 1\nmegatron-recycle: unknown key 'x'\n", "unknown key 'x'"),
+    ("python -m megatron_recycle: there is no script x.py\n", "there is no script x.py"),
+    ("usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lrr\n", "unrecognized arguments: --lrr"),
+    ("train.py: step 3\n", ""),
     ("ValueError: printed by the script itself, which then ended with 1\n", ""),
     ("", ""),
 ])

@@ -111,7 +111,7 @@ def test_the_first_host_dies_and_then_the_service_and_the_job_goes_on(tmp_path: 
     (["serve", "--workers", "2"], "a service needs a token"),
     (["serve", "--workers", "2", "--token-file", "FILE", "--interface", "192.0.2.1"], "in --interface or"),
     (["serve", "--workers", "2", "--token-file", "FILE", "--resume"], "give the same --run-dir and --port"),
-    (["run", "--coordinator", "h:1", "--token-file", "FILE", "--restarts", "1", __file__], "one life of a job"),
+    (["run", "--coordinator", "h:1", "--token-file", "FILE", "--job-restarts", "1", __file__], "one life of a job"),
     (["run", "--coordinator", "h:1", "--token-file", "FILE", "--master-port", "9", __file__], "contradict"),
     (["run", "--coordinator", "h", "--token-file", "FILE", __file__], "as `recycle serve` has printed it"),
     (["run", "--coordinator", "h:1", __file__], "--coordinator needs the service's token"),

@@ -186,7 +186,7 @@ def test_the_script_for_those_without_an_etcd_reads_addresses(hosts: str, client
     (["--store", "h:2379", "--token-file", "FILE", "--job", "j"], "not of the form etcd://"),
     (["--store", "etcd://h", "--token-file", "FILE"], "names no job"),
     (["--store", "etcd://h", "--token-file", "FILE", "--job", "a/b"], "names no job"),
-    (["--store", "etcd://h", "--token-file", "FILE", "--job", "j", "--restarts", "1"], "cannot be given together"),
+    (["--store", "etcd://h", "--token-file", "FILE", "--job", "j", "--job-restarts", "1"], "cannot be given together"),
     (["--job", "j"], "give both"),
 ])
 def test_what_a_store_cannot_do_is_said(arguments: list[str], why: str, tmp_path: Path,

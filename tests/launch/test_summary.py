@@ -36,11 +36,11 @@ def test_a_last_copy_is_a_warning_with_what_helps() -> None:
     line = Summary().add({**event, "kept_by": {"1": "0:0"}})
     assert line is not None and line.startswith(
         "recycle: warning: stage 0 has one worker left (1:0), stage 1 has one worker left (1:1; 0:0 keeps a copy); ")
-    assert "--restarts" in line
+    assert "--job-restarts" in line
     line = Summary().add({**event, "hosts": {"0": "a", "1": "b"}, "checkpoint": 7}) or ""
     assert "stage 1 has one worker left (1:1 on b); what only it has is lost with it, and all go back to" in line
     assert "the checkpoint of iteration 7: fill" in line
-    assert "--restarts" not in (Summary().add({**event, "kept_by": {"0": "0:1", "1": "0:0"}}) or "")
+    assert "--job-restarts" not in (Summary().add({**event, "kept_by": {"0": "0:1", "1": "0:0"}}) or "")
 
 
 def test_each_process_has_its_own_row_and_its_own_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_hosts_that_have_ipv6_alone_train_over_gloo_and_one_is_lost(tmp_path: Pa
 def test_a_job_whose_grid_cannot_go_on_starts_again_on_the_hosts_that_are_left(net: Hosts, tmp_path: Path):
     """Ranks 3, 4 and 5 are stage 1; host 2 has the last two of them."""
     command, environ = fake({"pause": {"3": 2, "4": 2, "5": 2}})
-    options = ("--nproc", "2", "--restarts", "2", str(FAKE_WORKER))
+    options = ("--nproc", "2", "--job-restarts", "2", str(FAKE_WORKER))
     with launched_on(net, tmp_path / "run", command, environ, *options) as several:
         several.job.paused(4, 5)
         several.launchers[2].kill()

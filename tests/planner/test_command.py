@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from megatron_recycle.plan import Plan, Worker, violations
 from megatron_recycle.planner import search_process
 from megatron_recycle.planner.command import add_arguments, run
+from megatron_recycle.usage import Parser
 
 PAPER = ["--pipelines", "3", "--stages", "4", "--microbatches", "6", "--failed", "1:2", "--no-moves"]
 GOLDEN = Path(__file__).parent / "golden"
@@ -24,7 +24,7 @@ def the_work_and_not_the_clock_ends_a_search(monkeypatch):
 
 def recycle_plan(capsys, *arguments):
     """Exit status, what was printed, and what went to standard error."""
-    parser = argparse.ArgumentParser()
+    parser = Parser(prog="recycle plan")
     add_arguments(parser)
     status = run(parser.parse_args(list(arguments)))
     printed = capsys.readouterr()

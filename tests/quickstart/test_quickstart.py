@@ -124,8 +124,9 @@ def _processes_of(folder: Path) -> list[str]:
 
 
 def test_a_text_that_is_not_there_is_told_before_anything_starts(
-    quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    quickstart: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.setattr(sys, "argv", ["quickstart", "--data", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit):
-        quickstart.parse(["--data", str(tmp_path / "nowhere")])
+        quickstart.main()
     assert "there is no" in capsys.readouterr().err

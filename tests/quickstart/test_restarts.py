@@ -62,7 +62,7 @@ def test_the_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_
     for node in range(2):
         command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "2", "--nnodes", "2", "--node-rank",
                    str(node), "--master-addr", "127.0.0.1", "--master-port", str(port), "--run-dir", "run",
-                   "--restarts", "1", "train.py", *TRAINING]
+                   "--job-restarts", "1", "train.py", *TRAINING]
         with (tmp_path / f"host-{node}.out").open("w") as file:
             hosts.append(subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path, env=environ))
     try:

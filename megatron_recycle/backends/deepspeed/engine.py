@@ -60,6 +60,16 @@ from megatron_recycle.runtime.compute.split import Splitter
 _STOCK = "recycle_stock_initialize"
 
 
+def warn_of_no_pipeline(model: Any) -> None:
+    """Say at the start that nothing protects an engine without pipeline stages, as one rank."""
+    launched = Launched.read()
+    if launched.by_recycle_run and not launched.rank:
+        get_logger().warning(
+            "megatron-recycle: %s is no deepspeed.PipelineModule, and nothing protects its engine: the first worker "
+            "that fails ends the job. What would help: build it as a PipelineModule, or save checkpoints often and "
+            "let Slurm or torchrun start the job again", type(model).__name__)
+
+
 def install(options: Options) -> None:
     """Wrap `deepspeed.initialize` so that pipeline models get our engine; again: with other options."""
     stock = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
@@ -73,6 +83,8 @@ def install(options: Options) -> None:
         settings = options.resolve(config)
         if not settings.enabled:
             options.stay_off()
+        if settings.enabled and not isinstance(model, deepspeed.PipelineModule):
+            warn_of_no_pipeline(model)
         if not settings.enabled or not isinstance(model, deepspeed.PipelineModule):
             return stock(args, model, *rest, **keywords)
         check_not_too_late(settings)
