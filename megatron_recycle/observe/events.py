@@ -123,8 +123,9 @@ class EventLog:
         self.close()
 
 
-def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All events of the file, in order. A last line that is still being written is left out.
+def read_events(path: str | os.PathLike[str], skip: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """All events of the file, in order, but for those with one of the texts ``skip`` in their first 80 characters,
+    which are not parsed. A last line that is still being written is left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -135,6 +136,8 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 break
+            if skip and any(text in line[:80] for text in skip):
+                continue
             try:
                 record = json.loads(line)
             except ValueError as error:
