@@ -31,7 +31,9 @@ setup(
     extras_require={
         "deepspeed": ["deepspeed>=0.17,<0.20"],
         "megatron": ["megatron-core==0.16.1", "einops>=0.8"],
+        "metrics": ["prometheus-client>=0.20"],
         "dev": [
+            "prometheus-client>=0.20",
             "pytest>=8",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",

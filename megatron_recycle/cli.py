@@ -21,6 +21,7 @@ from megatron_recycle.streams import open_standard_streams
 COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
     "status": ("megatron_recycle.operate.status", "how a job is, what would end it next, and what repairs it"),
+    "watch": ("megatron_recycle.operate.watch", "alarms and metrics of a job, for those who look after it"),
     "serve": ("megatron_recycle.launch.serve", "serve a job's coordinator on a machine that trains nothing"),
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
     "simulate": ("megatron_recycle.simulate.command", "what a job would have done through a failure trace"),

@@ -37,6 +37,7 @@ from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
+from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (
     check_script,
     default_nproc,
@@ -173,7 +174,9 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
         )
         say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
         launcher = Launcher(job, found.control, found.token, say, coordinator)
-        with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir):
+        home = run_dir if args.store is None else run_dir / f"node-{hosts.rank}"
+        with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
+                watched(args, home, found.token, coordinator is not None):
             return launcher, launcher.run()
     finally:
         if coordinator is not None and (hosts.rank == 0 or args.store is not None):

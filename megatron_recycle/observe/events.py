@@ -26,6 +26,8 @@ from megatron_recycle.observe.text import one_line
 KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move", "stranded")
 """Values of `kind`: how a worker failed or left."""
 
+_PART = 1 << 22
+"""Bytes that are read at once."""
 _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")
 
 
@@ -153,15 +155,51 @@ class EventReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = -1
         self._offset = 0
 
     def new(self) -> list[dict[str, Any]]:
-        """The events since the last call. A last line that is still being written is left for the next one."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, end, _ = file.read().rpartition(b"\n")
+        """The events since the last call. A last line that is still being written is left for the next one. Where
+        another file is in its place by now, first the rest of the old one.
+
+        Raises:
+            OSError, ValueError: it cannot be read; what could be read is lost then.
+        """
+        found: list[dict[str, Any]] = []
+        if self._file < 0 and not self._open():
+            return found
+        found += self._rest()
+        if self._replaced():
+            found += self._rest()
+            self.close()
+            found += self._rest() if self._open() else []
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._offset = -1, 0
+
+    def _open(self) -> bool:
+        try:
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _replaced(self) -> bool:
+        try:
+            there, ours = os.stat(self._path), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
+
+    def _rest(self) -> list[dict[str, Any]]:
+        data = bytearray()
+        while part := os.pread(self._file, _PART, self._offset + len(data)):
+            data += part
+        whole, end, _ = bytes(data).rpartition(b"\n")
         self._offset += len(whole) + len(end)
         return [json.loads(line) for line in whole.splitlines()]
 

@@ -71,7 +71,7 @@ def folder_of(given: Path | None) -> Path:
     nodes = sorted(folder.glob(f"node-*/{EVENTS}"))
     if not (folder / EVENTS).exists() and nodes:  # a coordinator on each host
         return max(nodes, key=lambda path: path.stat().st_mtime).parent
-    if not any((folder / name).exists() for name in (EVENTS, JOURNAL, meeting.FILE)):
+    if not any((folder / name).exists() for name in (EVENTS, JOURNAL, meeting.FILE, "coordinator.log")):
         raise ConfigError(f"{folder} is no run's: it has neither {EVENTS} nor {JOURNAL}; name the folder that the "
                           "job's launcher has printed")
     return folder
