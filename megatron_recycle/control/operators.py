@@ -48,7 +48,7 @@ class Operators:
         elif state.phase is Phase.ENDED or state.phase is Phase.FORMING:
             why = "is over" if state.phase is Phase.ENDED else "has not begun to train"
             self._answer(connection, f"the job {why}")
-        elif what in ("stop", "save"):
+        elif what in ("stop", "save", "save anyway"):
             self._stop(connection, message, state)
         elif isinstance(named := _named(state, message["workers"], message["host"]), str):
             self._answer(connection, named)
@@ -87,11 +87,15 @@ class Operators:
         self._server.tell(Tell(tuple(one.incarnation for one in named), {"type": "stacks", "number": self._number}))
 
     def _stop(self, connection: Connection, message: Message, state: State) -> None:
-        saves = message["what"] == "save"
-        if saves and (why := closing.why_not(state, ())) is not None:
+        saves = message["what"] != "stop"
+        if message["what"] == "save" and not state.checkpoints:
+            self._answer(connection, "it is uncertain whether a checkpoint can be written: the script has saved none in "
+                         "this run yet, so nobody but it may know where to. If emergency_checkpoint is set, or "
+                         "Megatron's --save, give --anyway")
+        elif saves and (why := closing.why_not(state, ())) is not None:
             why = why or ("nothing is committed yet" if state.committed < 0 else "emergency_checkpoint is none")
-            self._answer(connection, f"no checkpoint can be written: {why}. `recycle stop` without --checkpoint ends "
-                         "the job at once")
+            self._answer(connection, f"no checkpoint can be written: {why}. Without --checkpoint `recycle stop` ends the "
+                         "job at once")
         else:
             self._ordered(message, (), state)
             self._answer(connection, facts={"iteration": state.committed})

@@ -18,6 +18,8 @@ _STALLED, _STALLED_ITERATIONS = 60.0, 10
 """Seconds, and iterations, without a commit after which a job that trains counts as stalled."""
 _FORMING = 900.0
 """Seconds after which a job that has not begun to train is at risk."""
+_ASKED = (130, 143)
+"""Statuses of a job that was asked to end: by Ctrl-C or `recycle stop`, by SIGTERM."""
 _TOLD = 3
 """Workers or hosts that a line names."""
 
@@ -151,7 +153,8 @@ def _ended(facts: Facts) -> Outlook:
     line = f"{duration(facts.now - moment)} ago with status {status}: {message} "
     line += f"({seen.committed} iterations committed, {len(seen.failures)} workers lost)"
     repair = "" if not status else f"start the job again from its last checkpoint{_checkpoint(seen)}"
-    return Outlook(Level.OVER, "ENDED" if not status else "FAILED", line, "", repair)
+    word = "ENDED" if not status else "STOPPED" if status in _ASKED else "FAILED"
+    return Outlook(Level.OVER, word, line, "", repair)
 
 
 def _begins(age: float | None) -> Outlook:

@@ -178,7 +178,7 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
     for title, text in (("next", outlook.next_end), ("repair", outlook.repair), *_numbers(facts)):
         if text:
             print_line(f"{title:9} {one_line(text)}")
-    over = outlook.word in ("ENDED", "FAILED")
+    over = outlook.word in ("ENDED", "STOPPED", "FAILED")
     for one in facts.seen.out.values() if not over else ():
         print_line(f"{'out':9} {_absent(one, facts.now)}")
     for problem in problems:
