@@ -89,13 +89,13 @@ class Operators:
     def _stop(self, connection: Connection, message: Message, state: State) -> None:
         saves = message["what"] != "stop"
         if message["what"] == "save" and not state.checkpoints:
-            self._answer(connection, "it is uncertain whether a checkpoint can be written: the script has saved none in "
-                         "this run yet, so nobody but it may know where to. If emergency_checkpoint is set, or "
+            self._answer(connection, "it is uncertain whether a checkpoint can be written: the script has saved none "
+                         "in this run yet, so nobody but it may know where to. If emergency_checkpoint is set, or "
                          "Megatron's --save, give --anyway")
         elif saves and (why := closing.why_not(state, ())) is not None:
             why = why or ("nothing is committed yet" if state.committed < 0 else "emergency_checkpoint is none")
-            self._answer(connection, f"no checkpoint can be written: {why}. Without --checkpoint `recycle stop` ends the "
-                         "job at once")
+            self._answer(connection, f"no checkpoint can be written: {why}. Without --checkpoint `recycle stop` ends "
+                         "the job at once")
         else:
             self._ordered(message, (), state)
             self._answer(connection, facts={"iteration": state.committed})

@@ -226,6 +226,10 @@ class Seen:
     def _take_checkpoint(self, event: Event) -> None:
         self.checkpoint = event
 
+    def _take_saved(self, event: Event) -> None:
+        if "missing" not in event:
+            self.checkpoint = event
+
     def _take_last_copy(self, event: Event) -> None:
         self.last_copy = event
 
