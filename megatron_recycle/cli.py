@@ -23,6 +23,7 @@ COMMANDS = {
     "status": ("megatron_recycle.operate.status", "how a job is, what would end it next, and what repairs it"),
     "watch": ("megatron_recycle.operate.watch", "alarms and metrics of a job, for those who look after it"),
     "logs": ("megatron_recycle.operate.logs", "the logs of all or some workers, also while they grow"),
+    "report": ("megatron_recycle.operate.report", "what the failures of a job have cost, in GPU hours"),
     "stacks": ("megatron_recycle.operate.stacks", "where the threads of live workers stand"),
     "stop": ("megatron_recycle.operate.stop", "end a running job, after a last checkpoint if wanted"),
     "drain": ("megatron_recycle.operate.drain", "let all workers of a host leave a running job"),
