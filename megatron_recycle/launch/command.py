@@ -40,6 +40,7 @@ from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (
     check_script,
+    clock,
     default_nproc,
     python_command,
     say_to,
@@ -173,7 +174,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             places=nproc,
         )
         say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
-        launcher = Launcher(job, found.control, found.token, say, coordinator)
+        launcher = Launcher(job, found.control, found.token, say, coordinator, clock)
         home = run_dir if args.store is None else run_dir / f"node-{hosts.rank}"
         with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
                 watched(args, home, found.token, coordinator is not None):
@@ -372,7 +373,7 @@ def _join(
               grace_of(config), leader=False)
     ranks = ", ".join(map(str, found.ranks))
     say(f"recycle: rank {ranks} of {found.size} join the job at {control}, logs in {run_dir}")
-    launcher = Launcher(job, control, token, say)
+    launcher = Launcher(job, control, token, say, stamp=clock)
     status = launcher.run()
     closing_table(launcher)
     return status

@@ -27,7 +27,7 @@ from megatron_recycle.launch.network import bare, check_host, check_listening
 from megatron_recycle.launch.options import HIGHEST_PORT
 from megatron_recycle.launch.processes import Job
 from megatron_recycle.launch.run_folder import make, prepare
-from megatron_recycle.launch.worker_command import say_to
+from megatron_recycle.launch.worker_command import clock, say_to
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.observe.output import spare_output
 
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         "--nproc M SCRIPT")
     job = Job([], {"GROUP_RANK": NODE}, run_dir, (), args.workers, show="none",
               heartbeat_interval=config.heartbeat_interval, grace=grace_of(config))
-    launcher = Launcher(job, coordinator.control, token, say, coordinator)
+    launcher = Launcher(job, coordinator.control, token, say, coordinator, clock)
     for event in before:  # the closing table is of the whole job
         launcher.summary.add(event)
     try:

@@ -146,8 +146,8 @@ def markdown(name: str, found: Account, restart: float) -> str:
         end = f"ended with status {seen.finished['status']}: {str(seen.finished['message']).rstrip('.')}"
     when = f"{_clock(found.begun)} to {_clock(found.ended)} ({duration(found.ended - found.begun)})"
     lines = [f"# {name}", "",
-             f"{when}, {size} workers in {seen.grid[0]} pipelines of {seen.grid[1]} stages; {seen.committed} iterations "
-             f"committed; {end}.", "",
+             f"{when}, {size} workers in {seen.grid[0]} pipelines of {seen.grid[1]} stages; {seen.committed} "
+             f"iterations committed; {end}.", "",
              "| GPU hours | |", "| --- | --- |",
              f"| of workers that were in | {_hours(found.worker_seconds)} |",
              f"| lost standing still after {len(found.recoveries)} failures | {_hours(stood * size)} |",
