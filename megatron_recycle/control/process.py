@@ -165,7 +165,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     else:
         journal, past = open_journal(args, events)
         keep = both(plans.keep)
-    log = EventLog(events)
+    log = EventLog(events, ticks=schema.TICKS)
     life = json.loads(args.life) or {}
 
     def emit(event: Mapping[str, Any]) -> None:

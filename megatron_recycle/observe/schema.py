@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_recycle.observe.rolling import FILES, FIRST, LATEST, MOST
+
 VERSION = 1
 """Of the schema; `started` has it as ``v``. A field that goes away or changes its meaning raises it, a new one does
 not."""
@@ -132,6 +134,9 @@ EVENTS: Mapping[str, Kind] = {
 }
 """Name -> what it is, as in events.jsonl."""
 
+TICKS = frozenset(name for name, kind in EVENTS.items() if kind.tick)
+"""Events that are written all the time: old ones of them move to files of their own."""
+
 
 def fault(event: Mapping[str, Any]) -> str | None:
     """Why this is no event of this version; None if it is one. Fields that the table does not name are faults, too."""
@@ -166,8 +171,16 @@ def page() -> str:
         "Every event has `t` (Unix seconds) and `event`. Fields with `?` may be missing. A worker is `d:s`, with\n"
         "tensor parallelism its part `d:s.p`; a host is as its launcher calls it, `n3/2` for the third launcher,\n"
         "on n3.\n\n"
+        f"Where the file becomes larger than {MOST >> 20} MiB, old {_listed()} move to\n"
+        f"`ticks-0001.jsonl` and so on, of which the latest {FILES} stay. All decisions remain in `events.jsonl`,\n"
+        f"with the first {FIRST} commits of each generation and the latest {LATEST} lines.\n\n"
         f"| field | type | meaning |\n| --- | --- | --- |\n{common}\n"
         f"| event | fields | when |\n| --- | --- | --- |\n{rows}")
+
+
+def _listed() -> str:
+    *first, last = (f"`{name}`" for name in sorted(TICKS))
+    return f"{', '.join(first)} and {last}"
 
 
 def _shown(kind: Kind) -> str:
