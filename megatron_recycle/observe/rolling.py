@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-MOST = 64 << 20
+MOST = 16 << 20
 """Bytes of events.jsonl."""
 FILES = 4
 """Files of old ticks that are kept."""
