@@ -21,6 +21,14 @@ from megatron_recycle.usage import USAGE_ERROR, Parser, hint
 
 COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
+    "status": ("megatron_recycle.operate.status", "how a job is, what would end it next, and what repairs it"),
+    "watch": ("megatron_recycle.operate.watch", "alarms and metrics of a job, for those who look after it"),
+    "logs": ("megatron_recycle.operate.logs", "the logs of all or some workers, also while they grow"),
+    "report": ("megatron_recycle.operate.report", "what the failures of a job have cost, in GPU hours"),
+    "stacks": ("megatron_recycle.operate.stacks", "where the threads of live workers stand"),
+    "stop": ("megatron_recycle.operate.stop", "end a running job, after a last checkpoint if wanted"),
+    "drain": ("megatron_recycle.operate.drain", "let all workers of a host leave a running job"),
+    "out": ("megatron_recycle.operate.out", "declare workers of a running job out"),
     "serve": ("megatron_recycle.launch.serve", "serve a job's coordinator on a machine that trains nothing"),
     "quickstart": ("megatron_recycle.quickstart", "see a small job lose two workers and end with the same bits"),
     "example": ("megatron_recycle.examples", "write an example training script into a folder"),

@@ -28,7 +28,8 @@ LEAVES: dict[str, frozenset[str]] = {
     "observe.text": frozenset(),
     "observe.disk": frozenset(),
     "observe.stacks": frozenset(),
-    "observe.events": frozenset({"observe.disk", "observe.log", "observe.text"}),
+    "observe.rolling": frozenset(),
+    "observe.events": frozenset({"observe.disk", "observe.log", "observe.rolling", "observe.text"}),
 }
 """Modules that everybody except plan may import, and what each of them may import."""
 

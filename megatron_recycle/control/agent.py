@@ -25,8 +25,9 @@ from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.messages import TO_WORKER, Role, check_report
 from megatron_recycle.membership.promises import Offer
 from megatron_recycle.membership.resume import RESTART
+from megatron_recycle.observe.stacks import stacks
 
-_EXPENDABLE = ("event", "heartbeat", "measured", "speaks")
+_EXPENDABLE = ("event", "heartbeat", "measured", "speaks", "stacks")
 """Messages that the job can do without."""
 _LONGEST_ERROR = 500
 _GLANCE = 0.5
@@ -376,6 +377,10 @@ class Agent:
                 self._changed.notify_all()
         elif kind == "end":
             self._end(Ended(message["status"], message["message"]))
+        elif kind == "leave":
+            self.leave()
+        elif kind == "stacks":
+            self._link.send({"type": "stacks", "number": message["number"], "text": stacks()})
 
     def _untold(self, message: Message, why: str) -> None:
         """In the agent's thread: a message is too large. Others would wait for ever for what they have to know."""

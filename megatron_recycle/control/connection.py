@@ -12,9 +12,17 @@ from typing import Protocol
 
 from megatron_recycle.control.sockets import watch_peer
 from megatron_recycle.control.wire import GUEST, Message, Session, WireError, encode
-from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_NEWCOMER, FROM_STORE, FROM_WORKER, check
+from megatron_recycle.membership.messages import (
+    FROM_LAUNCHER,
+    FROM_NEWCOMER,
+    FROM_OPERATOR,
+    FROM_STORE,
+    FROM_WORKER,
+    check,
+)
 
-_ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER, "store": FROM_STORE}
+_ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER, "store": FROM_STORE,
+          "operator": FROM_OPERATOR}
 _NOT_FOR_GUESTS = ("interrupt",)
 _UNREAD_LIMIT = 32 * 1024 * 1024
 """Bytes that may wait for a peer before it is cut off."""
@@ -38,9 +46,9 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """`role` is "worker", "launcher", "newcomer" or "store" (a process at the job's store) once the peer has said
-    hello; `incarnation` (a worker's), `host` and `places` (a launcher's: the processes that its host can start in the
-    job's next life) are set by the owner. `heard` is when something last came in (monotonic)."""
+    """`role` is "worker", "launcher", "newcomer", "store" (a process at the job's store) or "operator" once the peer
+    has said hello; `incarnation` (a worker's), `host` and `places` (a launcher's: the processes that its host can start
+    in the job's next life) are set by the owner. `heard` is when something last came in (monotonic)."""
 
     @property
     def guest(self) -> bool:
@@ -112,6 +120,8 @@ class Connection(asyncio.Protocol):
             check(message, _ROLES[role])
             if self.guest and role == "worker" and not message["incarnation"].startswith(GUEST):
                 raise WireError("the secret of hosts that join is no worker's that the job began with")
+            if self.guest and role == "operator":
+                raise WireError("a job is asked and commanded with its token, not with the secret of hosts that join")
             self.role = role
             if self._deadline is not None:
                 self._deadline.cancel()

@@ -25,6 +25,7 @@ from megatron_recycle.control.executor import Leader
 from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.measured import Conclusions
 from megatron_recycle.control.memory import Memory, Records
+from megatron_recycle.control.operators import Operators
 from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Redoer, Searches
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.shelf import Shelf
@@ -108,6 +109,7 @@ class Coordinator:
         self._emit = emit
         self._places = None if offered is None else Reservations(offered)
         self._telling = Telling(emit, self.server, told)
+        self._operators = Operators(self.server, self._telling, self.feed)
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
         self._searches = Searches(Plans(plan, improve, moves, redo), self.feed, lambda: self.state)
         self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state,
@@ -244,6 +246,9 @@ class Coordinator:
             self._clocks.watch.told(incarnation, message["progress"], now)
         elif kind == "event":
             self._telling.passed_on(incarnation, message["event"], message["fields"], self.state)
+        elif kind == "stacks":
+            if (member := self.state.known.get(incarnation)) is not None:
+                self._operators.stacks(member, message)
         elif kind == "speaks":
             self._speaks(incarnation, message["offset"])
         elif kind == "measured":
@@ -296,6 +301,12 @@ class Coordinator:
         pid, processes = message.get("pid"), self.state.members if "pid" not in message else self.state.known
         return all(one.incarnation.startswith(GUEST) or pid not in (None, one.pid)
                    for one in processes.values() if one.rank == message["rank"])
+
+    def from_operator(self, connection: Connection, message: Message) -> None:
+        self._operators.asked(connection, message, self.state)
+
+    def operator_gone(self, connection: Connection) -> None:
+        self._operators.gone(connection)
 
     def newcomer(self, connection: Connection, rank: int) -> None:
         connection.send(messages.learnt(self.state, rank))

@@ -39,6 +39,7 @@ from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import Offered
+from megatron_recycle.observe import schema
 from megatron_recycle.observe.events import EventLog, read_events
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.plan import Plan
@@ -164,11 +165,11 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     else:
         journal, past = open_journal(args, events)
         keep = both(plans.keep)
-    log = EventLog(events)
+    log = EventLog(events, ticks=schema.TICKS)
     life = json.loads(args.life) or {}
 
     def emit(event: Mapping[str, Any]) -> None:
-        fields = dict(event)
+        fields = {**event, **({"v": schema.VERSION} if event["event"] == "started" else {})}
         log.emit(fields.pop("event"), **fields)
 
     if life.get("number") and not args.resume:

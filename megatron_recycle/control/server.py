@@ -56,6 +56,8 @@ class Hearer(Protocol):
     def launcher_gone(self, host: str) -> None: ...
     def from_launcher(self, connection: Connection, host: str, message: Message) -> None: ...
     def newcomer(self, connection: Connection, rank: int) -> None: ...
+    def from_operator(self, connection: Connection, message: Message) -> None: ...
+    def operator_gone(self, connection: Connection) -> None: ...
     def part_of_guests(self) -> str: ...
     def is_guests(self, rank: int) -> bool: ...
     def refused(self, source: str, reason: str) -> None: ...
@@ -177,6 +179,8 @@ class Server:
         self.launchers.discard(connection)
         self.shelf.gone(connection)
         self.parcels.gone(connection)
+        if connection.role == "operator":
+            self._hearer.operator_gone(connection)
         if connection.host is not None and all(other.host != connection.host for other in self.launchers):
             self._hearer.launcher_gone(connection.host)
         worker = connection.incarnation
@@ -203,6 +207,9 @@ class Server:
                 connection.send({"type": "welcome", "shelf": self.shelf.name})
             else:
                 self._ask(connection, message)
+        elif connection.role == "operator":
+            if message["type"] != "hello":
+                self._hearer.from_operator(connection, message)
         elif connection.role == "launcher":
             self._from_launcher(connection, message)
         elif message["type"] == "hello":

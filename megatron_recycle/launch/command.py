@@ -38,8 +38,10 @@ from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
+from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (
     check_script,
+    clock,
     default_nproc,
     python_command,
     say_to,
@@ -181,8 +183,10 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             places=nproc,
         )
         say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
-        launcher = Launcher(job, found.control, found.token, say, coordinator)
-        with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir):
+        launcher = Launcher(job, found.control, found.token, say, coordinator, clock)
+        home = run_dir if args.store is None else run_dir / f"node-{hosts.rank}"
+        with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
+                watched(args, home, found.token, coordinator is not None):
             return launcher, launcher.run()
     finally:
         if coordinator is not None and (hosts.rank == 0 or args.store is not None):
@@ -382,7 +386,7 @@ def _join(
               grace_of(config), leader=False)
     ranks = ", ".join(map(str, found.ranks))
     say(f"recycle: rank {ranks} of {found.size} join the job at {control}, logs in {run_dir}")
-    launcher = Launcher(job, control, token, say)
+    launcher = Launcher(job, control, token, say, stamp=clock)
     status = launcher.run()
     closing_table(launcher)
     return status

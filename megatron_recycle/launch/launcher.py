@@ -46,6 +46,7 @@ class Launcher:
         control, token: of the coordinator.
         say: gets each line for the user.
         coordinator: its process, if this launcher is to look after it.
+        stamp: what each of its own lines begins with.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Launcher:
         token: str,
         say: Callable[[str], None],
         coordinator: Service | None = None,
+        stamp: Callable[[], str] = str,
     ) -> None:
         self.summary = Summary()
-        self._say = lambda line: say(printable(line))
+        self._say = lambda line: say(stamp() + printable(line))
         self.restarts = Restarts(self._say, lambda rank: self._link.send(_stays_out(rank)))
         starts = Starts({rank: index for index, rank in enumerate(job.ranks, job.first_local)})
         self.processes = Processes(job, starts.devices, self._say)
@@ -167,7 +169,9 @@ class Launcher:
             why = f": {words}" if words else ""
             early = f" before it had joined: see {worker.child.log}" if worker.joins else ""
             ended = f"ended with {describe_status(worker.status)}"
-            self._say(f"rank {worker.rank} (pid {worker.pid}) {ended}{early}{why}")
+            name = self.summary.names.get(worker.rank)
+            known = "" if name is None else f"{name}, "
+            self._say(f"rank {worker.rank} ({known}pid {worker.pid}) {ended}{early}{why}")
             self.starting.failed(worker)
 
     def _tell(self, message: Message) -> None:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch import watching
 from megatron_recycle.launch.chaos_script import check_script
 from megatron_recycle.launch.network import bare, check_address
 from megatron_recycle.usage import also
@@ -115,6 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="under Slurm: a SIGTERM (sbatch --signal=TERM@120, pre-emption) saves a checkpoint (on_leave), and Slurm "
         "starts the job again (scontrol requeue); a job that is cancelled stays so",
     )
+    watching.add_arguments(parser)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true",
                       help="the script is a module's name, as in `python -m` and torchrun")
@@ -196,6 +198,11 @@ def check(args: argparse.Namespace) -> None:
                               "coordinator, for one life of the job")
     elif args.job:
         raise ConfigError("--job is the job's name in a --store: give both")
+    watching.check(args)
+    if watching.wanted(args) and (args.coordinator is not None or args.join is not None):
+        where = "`recycle serve`" if args.coordinator is not None else "the command that has begun the job"
+        raise ConfigError("--on-event, --metrics and --textfile are for the whole job, once, beside its coordinator: "
+                          f"give them to {where}, or start `recycle watch RUN`")
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

@@ -19,7 +19,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import tokens
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import coordinator_process as service
-from megatron_recycle.launch import meeting
+from megatron_recycle.launch import meeting, watching
 from megatron_recycle.launch.command import closing_table, grace_of, run_dir_of
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.meeting import Meeting
@@ -27,7 +27,7 @@ from megatron_recycle.launch.network import bare, check_host, check_listening
 from megatron_recycle.launch.options import HIGHEST_PORT
 from megatron_recycle.launch.processes import Job
 from megatron_recycle.launch.run_folder import make, prepare
-from megatron_recycle.launch.worker_command import say_to
+from megatron_recycle.launch.worker_command import clock, say_to
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.observe.output import spare_output
 
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="where the journal and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)")
     parser.add_argument("--resume", action="store_true",
                         help="go on with the job of --run-dir, whose service has ended, at the same --port")
+    watching.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """
     spare_output()
     config, say = RecycleConfig.resolve(), say_to(sys.stderr)
+    watching.check(args)
     if args.workers < 1:
         raise ConfigError(f"--workers is {args.workers}; give 1 or more")
     if not 0 <= args.port <= HIGHEST_PORT:
@@ -95,11 +97,12 @@ def run(args: argparse.Namespace) -> int:
         "--nproc M SCRIPT")
     job = Job([], {"GROUP_RANK": NODE}, run_dir, (), args.workers, show="none",
               heartbeat_interval=config.heartbeat_interval, grace=grace_of(config))
-    launcher = Launcher(job, coordinator.control, token, say, coordinator)
+    launcher = Launcher(job, coordinator.control, token, say, coordinator, clock)
     for event in before:  # the closing table is of the whole job
         launcher.summary.add(event)
     try:
-        status = launcher.run()
+        with watching.watched(args, run_dir, token, here=True):
+            status = launcher.run()
     finally:
         meeting.withdraw(run_dir)
     closing_table(launcher)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
     "restoring", "restored", "unreadable", "joined", "join_failed", "moving", "move_failed", "skipped", "left_out",
-    "repeated", "save_failed", "saved", "finished",
+    "repeated", "save_failed", "saved", "ordered", "finished",
 )
 _AGAIN: Mapping[str, tuple[str, ...]] = {
     "started": (), "suspected": ("rank", "pid", "generation", "kind"), "joined": ("rank", "pid", "generation"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -48,6 +49,9 @@ def default_nproc(environ: Mapping[str, str]) -> int:
     return max(1, len(found))
 
 
+NO_PYTHON = "--no-python"
+
+
 def say_to(stream: Any) -> Callable[[str], None]:
     """A `say` that writes lines at once."""
 
@@ -57,7 +61,9 @@ def say_to(stream: Any) -> Callable[[str], None]:
     return say
 
 
-NO_PYTHON = "--no-python"
+def clock() -> str:
+    """The time, in front of a launcher's line: who reads it an hour later wants to know when it happened."""
+    return time.strftime("%Y-%m-%d %H:%M:%S ")
 
 
 def script_command(script: str, arguments: Sequence[str], module: bool, no_python: bool = False) -> tuple[str, ...]:

@@ -35,9 +35,9 @@ def finished(state: State, happened: Finished, now: float) -> Step:
 def interrupted(state: State, happened: Interrupted, now: float) -> Step:
     """Launchers tell of it again after a reconnect, and there may be several."""
     leaves = happened.status == _TOLD_TO_LEAVE
-    if leaves and (state.closing is not None or state.asked is not None):
+    if (leaves or happened.saves) and (state.closing is not None or state.asked is not None):
         return state, ()
-    if leaves and closing.wanted(state):
+    if (leaves and closing.wanted(state)) or (happened.saves and closing.possible(state, ())):
         return leave(state, Closing(happened.message, happened.status), now)
     if leaves and happened.handled:
         return state.with_(asked=(happened.status, happened.message)), (commands.terminate(BY_ITSELF),

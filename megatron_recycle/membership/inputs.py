@@ -290,12 +290,14 @@ class PlaceLate:
 @dataclass(frozen=True)
 class Interrupted:
     """Somebody outside (a signal, a limit of time, the launcher) ends the job. `again`: the script may do better if it
-    is started again. `handled`: some script has a handler of its own for the signal."""
+    is started again. `handled`: some script has a handler of its own for the signal. `saves`: a last checkpoint comes
+    first, if one can be written."""
 
     status: int
     message: str
     again: bool = False
     handled: bool = False
+    saves: bool = False
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
     "fetch": {"digest": str, "part": int, "memory": str},
     "fetched": {"digest": str, "memory": str},
+    "stacks": {"number": int, "text": str},
 }
 FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"host": str, "ranks": list, "places": int},
@@ -98,6 +99,16 @@ TO_STORE: Mapping[str, Mapping[str, Any]] = {
     "welcome": {"shelf": str},
     "lives": {},
     "answer": {"keys": list, "values": list, "number": int, "stamp": int, "marks": dict, "error": str},
+}
+FROM_OPERATOR: Mapping[str, Mapping[str, Any]] = {
+    "hello": {},
+    "ask": {"what": str, "workers": list, "host": str, "by": str},
+}
+"""Messages of the job's owner at a command line; see `control.operators`."""
+TO_OPERATOR: Mapping[str, Mapping[str, Any]] = {
+    "answer": {"refusal": str, "facts": dict},
+    "stacks": {"worker": str, "text": str},
+    "lives": {},
 }
 TO_NEWCOMER: Mapping[str, Mapping[str, Any]] = {"learnt": {"record": list}}
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
@@ -124,6 +135,8 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "parcel": {"generation": int, "digest": str, "data": str},
     "part": {"digest": str, "part": int, "parts": int, "data": str},
     "there": {"digest": str},
+    "leave": {},
+    "stacks": {"number": int},
 }
 """A go and an offer travel as parcels; see `control.parcels`."""
 TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
@@ -180,8 +193,10 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
         raise WireError(f"out: {message['kind']!r:.60} is no kind of failure")
     if kind == "measured":
         _check_measured(message)
-    if kind == "ask":
+    if kind == "ask" and "keys" in known[kind]:
         _check_ask(message)
+    if kind == "ask" and "workers" in known[kind] and not all(isinstance(name, str) for name in message["workers"]):
+        raise WireError("ask: a worker is no text")
     if kind == "event" and "fields" in known[kind]:
         _check_event(message["event"], message["fields"])
     if kind == "ready":

@@ -76,11 +76,11 @@ def breakdowns(run: Path) -> list[Breakdown]:
             costs = Costs.from_json(event.get("costs"))
             found.append(Breakdown(event["iteration"],
                                    {Worker.parse(name): parts for name, parts in event["seconds"].items()},
-                                   costs, _planned(path.parent, digest, costs), since))
+                                   costs, planned_seconds(path.parent, digest, costs), since))
     return found
 
 
-def _planned(folder: Path, digest: str, costs: Costs) -> float | None:
+def planned_seconds(folder: Path, digest: str, costs: Costs) -> float | None:
     """Seconds of an iteration of the plan with this digest (`control.plan_folder`), with other costs."""
     try:
         plan = Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")

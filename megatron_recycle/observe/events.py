@@ -11,9 +11,10 @@ import errno
 import json
 import math
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +22,14 @@ from typing import Any
 
 from megatron_recycle.observe.disk import of_disk
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.observe.rolling import MOST, roll
 from megatron_recycle.observe.text import one_line
 
 KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move", "stranded")
 """Values of `kind`: how a worker failed or left."""
 
+_PART = 1 << 22
+"""Bytes that are read at once."""
 _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")
 
 
@@ -40,13 +44,18 @@ class EventLog:
     Args:
         path: the file, made with its folder if missing; an existing one is continued.
         log: whether to write log lines too.
+        most: bytes, after which old ``ticks`` move to files of their own (see `rolling`); decisions stay.
+        ticks: names of the events that are written all the time.
 
     Raises:
         OSError: the file may not be opened, or is a link.
     """
 
-    def __init__(self, path: str | os.PathLike[str], log: bool = True) -> None:
+    def __init__(self, path: str | os.PathLike[str], log: bool = True, most: int = MOST,
+                 ticks: Collection[str] = ()) -> None:
         self.path = Path(path)
+        self._most = self._next = most
+        self._ticks = frozenset(ticks)
         self._log = get_logger() if log else None
         self._lock = threading.Lock()
         self._closed = False
@@ -74,6 +83,7 @@ class EventLog:
                     self._file = self._open()
                 _append(self._file, line.encode())
                 self._back()
+                self._roll()
         if self._log is not None:
             # stacklevel 2: the log line names the caller's file and function, as DeepSpeed's own lines do.
             self._log.info(format_event(record), stacklevel=2)
@@ -87,6 +97,22 @@ class EventLog:
                 with self._expendable():  # a network's file system may say only now what it has not written
                     os.close(self._file)
                 self._file = None
+
+    def _roll(self) -> None:
+        """Move old ticks away, if the file has become too large."""
+        assert self._file is not None
+        if os.fstat(self._file).st_size < self._next:
+            return
+        self._next = sys.maxsize  # a disk that does not take it is asked once
+        try:
+            size = roll(self.path, self._ticks)
+        except OSError as error:
+            get_logger().warning("megatron-recycle: %s is large, and old events cannot be moved out of it (%s); it "
+                                 "goes on growing", self.path, error.strerror)
+            return
+        self._next = max(self._most, 2 * size)
+        before, self._file = self._file, self._open()
+        os.close(before)
 
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,8 +149,9 @@ class EventLog:
         self.close()
 
 
-def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All events of the file, in order. A last line that is still being written is left out.
+def read_events(path: str | os.PathLike[str], skip: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """All events of the file, in order, but for those with one of the texts ``skip`` in their first 80 characters,
+    which are not parsed. A last line that is still being written is left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -135,6 +162,8 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 break
+            if skip and any(text in line[:80] for text in skip):
+                continue
             try:
                 record = json.loads(line)
             except ValueError as error:
@@ -150,17 +179,59 @@ class EventReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = -1
         self._offset = 0
+        self._last = b""
 
     def new(self) -> list[dict[str, Any]]:
-        """The events since the last call. A last line that is still being written is left for the next one."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole, end, _ = file.read().rpartition(b"\n")
+        """The events since the last call. A last line that is still being written is left for the next one. Where
+        another file is in its place by now, first the rest of the old one.
+
+        Raises:
+            OSError, ValueError: it cannot be read; what could be read is lost then.
+        """
+        found: list[dict[str, Any]] = []
+        if self._file < 0 and not self._open():
+            return found
+        found += self._rest()
+        if self._replaced():
+            found += self._rest()
+            self.close()
+            found += self._rest(after=self._last) if self._open() else []
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._offset = -1, 0
+
+    def _open(self) -> bool:
+        try:
+            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _replaced(self) -> bool:
+        try:
+            there, ours = os.stat(self._path), os.fstat(self._file)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
+
+    def _rest(self, after: bytes = b"") -> list[dict[str, Any]]:
+        """The events that were not read yet; those behind the line ``after``, if it is among them."""
+        data = bytearray()
+        while part := os.pread(self._file, _PART, self._offset + len(data)):
+            data += part
+        whole, end, _ = bytes(data).rpartition(b"\n")
         self._offset += len(whole) + len(end)
-        return [json.loads(line) for line in whole.splitlines()]
+        lines = whole.splitlines()
+        if after in lines:  # old ticks have moved away meanwhile
+            lines = lines[lines.index(after) + 1:]
+        self._last = lines[-1] if lines else self._last
+        return [json.loads(line) for line in lines]
 
 
 def format_event(record: dict[str, Any]) -> str:

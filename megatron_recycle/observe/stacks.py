@@ -1,14 +1,25 @@
-"""Where all threads of this process stand, written into the run's folder when the job fails."""
+"""Where all threads of this process stand: told on request, and written into the run's folder when the job fails."""
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
 import os
+import tempfile
 from pathlib import Path
 
 FOLDER = "post-mortem"
 """The folder in a run's folder; see `launch.post_mortem`."""
+_MOST = 1 << 16
+"""Bytes of the stacks that are told."""
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process, as text; cut off where that would be very long."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read(_MOST).decode(errors="replace")
 
 
 def write_stacks(run_dir: str | os.PathLike[str], rank: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.observe.events import read_events
+from megatron_recycle.observe.schema import fault
 from tests.labels import check_label
 
 ROOT = Path(__file__).parents[2]
@@ -79,9 +80,11 @@ class Running:
     def wait(self) -> int:
         """The launcher's exit status."""
         try:
-            return self.process.wait(max(0.0, self.deadline - time.monotonic()))
+            status = self.process.wait(max(0.0, self.deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs\n{self.where()}") from None
+        assert not (faults := [why for event in self.events if (why := fault(event))]), faults
+        return status
 
     def coordinator(self) -> int:
         """Pid of the coordinator's process; 0: there is none."""

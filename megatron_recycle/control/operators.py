@@ -1,0 +1,166 @@
+"""What a job's owner asks its coordinator while it runs, and orders it: who is where, stacks, leave, out, stop.
+
+An operator's connection proves the job's token; the lesser secret of hosts that join is not enough. Orders become
+inputs of the membership machine, or messages that a worker would get anyway, and each is an event `ordered`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from megatron_recycle.control.connection import Connection
+from megatron_recycle.control.server import Server
+from megatron_recycle.control.telling import Telling
+from megatron_recycle.membership import closing
+from megatron_recycle.membership.decisions import Tell
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import Input, Interrupted, Loss, Lost
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.resume import by_stage
+from megatron_recycle.membership.state import Member, Phase, State
+
+Message = Mapping[str, Any]
+STOPPED = 130
+"""Exit status of a job that its owner has stopped: that of Ctrl-C."""
+
+
+class Operators:
+    """Answers operators. Call it in the event loop.
+
+    Args:
+        feed: gets the inputs that orders lead to.
+    """
+
+    def __init__(self, server: Server, telling: Telling, feed: Callable[[Input], None]) -> None:
+        self._server = server
+        self._telling = telling
+        self._feed = feed
+        self._asked: dict[int, Connection] = {}
+        self._number = 0
+
+    def asked(self, connection: Connection, message: Message, state: State) -> None:
+        """Answer a question or an order."""
+        what = message["what"]
+        if what == "status":
+            self._answer(connection, facts=self._facts(state))
+        elif state.phase is Phase.ENDED or state.phase is Phase.FORMING:
+            why = "is over" if state.phase is Phase.ENDED else "has not begun to train"
+            self._answer(connection, f"the job {why}")
+        elif what in ("stop", "save", "save anyway"):
+            self._stop(connection, message, state)
+        elif isinstance(named := _named(state, message["workers"], message["host"]), str):
+            self._answer(connection, named)
+        elif what == "stacks":
+            self._stacks(connection, named)
+        elif what not in ("leave", "out"):
+            self._answer(connection, f"{what!r:.40} is nothing that this version of megatron-recycle can do")
+        elif why := _why_not(state, named):
+            self._answer(connection, why)
+        else:
+            self._ordered(message, named, state)
+            self._answer(connection, facts={"workers": [one.worker for one in named]})
+            self._lose(what, named)
+
+    def stacks(self, member: Member, message: Message) -> None:
+        """A worker says where its threads stand."""
+        if (connection := self._asked.get(message["number"])) is not None:
+            connection.send({"type": "stacks", "worker": member.worker, "text": message["text"]})
+
+    def gone(self, connection: Connection) -> None:
+        """An operator has hung up."""
+        self._asked = {number: one for number, one in self._asked.items() if one is not connection}
+
+    def _lose(self, what: str, named: Sequence[Member]) -> None:
+        """A worker that is to leave is asked to, as by SIGTERM; one that is to be out counts as stalled."""
+        if what == "leave":
+            self._server.tell(Tell(tuple(one.incarnation for one in named), {"type": "leave"}))
+        else:
+            losses = tuple(Loss(one.incarnation, FailureKind.STALLED) for one in named)
+            self._feed(Lost(losses, time.time()))
+
+    def _stacks(self, connection: Connection, named: Sequence[Member]) -> None:
+        self._number += 1
+        self._asked[self._number] = connection
+        self._answer(connection, facts={"workers": [one.worker for one in named]})
+        self._server.tell(Tell(tuple(one.incarnation for one in named), {"type": "stacks", "number": self._number}))
+
+    def _stop(self, connection: Connection, message: Message, state: State) -> None:
+        saves = message["what"] != "stop"
+        if message["what"] == "save" and not state.checkpoints:
+            self._answer(connection, "it is uncertain whether a checkpoint can be written: the script has saved none "
+                         "in this run yet, so nobody but it may know where to. If emergency_checkpoint is set, or "
+                         "Megatron's --save, give --anyway")
+        elif saves and (why := closing.why_not(state, ())) is not None:
+            why = why or ("nothing is committed yet" if state.committed < 0 else "emergency_checkpoint is none")
+            self._answer(connection, f"no checkpoint can be written: {why}. Without --checkpoint `recycle stop` ends "
+                         "the job at once")
+        else:
+            self._ordered(message, (), state)
+            self._answer(connection, facts={"iteration": state.committed})
+            self._feed(Interrupted(STOPPED, f"stopped by {message['by']}", saves=saves))
+
+    def _ordered(self, message: Message, named: Sequence[Member], state: State) -> None:
+        event = {"event": "ordered", "t": time.time(), "generation": state.generation, "what": message["what"],
+                 "by": message["by"], "workers": [one.worker for one in named], "host": message["host"] or None}
+        self._telling.event(event, state)
+
+    def _answer(self, connection: Connection, refusal: str = "", facts: Message | None = None) -> None:
+        connection.send({"type": "answer", "refusal": refusal, "facts": dict(facts or {})})
+
+    def _facts(self, state: State) -> dict[str, Any]:
+        """The job as only its coordinator knows it: what each worker does, and since when it is silent (seconds)."""
+        now, connections = time.monotonic(), self._server.workers
+        workers = {}
+        for name in in_order(state.members):
+            one = state.members[name]
+            there = connections.get(one.incarnation)
+            workers[name] = {"host": one.host, "rank": one.rank, "pid": one.pid,
+                             "iteration": state.committed_by.get(name, state.committed),
+                             "silent_s": None if there is None else round(now - there.heard, 3),
+                             "progress": self._telling.progress.get(one.incarnation)}
+        return {"phase": state.phase.value, "generation": state.generation, "iteration": state.committed,
+                "workers": workers, "out": dict(state.out), "joiners": in_order(state.joiners),
+                "stranded": in_order(state.stranded), "host": state.host,
+                "leaving": [name for name, one in state.members.items() if one.incarnation in state.leaving],
+                "launchers": sorted({str(one.host) for one in self._server.launchers})}
+
+
+def on_host(host: str, named: str) -> bool:
+    """Whether ``host`` is called that: by its full name ("n3/2"), without the launcher's number ("n3"), or by that
+    number alone."""
+    plain, _, number = host.rpartition("/")
+    return named in (host, plain or host, number)
+
+
+def _named(state: State, workers: Iterable[str], host: str) -> list[Member] | str:
+    """The members that are meant: all, unless some are named; or why there are none."""
+    members = [state.members[name] for name in in_order(state.members)]
+    wanted = list(workers)
+    for name in wanted:
+        if not any(name in (one.worker, str(Process.parse(one.worker).worker)) for one in members):
+            out = next((str(kind) for other, kind in state.out.items()
+                        if name in (other, str(Process.parse(other).worker))), None)
+            return f"worker {name} " + (f"is out already ({out})" if out else
+                                        f"is not of this job, whose workers are {members[0].worker} to "
+                                        f"{members[-1].worker}")
+    if host and not any(on_host(one.host, host) for one in members):
+        return (f"no worker is on a host {host}: the job's hosts are "
+                f"{', '.join(sorted({one.host for one in members}))}")
+    return [one for one in members if (not wanted or one.worker in wanted
+                                       or str(Process.parse(one.worker).worker) in wanted)
+            and (not host or on_host(one.host, host))]
+
+
+def _why_not(state: State, named: Iterable[Member]) -> str:
+    """Why the job cannot do without these now; empty if it can."""
+    if state.phase is not Phase.TRAINING:
+        return f"the job is {state.phase.value} just now; ask again in a moment"
+    going = {str(Process.parse(one.worker).worker) for one in named}
+    left = [name for name in state.proven if str(Process.parse(name).worker) not in going]
+    empty = [str(stage) for stage, names in enumerate(by_stage(state.stages, left)) if not names]
+    if not empty:
+        return ""
+    return (f"stage {', '.join(empty)} would have no worker any more: let others join first (`recycle run --join`), or "
+            "save and stop the job (`recycle stop --checkpoint`)")

@@ -1,0 +1,64 @@
+"""The table of events is that of the code, and of its page. Jobs of tests/launch are compared with it, too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_recycle.membership import messages
+from megatron_recycle.membership.decisions import Emit
+from megatron_recycle.observe.schema import EVENTS, VERSION, fault, page
+from tests.membership.cluster import Cluster
+
+ROOT = Path(__file__).parents[2]
+WORKERS_OWN = {"corrupt": "suspected", "refuses_itself": "join_failed"}
+"""Words of workers that are recorded as another event."""
+
+
+def test_the_page_is_the_output_of_the_table() -> None:
+    made = "python -m megatron_recycle.observe.schema > docs/events.md"
+    assert (ROOT / "docs" / "events.md").read_text() == page(), made
+
+
+def test_every_event_of_the_code_is_in_the_table_and_no_other() -> None:
+    told = {name for path in (ROOT / "megatron_recycle").rglob("*.py") if path.parent.name in ("membership", "control")
+            for name in re.findall(r'"event": "([a-z_]+)"', path.read_text())}
+    told |= {WORKERS_OWN.get(name, name) for name in messages.EVENTS} | {"hint"}
+    assert told == EVENTS.keys()
+
+
+def test_a_worker_says_only_fields_of_the_table() -> None:
+    for name, fields in messages.EVENTS.items():
+        known = {field.rstrip("?") for field in EVENTS[WORKERS_OWN.get(name, name)].fields()}
+        more = messages.OPTIONAL_EVENT.keys() if name in ("corrupt", "healed") else set()
+        assert fields.keys() | more <= known, name
+
+
+def test_what_the_machine_tells_is_of_the_table() -> None:
+    cluster = Cluster().train()
+    cluster.commit_all(0)
+    cluster.exit("1:1")
+    cluster.reports()
+    cluster.plan()
+    cluster.resume_all()
+    cluster.commit_all(1)
+    for name in ("0:1", "2:1"):
+        cluster.exit(name)
+    events = [dict(one.event) for one in cluster.log if isinstance(one, Emit)]
+    assert {"started", "committed", "suspected", "decided", "resumed", "finished"} <= {each["event"] for each in events}
+    for event in events:
+        more = {"v": VERSION} if event["event"] == "started" else {}
+        assert fault({name: value for name, value in {**event, **more}.items() if value is not None}) is None
+
+
+@pytest.mark.parametrize(("event", "text"), [
+    ({"event": "exploded"}, "no event"),
+    ({"event": "leaving", "worker": "1:1"}, "generation is missing"),
+    ({"event": "leaving", "generation": 1, "worker": "1:1", "mood": 1}, "mood is no field"),
+    ({"event": "leaving", "generation": True, "worker": "1:1"}, "no int"),
+])
+def test_an_event_of_another_form_is_a_fault(event: dict[str, Any], text: str) -> None:
+    assert text in str(fault({"t": 1.0, **event}))
