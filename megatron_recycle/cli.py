@@ -44,6 +44,14 @@ COMMANDS = {
 
 EXAMPLES = {
     "run": "recycle run --nproc 4 --set reduction=exact train.py --your-arguments",
+    "status": "recycle status runs/slurm-4711 --watch",
+    "watch": "recycle watch runs/slurm-4711 --on-event ./page-me.sh",
+    "logs": "recycle logs 1:2 --run runs/slurm-4711 --since 10m -f",
+    "report": "recycle report runs/slurm-4711 > report.md",
+    "stacks": "recycle stacks 1:2 --run runs/slurm-4711",
+    "stop": "recycle stop runs/slurm-4711 --checkpoint",
+    "drain": "recycle drain node17 --run runs/slurm-4711",
+    "out": "recycle out 1:2 --run runs/slurm-4711",
     "serve": "recycle serve --workers 32 --interface 10.0.0.5 --port 29500 --token-file token",
     "quickstart": "recycle quickstart --pipelines 2 --iterations 12",
     "example": "recycle example deepspeed my-job",
@@ -61,13 +69,14 @@ STATUSES = {
     "0": "done; of a job: training came to its end, whoever died on the way",
     "1": "a job that could not go on, or a check that failed; the last line says why",
     "2": "refused: an argument, a setting or a file; one line says why",
-    "3": "of a worker's process alone: it was declared out, and woke up later",
+    "3": "of a worker's process alone: it was declared out, and woke up later; of `recycle status`: see there",
     "129, 130, 143": "ended by SIGHUP, Ctrl-C, SIGTERM",
     "141": "the reader of the output went away",
 }
 """Exit statuses of all subcommands, and of workers."""
 
 _INSTALLS = {"rich": "rich", "matplotlib": "matplotlib", "torch": "torch", "numpy": "numpy", "packaging": "packaging",
+             "prometheus_client": "prometheus-client",
              "deepspeed": "'deepspeed>=0.17,<0.20'", "megatron": "megatron-core==0.16.1"}
 """A package that a command imports -> what pip takes for it."""
 

@@ -53,7 +53,7 @@ EVENTS: Mapping[str, Kind] = {
     "started": Kind("all workers are there, training begins", "generation", {
         "v": "int", "members": "object", "ranks": "object", "pids": "object", "hosts": "object", "survival": "text",
         "fatal_hosts": "object", "grid": "object", "max_restarts": "int"}),
-    "started_again": Kind("the script was started again (--restarts); its first event", "", {
+    "started_again": Kind("the script was started again (--job-restarts); its first event", "", {
         "restart": "int", "of": "int", "workers": "int", "reason": "text"}),
     "leads": Kind("with --store: this host's coordinator leads from now on", "", {"term": "int", "control": "text"}),
     "restarted": Kind("a coordinator has taken the job up after its predecessor's end", "generation"),
@@ -99,6 +99,8 @@ EVENTS: Mapping[str, Kind] = {
     "restoring": Kind("a process is started for a stage that nobody holds", "generation worker rank", {"host": "text"}),
     "restored": Kind("all have gone back to a copy or a checkpoint", "generation iteration ms?", {
         "stages": "list", "from": "object", "lost": "int", "shards?": "any"}),
+    "repeated": Kind("an iteration that these workers' scripts may have left is run again by all: a message of it is "
+                     "lost with both its ends", "generation iteration", {"workers": "list"}),
     "left_out": Kind("pipelines that take no part from an iteration on (policy)", "generation iteration", {
         "pipelines": "list", "microbatches": "int"}),
     "skipped": Kind("a micro-batch was left out (poison: skip)", "generation iteration worker", {

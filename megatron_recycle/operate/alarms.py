@@ -22,7 +22,7 @@ ALARMS: Mapping[str, str] = {
     "stalled": "no iteration was committed for a minute and ten iterations' time",
     "restored": "all workers have gone back to a copy or a checkpoint",
     "unreachable": "the coordinator has not answered for a minute",
-    "restarted": "the script was started again (--restarts)",
+    "restarted": "the script was started again (--job-restarts)",
     "ended": "the job is over",
 }
 """Name -> the occasion."""

@@ -117,7 +117,7 @@ METRICS: tuple[Metric, ...] = (
            _one(lambda now: float(not now.facts.silent and not now.facts.seen.finished))),
     Metric("recycle_coordinator_starts_total", "counter", "coordinators that have led the job, one after the other",
            _one(lambda now: float(now.facts.seen.coordinators))),
-    Metric("recycle_lives_total", "counter", "how often the script was begun (--restarts)",
+    Metric("recycle_lives_total", "counter", "how often the script was begun (--job-restarts)",
            _one(lambda now: float(now.facts.seen.lives))),
     Metric("recycle_watched_timestamp_seconds", "gauge", "when these numbers were made",
            _one(lambda now: now.facts.now)),

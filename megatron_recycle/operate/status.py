@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.error = error  # type: ignore[method-assign]
     add_run(parser)
-    parser.epilog = "exit status: 0 healthy, 1 degraded, 2 at risk, 3 ended or unreachable"
+    parser.epilog = f"{parser.epilog}; exit status: 0 healthy, 1 degraded, 2 at risk, 3 ended or unreachable"
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     parser.add_argument("--watch", nargs="?", type=float, const=_OFTEN, metavar="SECONDS",
                         help=f"again every so often (default {_OFTEN:g}), until the job is over")
