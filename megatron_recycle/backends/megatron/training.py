@@ -184,7 +184,7 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     for name in ("get_tensorboard_writer", "get_wandb_writer"):
         setattr(loop, name, muted(getattr(loop, name), lambda: session.catches_up))
     # All stages have the same, and the gradient norm may not be known yet.
-    loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
+    loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
     loop.training_log = _log_of_training(loop, session)
     loop.train_step, loop.print_rank_last = train_step, print_rank_last
     loop.save_checkpoint, loop.maybe_finalize_async_save = saves.save, saves.finish
