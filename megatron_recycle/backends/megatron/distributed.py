@@ -287,7 +287,8 @@ def _ranges(stock: Any, rank: _Rank) -> list[dict[Any, Any]]:
     """Stock's `gbuf_ranges` on another rank."""
     return [DistributedOptimizer._build_gbuf_range_map(SimpleNamespace(
         data_parallel_group=rank, buckets=buffer.buckets, param_index_map=buffer.param_index_map,
-        param_dtype=buffer.param_dtype, grad_dtype=buffer.grad_dtype)) for buffer in stock.buffers]
+        param_dtype=buffer.param_dtype, grad_dtype=buffer.grad_dtype, num_optimizer_shards=None))
+        for buffer in stock.buffers]
 
 
 def _in_order(ranges: Sequence[Mapping[Any, Any]]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:

@@ -6,11 +6,11 @@ Where releases differ, `adapters` and `groups` treat it; the rest of the backend
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_recycle.backends.private import Private, Release
 
-TESTED = {(0, 16): "0.16.1", (0, 17): "0.17.1", (0, 18): "0.18.2", (0, 19): "0.19.2"}
+TESTED: Mapping[Release, str] = {(0, 16): "0.16.1", (0, 17): "0.17.1", (0, 18): "0.18.2", (0, 19): "0.19.2"}
 """First two numbers of each supported version -> the one that the tests ran with."""
 
 DATA_GROUPS = Private("megatron.core.parallel_state", "_DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP_WITH_CP "
@@ -38,8 +38,7 @@ CORE: Sequence[Private] = (
     Private("megatron.core.timers", "Timer.start Timer.stop Timers.log Timers._get_elapsed_time_all_ranks"),
     Private("megatron.core.process_groups_config", "ProcessGroupCollection.use_mpu_process_groups "
             "ProcessGroupCollection.pp"),
-    Private("megatron.core.utils", "get_attr_wrapped_model get_model_config get_pg_rank unwrap_model"),
-    Private("megatron.core.utils", "get_model_type"),
+    Private("megatron.core.utils", "get_attr_wrapped_model get_model_config get_model_type get_pg_rank unwrap_model"),
     Private("megatron.core.pipeline_parallel.schedules", "forward_step backward_step deallocate_output_tensor "
             "get_forward_backward_func"),
     Private("megatron.core.distributed.finalize_model_grads", "finalize_model_grads"),
@@ -49,6 +48,8 @@ CORE: Sequence[Private] = (
             "_ParamAndGradBuffer.param_index_map _ParamAndGradBuffer.grad_data _ParamAndGradBuffer.numel_unpadded "
             "_ParamAndGradBuffer.param_dtype _ParamAndGradBuffer.grad_dtype _ParamAndGradBucket.grad_data "
             "_ParamAndGradBucket.offset _ParamAndGradBucket.numel_unpadded"),
+    Private("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBuffer.num_optimizer_shards",
+            since=(0, 19)),
     Private("megatron.core.optimizer.clip_grads", "l2_norm_impl multi_tensor_applier multi_tensor_scale_impl"),
     Private("megatron.core.optimizer.optimizer", "ChainedOptimizer.chained_optimizers "
             "Float16OptimizerWithFloat16Params FP32Optimizer MegatronOptimizer.get_grad_norm "
@@ -83,12 +84,11 @@ CORE: Sequence[Private] = (
     Private("megatron.core.transformer.transformer_layer", "TransformerLayer.self_attention "
             "TransformerLayer.cross_attention get_transformer_layer_offset"),
     Private("megatron.core.models.common.language_module.language_module",
-            "LanguageModule.setup_embeddings_and_output_layer LanguageModule.tie_embeddings_and_output_weights_state_dict"),
+            "LanguageModule.setup_embeddings_and_output_layer LanguageModule.pg_collection "
+            "LanguageModule.tie_embeddings_and_output_weights_state_dict "
+            "LanguageModule.shared_embedding_or_output_weight"),
     Private("megatron.core.models.gpt.gpt_model", "GPTModel.forward GPTModel._preprocess GPTModel._postprocess "
-            "GPTModel.pg_collection GPTModel.share_embeddings_and_output_weights"),
-    Private("megatron.core.models.gpt.gpt_model", "GPTModel.shared_embedding_or_output_weight", before=(0, 17)),
-    Private("megatron.core.models.common.language_module.language_module",
-            "LanguageModule.shared_embedding_or_output_weight", since=(0, 17)),
+            "GPTModel.share_embeddings_and_output_weights"),
     Private("megatron.core.dist_checkpointing.strategies.async_utils", "TemporalAsyncCaller.process "
             "TemporalAsyncCaller.schedule_async_call TemporalAsyncCaller.close AsyncRequest.finalize_fns"),
     Private("megatron.core.dist_checkpointing.strategies.filesystem_async", "_results_queue"),
@@ -103,8 +103,10 @@ LOOP: Sequence[Private] = (
             "write_args_to_tensorboard update_num_microbatches get_rerun_state_machine num_floating_point_operations "
             "preprocess_common_state_dict reduce_max_stat_across_model_parallel_group get_forward_backward_func"),
     Private("megatron.training.checkpointing", "save_checkpoint load_checkpoint get_checkpoint_name read_metadata "
-            "open_file wandb_utils schedule_async_save get_loaded_iteration set_loaded_iteration "
+            "wandb_utils schedule_async_save get_loaded_iteration set_loaded_iteration "
             "_load_base_checkpoint _NON_PERSISTENT_CKPT_SUBDIR"),
+    Private("megatron.training.checkpointing", "open_file", before=(0, 19)),
+    Private("megatron.training.checkpointing", "maybe_msc", since=(0, 19)),
     Private("megatron.training.one_logger_utils", "get_one_logger"),
     Private("megatron.training.wandb_utils", "on_save_checkpoint_success"),
 )

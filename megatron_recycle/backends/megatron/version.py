@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_recycle.backends.megatron.private import TESTED
@@ -36,39 +36,24 @@ def is_supported() -> bool:
 
 
 def check_version() -> None:
-    """Raises UnsupportedError that names the installed version if it is not one this was written for, or if Megatron-LM,
-    where there is one, is of another."""
+    """Raises UnsupportedError that names the installed version if it is not one this was written for, or if
+    Megatron-LM's loop, where that is loaded, is of another."""
     if not is_supported():
         raise UnsupportedError(
-            f"megatron-core {installed()} is not supported: the schedule's parts that the plugin builds on differ between "
-            f"versions; install megatron-core {' or '.join(reversed(TESTED.values()))}")
+            f"megatron-core {installed()} is not supported: the schedule's parts that the plugin builds on differ "
+            f"between versions; install megatron-core {' or '.join(TESTED.values())}")
     loop = of_the_loop()
     if loop is not None and loop[:2] != release()[:2]:
         raise UnsupportedError(
-            f"megatron-core {installed()} with Megatron-LM {_shown(loop)} is not supported: its training loop is written "
-            f"for the core of its own version; check out core_v{TESTED[release()[:2]]} of Megatron-LM, or let Python find "
-            f"the core of its own checkout first (PYTHONPATH)")
+            f"megatron-core {installed()} with Megatron-LM {'.'.join(map(str, loop))} is not supported: its training "
+            f"loop is written for the core of its own version; check out core_v{TESTED[release()[:2]]} of Megatron-LM, "
+            "or let Python find the core of the same checkout first (PYTHONPATH)")
 
 
 def of_the_loop() -> Release | None:
-    """The numbers of the core that Megatron-LM's training loop has come with. None: there is no such loop, or it tells
-    none."""
-    folder = _folder_of_loop()
-    if folder is None:
-        return None
-    try:
-        return tuple(map(int, _NUMBER.findall((folder.parent / "core" / "package_info.py").read_text())))
-    except OSError:
-        return None
-
-
-def _folder_of_loop() -> Path | None:
-    """Where `megatron.training` is, or would be imported from."""
-    module = sys.modules.get("megatron.training")
-    spec = getattr(module, "__spec__", None) if module is not None else find_spec("megatron.training")
-    places = list(getattr(spec, "submodule_search_locations", None) or ())
-    return Path(places[0]) if places else None
-
-
-def _shown(numbers: Release) -> str:
-    return ".".join(map(str, numbers))
+    """The numbers of the core that Megatron-LM's training loop has come with, if it is loaded and tells them."""
+    for folder in getattr(sys.modules.get("megatron.training"), "__path__", ()):
+        with suppress(OSError):
+            found = _NUMBER.findall((Path(folder).parent / "core" / "package_info.py").read_text())
+            return tuple(map(int, found))
+    return None
