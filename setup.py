@@ -30,7 +30,7 @@ setup(
     ],
     extras_require={
         "deepspeed": ["deepspeed>=0.17,<0.20"],
-        "megatron": ["megatron-core==0.16.1", "einops>=0.8"],
+        "megatron": ["megatron-core>=0.16,<0.20", "einops>=0.8"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

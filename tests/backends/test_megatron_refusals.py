@@ -408,6 +408,9 @@ def test_a_forward_step_that_reads_in_the_middle_of_the_model_is_refused_and_tra
     from megatron_recycle.errors import UnsupportedError
 
     assert read_from(None, None) is None and [*read_from("batch", object())] == ["batch"]
+    batch = {"tokens": 1}
+    next(read_from(batch, object())).clear()  # as a stage that needs no tokens does
+    assert batch == {"tokens": 1}
     given = read_from(None, object())
     with pytest.raises(UnsupportedError, match="reads data in the middle of the model"):
         next(given)

@@ -45,11 +45,10 @@ CORE: Sequence[Private] = (
     Private("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel.buffers "
             "DistributedDataParallel.expert_parallel_buffers DistributedDataParallel.param_to_bucket_group"),
     Private("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBuffer.buckets "
-            "_ParamAndGradBuffer.param_index_map _ParamAndGradBuffer.grad_data _ParamAndGradBuffer.numel_unpadded "
+            "_ParamAndGradBuffer.param_index_map _ParamAndGradBuffer.data_parallel_group "
+            "_ParamAndGradBuffer.grad_data _ParamAndGradBuffer.numel_unpadded "
             "_ParamAndGradBuffer.param_dtype _ParamAndGradBuffer.grad_dtype _ParamAndGradBucket.grad_data "
             "_ParamAndGradBucket.offset _ParamAndGradBucket.numel_unpadded"),
-    Private("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBuffer.num_optimizer_shards",
-            since=(0, 19)),
     Private("megatron.core.optimizer.clip_grads", "l2_norm_impl multi_tensor_applier multi_tensor_scale_impl"),
     Private("megatron.core.optimizer.optimizer", "ChainedOptimizer.chained_optimizers "
             "Float16OptimizerWithFloat16Params FP32Optimizer MegatronOptimizer.get_grad_norm "
