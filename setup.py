@@ -29,7 +29,7 @@ setup(
         "packaging>=22",
     ],
     extras_require={
-        "deepspeed": ["deepspeed>=0.17,<0.20"],
+        "deepspeed": ["deepspeed>=0.19.6,<0.20"],
         "megatron": ["megatron-core>=0.16,<0.20", "einops>=0.8"],
         "dev": [
             "pytest>=8",

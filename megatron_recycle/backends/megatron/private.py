@@ -54,6 +54,7 @@ CORE: Sequence[Private] = (
             "Float16OptimizerWithFloat16Params FP32Optimizer MegatronOptimizer.get_grad_norm "
             "MegatronOptimizer.clip_grad_norm MegatronOptimizer.count_zeros MegatronOptimizer.step_with_ready_grads "
             "MegatronOptimizer.get_parameters MegatronOptimizer.scale_loss MegatronOptimizer.reload_model_params"),
+    Private("megatron.core.optimizer.optimizer", "MegatronOptimizer.has_grad_norm_group", since=(0, 19)),
     Private("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._build_gbuf_range_map "
             "DistributedOptimizer._build_model_param_gbuf_map DistributedOptimizer.gbuf_ranges "
             "DistributedOptimizer.model_param_gbuf_map DistributedOptimizer.model_param_group_index_map "

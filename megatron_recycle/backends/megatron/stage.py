@@ -360,6 +360,7 @@ class MegatronStage:
         # Its step does not ask other ranks for norm and zeros. Not a number: no norm by which anything is clipped.
         for part in (optimizer, self._single):
             part.get_grad_norm = part.count_zeros = lambda: math.nan
+            part.has_grad_norm_group = lambda name: False  # multi-token prediction's, which is refused
         self._single.clip_grad_norm = lambda limit: math.nan
         stock_end: Callable[[], bool] = self._single.step_with_ready_grads
 
