@@ -434,7 +434,9 @@ def loaded(place: Path, kind: str) -> dict[str, Any]:
         name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in reader.read_metadata()
         .state_dict_metadata.items() if isinstance(of, TensorStorageMetadata)}
     load(state, storage_reader=reader, no_dist=True)
-    common = torch.load(place / "common.pt", weights_only=False)
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    common = load_common_state_dict(str(place))
     del common["args"]
     return {**state, "common": common}
 
