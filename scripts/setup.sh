@@ -88,7 +88,7 @@ DS_BUILD_OPS=0 quietly "${pip[@]}" install -c "$constraints" -e ".[deepspeed,meg
     fail "cannot install the package"
 # etcd, for the tests of `--store`: Debian's packages, unpacked beside the rest and not installed. Without them these tests
 # are skipped.
-if ! command -v etcd >/dev/null && ! [ -x "$venv/etcd/usr/bin/etcd" ] && command -v apt-get dpkg-deb >/dev/null; then
+if [ -z "$core" ] && ! command -v etcd >/dev/null && ! [ -x "$venv/etcd/usr/bin/etcd" ] && command -v apt-get dpkg-deb >/dev/null; then
     packages=$(mktemp -d)
     (cd "$packages" && timeout 60 apt-get download etcd-server etcd-client) >>"$log" 2>&1 &&
         for package in "$packages"/*.deb; do quietly dpkg-deb -x "$package" "$venv/etcd"; done
