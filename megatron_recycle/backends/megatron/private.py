@@ -110,7 +110,7 @@ LOOP: Sequence[Private] = (
     Private("megatron.training.one_logger_utils", "get_one_logger"),
     Private("megatron.training.wandb_utils", "on_save_checkpoint_success"),
 )
-"""Of Megatron-LM, which is not in that package: its training loop."""
+"""Of Megatron-LM: its training loop, which is beside the core in a checkout, and since 0.17 in that package too."""
 
 
 def names_in(private: Private, release: Release) -> tuple[str, ...]:
