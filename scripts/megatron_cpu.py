@@ -88,6 +88,7 @@ def install(*, pretend: bool = False) -> None:
     cuda.get_rng_state = lambda *arguments, **keywords: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *arguments, **keywords: torch.set_rng_state(state)
     cuda.manual_seed = torch.default_generator.manual_seed
+    cuda.current_stream = lambda *arguments: _Stream()
     random: Any = megatron_random
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -161,7 +162,7 @@ def pretend_gpus(cuda: Any) -> None:
     cuda.mem_get_info = lambda *arguments: (1 << 30, 1 << 30)
     cuda.Stream = cuda.stream = _Stream
     cuda.set_stream = lambda stream: None
-    cuda.current_stream = cuda.default_stream = lambda *arguments: _Stream()
+    cuda.default_stream = lambda *arguments: _Stream()
 
 
 def _borrow_helpers() -> None:

@@ -1,12 +1,28 @@
 #!/usr/bin/env bash
 # Makes .venv with everything the tests and the quickstart need. Does nothing if that was done already.
 #
-#   scripts/setup.sh            VENV=folder to put it elsewhere, PYTHON=interpreter (default python3, 3.10 or newer)
+#   scripts/setup.sh                   VENV=folder to put it elsewhere, PYTHON=interpreter (default python3, 3.10 or newer)
+#   scripts/setup.sh --core 0.19.2     .venv-core-0.19.2 as well, with another megatron-core, for its tests
+#
+# The second is made with Python 3.12, which megatron-core declares since 0.17, where that is installed (or PYTHON names
+# it). Otherwise it borrows all else from the first, ignores what megatron-core declares and lends it the one name of
+# Python 3.12 that it uses, `typing.override`: good for tests alone.
 #
 # The machine's own pip configuration (index, proxy, certificates) is used as it is.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+core=
+if [ "${1:-}" = --core ]; then
+    core=${2:?--core wants a version of megatron-core}
+    VENV= PYTHON= "$0" # what it may borrow
+    VENV=${VENV:-.venv-core-$core}
+    if [ -z "${PYTHON:-}" ]; then
+        for PYTHON in python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python python3; do
+            "$PYTHON" -c 'import ensurepip' 2>/dev/null && break
+        done
+    fi
+fi
 venv=${VENV:-.venv}
 python=${PYTHON:-python3}
 stamp=$venv/.installed
@@ -17,8 +33,8 @@ if command -v flock >/dev/null; then
     exec 9>"$venv/.lock" # two callers at once: the second waits and then finds the work done
     flock 9
 fi
-wanted=$(pwd; (sed '/^\[tool\./,$d' pyproject.toml; cat setup.py scripts/constraints.txt scripts/setup.sh) | sha256sum)
-if [ -x "$venv/bin/recycle" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+wanted=$(pwd; echo "$core"; (sed '/^\[tool\./,$d' pyproject.toml; cat setup.py scripts/constraints.txt scripts/setup.sh) | sha256sum)
+if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 
@@ -37,6 +53,25 @@ quietly "$python" -m venv "$venv" ||
     fail "$python cannot make a virtual environment; install its venv module (Debian: python3-venv)"
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+constraints=scripts/constraints.txt
+if [ -n "$core" ]; then
+    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    # What Megatron-LM's scripts import beside; newer cores import triton, which torch's CPU build does not bring.
+    beside=(six regex pyyaml triton)
+    if ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+        borrowed=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        echo "import site; site.addsitedir('$borrowed')" >"$site/borrowed.pth"
+        echo "import typing, typing_extensions; typing.override = typing_extensions.override" >"$site/override.pth"
+        quietly "${pip[@]}" install --no-deps "${beside[@]}" || fail "cannot install ${beside[*]}"
+        # Compiled here: there is no wheel for this Python.
+        quietly "${pip[@]}" install --no-deps --force-reinstall --ignore-requires-python --no-binary megatron-core \
+            "megatron-core==$core" || fail "cannot install megatron-core $core"
+        echo "$wanted" >"$stamp"
+        exit 0
+    fi
+    constraints=$venv/constraints.txt
+    sed "s/^megatron-core==.*/megatron-core==$core/" scripts/constraints.txt >"$constraints"
+fi
 if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then
     torch=$(grep '^torch==' scripts/constraints.txt)
     cpu_only=()
@@ -46,14 +81,14 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 
         offered=$("${pip[@]}" install --dry-run --no-deps "$torch" 2>&1 || true)
         [[ $offered == *+cpu* ]] || cpu_only=(--extra-index-url https://download.pytorch.org/whl/cpu)
     fi
-    quietly "${pip[@]}" install "${cpu_only[@]}" -c scripts/constraints.txt "$torch" || fail "cannot install $torch"
+    quietly "${pip[@]}" install "${cpu_only[@]}" -c "$constraints" "$torch" || fail "cannot install $torch"
 fi
 # deepspeed is a source package: no operator is compiled here (DS_BUILD_OPS=0, its default), it only copies files.
-DS_BUILD_OPS=0 quietly "${pip[@]}" install -c scripts/constraints.txt -e '.[deepspeed,megatron,dev,docs]' ||
+DS_BUILD_OPS=0 quietly "${pip[@]}" install -c "$constraints" -e ".[deepspeed,megatron,dev,docs]" ${core:+"${beside[@]}"} ||
     fail "cannot install the package"
 # etcd, for the tests of `--store`: Debian's packages, unpacked beside the rest and not installed. Without them these tests
 # are skipped.
-if ! command -v etcd >/dev/null && ! [ -x "$venv/etcd/usr/bin/etcd" ] && command -v apt-get dpkg-deb >/dev/null; then
+if [ -z "$core" ] && ! command -v etcd >/dev/null && ! [ -x "$venv/etcd/usr/bin/etcd" ] && command -v apt-get dpkg-deb >/dev/null; then
     packages=$(mktemp -d)
     (cd "$packages" && timeout 60 apt-get download etcd-server etcd-client) >>"$log" 2>&1 &&
         for package in "$packages"/*.deb; do quietly dpkg-deb -x "$package" "$venv/etcd"; done

@@ -5,13 +5,25 @@
 #   scripts/test.sh -m "not slow" -k recovery        some
 #   scripts/test.sh --hypothesis-seed=random         other examples than every day's
 #   CAMPAIGN_SEEDS=5000 scripts/test.sh --night      more of each kind, and random campaigns as long as one likes
+#   scripts/test.sh --core 0.19.2                    what is to work with each megatron-core, with this one; writes
+#                                                    docs/versions.json (MEGATRON_LM=checkout of its tag)
 #   scripts/test.sh --night --ordered tests/backends under NCCL's rules of order, without a GPU (docs/gpu.md)
 #
 # One test more runs at a time than there are cores, since jobs also wait: each has its own folder, ports and network.
 # PROCESSES=0 runs one after the other, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-scripts/setup.sh
+wanted=()
+if [ "${1:-}" = --core ]; then
+    core=${2:?--core wants a version of megatron-core}
+    shift 2
+    scripts/setup.sh --core "$core"
+    export VENV=${VENV:-.venv-core-$core}
+    mapfile -t wanted < <("$VENV/bin/python" -m tests.backends.stories)
+    wanted+=(--night --stories docs/versions.json)
+else
+    scripts/setup.sh
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export PYTHONDONTWRITEBYTECODE=  # hundreds of processes are started: each would compile the package anew
 if [ -z "${DS_ACCELERATOR:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then
@@ -20,10 +32,10 @@ fi
 python=${VENV:-.venv}/bin/python
 style=$(mktemp)
 trap 'rm -f "$style"' EXIT
-scripts/style.sh >"$style" 2>&1 &
+[ ${#wanted[@]} -gt 0 ] || scripts/style.sh >"$style" 2>&1 &
 checks=$!
 status=0
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc takes that variable's word for it
-"$python" -m pytest -n "${PROCESSES:-$((cores + 1))}" --dist worksteal --ignore tests/test_style.py "$@" || status=$?
+"$python" -m pytest -n "${PROCESSES:-$((cores + 1))}" --dist worksteal --ignore tests/test_style.py "${wanted[@]}" "$@" || status=$?
 wait "$checks" || { cat "$style"; status=1; }
 exit "$status"

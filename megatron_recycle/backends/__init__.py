@@ -21,7 +21,7 @@ from megatron_recycle.runtime.start import Embed
 __all__ = ["BACKENDS", "Options", "enable"]
 
 BACKENDS: Mapping[str, str] = {
-    "deepspeed": "deepspeed.engine:install",
+    "deepspeed": "deepspeed.version:install",
     "megatron.core.optimizer.distrib_optimizer": "megatron.groups_of_optimizer:watch",
     "megatron.core.parallel_state": "megatron.hook:watch_groups",
     "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",

@@ -8,20 +8,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_recycle.backends.megatron.aside import TRACKER, aside, place_of, remove_parts
+from megatron_recycle.backends.megatron.aside import TRACKER, aside, opener, place_of, remove_parts
 from megatron_recycle.errors import GenerationOver
 
 
 class Stock(SimpleNamespace):
-    """As `megatron.training.checkpointing` does: parts, then the tracker's file."""
+    """As `megatron.training.checkpointing` does: parts, then the tracker's file.
 
-    def __init__(self) -> None:
+    ``by``: the name under which it has what opens files: "open_file", or since core 0.19 "maybe_msc".
+    """
+
+    def __init__(self, by: str = "open_file") -> None:
         self.logged: list[str] = []
+        files = open if by == "open_file" else SimpleNamespace(open=open, os=os)
         super().__init__(
             get_checkpoint_name=lambda checkpoints_path, iteration, release=False, return_base_dir=False: os.path.join(
                 checkpoints_path, "release" if release else f"iter_{iteration:07d}",
                 *([] if return_base_dir else ["mp_rank_00"])),
-            open_file=open,
+            **{by: files},
             wandb_utils=SimpleNamespace(on_save_checkpoint_success=lambda path, *_: self.logged.append(path)))
 
     def save(self, folder: Path, iteration: int, parts: int = 2) -> None:
@@ -29,7 +33,7 @@ class Stock(SimpleNamespace):
             path = Path(self.get_checkpoint_name(str(folder), iteration), f"part{part}")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{iteration}")
-        with self.open_file(str(folder / TRACKER), "w") as file:
+        with opener(self)(str(folder / TRACKER), "w") as file:
             file.write(str(iteration))
         self.wandb_utils.on_save_checkpoint_success(self.get_checkpoint_name(str(folder), iteration), "tracker")
 
@@ -38,9 +42,10 @@ def entries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_parts_lie_beside_until_the_manifest_has_it_and_names_come_last(tmp_path: Path):
-    stock, seen = Stock(), []
-    names = vars(stock)["get_checkpoint_name"], stock.open_file
+@pytest.mark.parametrize("by", ["open_file", "maybe_msc"])
+def test_parts_lie_beside_until_the_manifest_has_it_and_names_come_last(tmp_path: Path, by: str):
+    stock, seen = Stock(by), []
+    names = {**vars(stock)}
 
     def whole(place: str) -> None:
         seen.append((place, entries(tmp_path)))
@@ -50,10 +55,11 @@ def test_parts_lie_beside_until_the_manifest_has_it_and_names_come_last(tmp_path
         # As --save-retain-interval asks, to remove the one before.
         before = stock.get_checkpoint_name(str(tmp_path), iteration=2, return_base_dir=True)
         assert before == f"{tmp_path}/iter_0000002"
+        assert by == "open_file" or stock.maybe_msc.os is os
     assert seen == [(f"{tmp_path}/iter_0000004", [".iter_0000004.g1", f"{TRACKER}.part"])], "no more is written"
     assert entries(tmp_path) == ["iter_0000004", TRACKER] and (tmp_path / TRACKER).read_text() == "4"
     assert stock.logged == [f"{tmp_path}/iter_0000004/mp_rank_00"]
-    assert (vars(stock)["get_checkpoint_name"], stock.open_file) == names, "as it was"
+    assert vars(stock) == names, "as it was"
 
 
 @pytest.mark.parametrize("dies", ["in a part", "before the manifest"])

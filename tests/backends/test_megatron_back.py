@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_recycle.backends.megatron import back
@@ -74,6 +76,19 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_whatever_stock_raises(tmp_
     with pytest.raises((RecycleError, RuntimeError), match=says):
         back.load(stock, stock, stock.beginning, f"{tmp_path}/iter_0000006", "g3.1")
     assert vars(stock.arguments) == before
+
+
+@pytest.mark.parametrize("common", ["common_state/shard_0_1", "common.pt"])
+def test_what_all_ranks_have_in_common_is_looked_for_where_the_version_has_it(tmp_path: Path, common):
+    stock, place = Stock(tmp_path), tmp_path / "iter_0000004"
+    stock.get_checkpoint_name = lambda path, number, return_base_dir: str(place)
+    inside = {common: torch.zeros(1)} if common != "common.pt" else {}
+    checkpoint.save({"weight": torch.zeros(3), **inside}, storage_writer=checkpoint.FileSystemWriter(place),
+                    no_dist=True)
+    (place / "metadata.json").write_text("{}")
+    assert (back._unreadable(stock, str(tmp_path), 4) is None) == bool(inside)
+    (place / "common.pt").write_bytes(b"x")
+    assert back._unreadable(stock, str(tmp_path), 4) is None
 
 
 @pytest.mark.parametrize("given", [

@@ -63,7 +63,7 @@ def mixed() -> Any:
 
     return stage(TransformerBlockSubmodules(layer_specs=[
         get_gpt_layer_local_spec(normalization="LayerNorm", qk_layernorm=bool(number)) for number in range(2)]),
-        layers=2)
+        layers=2, qk_layernorm=True)
 
 
 def hooked(inner: bool) -> Any:

@@ -1,4 +1,4 @@
-"""`pretrain_gpt.py` of NVIDIA/Megatron-LM itself, on the CPU; MEGATRON_LM names a checkout of core_v0.16.1."""
+"""`pretrain_gpt.py` of NVIDIA/Megatron-LM itself, on the CPU; MEGATRON_LM names a checkout of the core's version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from megatron_recycle.control.ports import listen
 from tests.ordered.rules import Rules
 
 ROOT = Path(__file__).resolve().parents[2]
-PATCH = ROOT / "patches" / "megatron-lm-core_v0.16.1.patch"
+PATCHES = {(0, 16): "core_v0.16.1", (0, 17): "core_v0.16.1", (0, 18): "core_v0.18.2", (0, 19): "core_v0.18.2"}
+"""By version, the tag in the name of the patch that applies to it."""
 NEEDED = ("megatron.core", "six", "regex", "yaml", "triton")
 ITERATIONS = 6
 LIMIT = 300
@@ -41,7 +42,7 @@ SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-pa
 pytestmark = [
     pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(3 * LIMIT),
     pytest.mark.skipif("MEGATRON_LM" not in os.environ,
-                       reason="MEGATRON_LM does not name a checkout of NVIDIA/Megatron-LM at core_v0.16.1"),
+                       reason="MEGATRON_LM does not name a checkout of NVIDIA/Megatron-LM"),
     pytest.mark.skipif(any(find_spec(name.split(".")[0]) is None for name in NEEDED),
                        reason=f"Megatron-LM's scripts need {', '.join(NEEDED)}")]
 
@@ -161,8 +162,14 @@ def losses(printed: str) -> dict[str, tuple[float, float]]:
     return found
 
 
+def patch() -> Path:
+    from megatron_recycle.backends.megatron.version import release
+
+    return ROOT / "patches" / f"megatron-lm-{PATCHES[release()[:2]]}.patch"
+
+
 def test_the_patch_applies(checkout):
-    subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=checkout, check=True)
+    subprocess.run(["git", "apply", "--check", str(patch())], cwd=checkout, check=True)
 
 
 def consumed(printed: str) -> list[tuple[int, int]]:
@@ -427,7 +434,9 @@ def loaded(place: Path, kind: str) -> dict[str, Any]:
         name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in reader.read_metadata()
         .state_dict_metadata.items() if isinstance(of, TensorStorageMetadata)}
     load(state, storage_reader=reader, no_dist=True)
-    common = torch.load(place / "common.pt", weights_only=False)
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    common = load_common_state_dict(str(place))
     del common["args"]
     return {**state, "common": common}
 
@@ -550,7 +559,7 @@ def test_a_worker_comes_back_to_where_the_job_is_and_not_to_its_newest_checkpoin
 def test_the_patched_script_has_the_flag_and_without_it_is_as_before(checkout, tmp_path):
     patched = tmp_path / "Megatron-LM"
     shutil.copytree(checkout, patched, ignore=shutil.ignore_patterns(".git", "docs", "tests", "examples"))
-    subprocess.run(["git", "apply", str(PATCH)], cwd=patched, check=True)
+    subprocess.run(["git", "apply", str(patch())], cwd=patched, check=True)
     expected = stock(checkout, "--mock-data")
     assert losses(stock(patched, "--mock-data")) == losses(expected)
     printed = stock(patched, "--mock-data", "--recycle", "--recycle-reduction", "exact")

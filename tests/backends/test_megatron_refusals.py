@@ -151,13 +151,13 @@ def test_an_optimizer_in_several_places(sizes):
 
 @pytest.mark.parametrize(("version", "taken"), [
     ("0.16.1", True), ("0.16.0", True), ("0.16.1+g55ac.d2026", True), ("0.16.2rc0.dev5", True), ("v0.16", True),
-    ("0.15.9", False), ("0.17.1", False), ("0.18.2+571370c829", False), ("0.160.1", False), ("1.16.1", False),
-    ("0.17.0+0.16.1", False), ("nightly", False), ("", False)])
+    ("0.17.0+0.16.1", True), ("0.18.2+571370c829", True), ("0.19.2", True), ("0.15.9", False), ("0.20.0", False),
+    ("0.160.1", False), ("1.16.1", False), ("nightly", False), ("", False)])
 def test_a_version_is_known_by_its_first_two_numbers_whoever_has_built_it(version, taken, monkeypatch):
     from megatron_recycle.backends.megatron import version as megatron_version
     from megatron_recycle.errors import UnsupportedError
 
-    monkeypatch.setattr(megatron_version, "version", version)
+    monkeypatch.setattr(megatron_version, "installed", lambda: version)
     with nullcontext() if taken else pytest.raises(UnsupportedError, match="is not supported"):
         megatron_version.check_version()
 
@@ -171,7 +171,7 @@ def test_another_version_is_named(sizes, monkeypatch):
     from megatron_recycle.config import RecycleConfig
     from megatron_recycle.errors import UnsupportedError
 
-    monkeypatch.setattr(megatron_version, "version", "0.13.0")
+    monkeypatch.setattr(megatron_version, "installed", lambda: "0.13.0")
     # The backend must not be loaded for that: it builds on names that another version may lack.
     monkeypatch.setitem(sys.modules, "megatron_recycle.backends.megatron.schedule", None)
     megatron_hook.install(Options(RecycleConfig()))
@@ -182,6 +182,38 @@ def test_another_version_is_named(sizes, monkeypatch):
         megatron_hook.install(Options(RecycleConfig(enabled=False)))
 
 
+@pytest.mark.parametrize(("core", "beside", "said"), [
+    ("0.17.1+g1", (0, 17, 0), ""), ("0.17.1", (0, 19, 1), "with Megatron-LM 0.19.1 is not supported: .*core_v0.17.1"),
+    ("0.17.1", None, "")])
+def test_megatron_lm_is_of_the_version_of_its_core(core, beside, said, tmp_path, monkeypatch):
+    from megatron_recycle.backends.megatron import version as megatron_version
+    from megatron_recycle.errors import UnsupportedError
+
+    loop = ModuleType("megatron.training")
+    loop.__path__ = [str(tmp_path / "megatron" / "training")]
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    if beside is not None:
+        (tmp_path / "megatron" / "core" / "package_info.py").write_text(
+            "MAJOR = {}\nMINOR = {}\nPATCH = {}\nPRE_RELEASE = ''\n".format(*beside))
+    monkeypatch.setitem(sys.modules, "megatron.training", loop)
+    monkeypatch.setattr(megatron_version, "installed", lambda: core)
+    with pytest.raises(UnsupportedError, match=said) if said else nullcontext():
+        megatron_version.check_version()
+
+
+@pytest.mark.parametrize("module", ["megatron.core.optimizer.distrib_optimizer", "megatron.training.training"])
+def test_a_version_that_is_not_supported_is_left_as_it_is(module, monkeypatch):
+    """Nothing of it is touched, or looked for, before it is refused."""
+    from megatron_recycle.backends.megatron import groups_of_optimizer, setup
+    from megatron_recycle.backends.megatron import version as megatron_version
+
+    monkeypatch.setattr(megatron_version, "installed", lambda: "0.13.0")
+    monkeypatch.setitem(sys.modules, module, ModuleType(module))  # without any of the names
+    setup.install(Options(RecycleConfig()))
+    groups_of_optimizer.watch(Options(RecycleConfig()))
+    hook.watch_groups(Options(RecycleConfig()))
+
+
 def arguments(**changes: Any) -> SimpleNamespace:
     """Megatron-LM's, as far as anything is said of them."""
     from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP
@@ -189,8 +221,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
     unset = {option.name: None for option in (*ANYWHERE, *OF_THE_LOOP)}
     plain: dict[str, Any] = {
         "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1, "data_parallel_size": 2,
-        "optimizer": "adam", "rerun_mode": "disabled", "transformer_impl": "local", "dataloader_type": "single",
-        "iterations_to_skip": []}
+        "optimizer": "adam", "global_batch_size": 8, "micro_batch_size": 2, "rerun_mode": "disabled",
+        "transformer_impl": "local", "dataloader_type": "single", "iterations_to_skip": []}
     return SimpleNamespace(**{**unset, **plain, **changes})
 
 
@@ -224,13 +256,14 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
     ("error_injection_rate", 1000), ("multi_latent_attention", True),
     ("experimental_attention_variant", "dsa"), ("qk_l2_norm", True), ("fp8", "hybrid"), ("fp4", "e2m1"),
     ("rerun_mode", "report_determinism_stats"),
-    ("dataloader_type", "cyclic"), ("skip_train", True), ("num_experts", 8), ("optimizer", "muon")])
+    ("dataloader_type", "cyclic"), ("skip_train", True), ("num_experts", 8), ("optimizer", "muon"),
+    ("eval_global_batch_size", 4), ("grad_norm_skip_threshold", 3.0), ("gtp_weight_remat_size", 2)])
 def test_options_of_megatrons_loop_that_are_refused(name, value, parsed, capfd):
     with pytest.raises(SystemExit) as end:
         parsed(**{name: value})
     assert end.value.code == 2
     line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("- "))
-    assert name in line or "experts" in line
+    assert name in line or "experts" in line or "GTP" in line
     assert len(line.partition(": ")[2]) > 10  # what to do
 
 
@@ -375,6 +408,9 @@ def test_a_forward_step_that_reads_in_the_middle_of_the_model_is_refused_and_tra
     from megatron_recycle.errors import UnsupportedError
 
     assert read_from(None, None) is None and [*read_from("batch", object())] == ["batch"]
+    batch = {"tokens": 1}
+    next(read_from(batch, object())).clear()  # as a stage that needs no tokens does
+    assert batch == {"tokens": 1}
     given = read_from(None, object())
     with pytest.raises(UnsupportedError, match="reads data in the middle of the model"):
         next(given)

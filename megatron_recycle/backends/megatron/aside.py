@@ -39,7 +39,7 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
     place = place_of(folder, iteration)
     hidden = place.with_name(f".{place.name}.{name}")
     part = hidden.with_name(f"{hidden.name}.part")
-    open_file, succeed = stock.open_file, stock.wandb_utils.on_save_checkpoint_success
+    open_file, succeed = opener(stock), stock.wandb_utils.on_save_checkpoint_success
     remote = "://" in folder  # an object store has no folders that could be renamed
 
     def open_(path: Any, mode: str = "r", *given: Any, **keywords: Any) -> Any:
@@ -58,13 +58,41 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
     def on_save_checkpoint_success(path: str, *given: Any, **keywords: Any) -> Any:
         return succeed(str(path).replace(part.name, place.name), *given, **keywords)
 
-    stock.open_file = open_
     stock.wandb_utils.on_save_checkpoint_success = on_save_checkpoint_success
     try:
-        with nullcontext() if remote else _renamed(stock, folder, iteration, part.name):
+        with opening(stock, open_), nullcontext() if remote else _renamed(stock, folder, iteration, part.name):
             yield
     finally:
-        stock.open_file, stock.wandb_utils.on_save_checkpoint_success = open_file, succeed
+        stock.wandb_utils.on_save_checkpoint_success = succeed
+
+
+class _Files:
+    """In the place of the object with which Megatron-LM reaches files since core 0.19."""
+
+    def __init__(self, stock: Any, open_file: Callable[..., Any]) -> None:
+        self._stock = stock
+        self.open = open_file
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+
+def opener(stock: Any) -> Callable[..., Any]:
+    """The function with which ``stock``, Megatron-LM's module of checkpoints, opens files."""
+    found: Callable[..., Any] = stock.open_file if hasattr(stock, "open_file") else stock.maybe_msc.open
+    return found
+
+
+@contextmanager
+def opening(stock: Any, open_file: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block ``stock`` opens files with ``open_file``."""
+    name = "open_file" if hasattr(stock, "open_file") else "maybe_msc"
+    before = getattr(stock, name)
+    setattr(stock, name, open_file if name == "open_file" else _Files(before, open_file))
+    try:
+        yield
+    finally:
+        setattr(stock, name, before)
 
 
 @contextmanager

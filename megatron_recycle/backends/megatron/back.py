@@ -32,6 +32,10 @@ _AS_SAVED = {
 """Arguments, whatever the job's own say of the checkpoint that it began with. Random numbers are by place."""
 
 
+_COMMON = "common_state/"
+"""How the name begins of what all ranks have in common, in checkpoints of core 0.19; before, it was in a file."""
+
+
 def possible(arguments: Any) -> bool:
     """Whether checkpoints of a job with these ``arguments`` hold all that training needs."""
     whole = not (arguments.no_save_optim or arguments.data_parallel_random_init)
@@ -88,12 +92,14 @@ def _unreadable(stock: Any, folder: str, iteration: int) -> str | None:
         return unreadable([stock.get_checkpoint_name(folder, iteration)])
     sizes: dict[str, int] = {}
     try:
-        for one in FileSystemReader(place).read_metadata().storage_data.values():
+        metadata = FileSystemReader(place).read_metadata()
+        for one in metadata.storage_data.values():
             file = str(place / one.relative_path)
             sizes[file] = max(sizes.get(file, 0), one.offset + one.length)
     except (OSError, EOFError, pickle.UnpicklingError) as error:
         return f"{place / '.metadata'}: {error}"
-    return unreadable([place / "common.pt", *sizes], sizes)
+    inside = any(name.startswith(_COMMON) for name in metadata.state_dict_metadata)
+    return unreadable([*([] if inside else [place / "common.pt"]), *sizes], sizes)
 
 
 @contextmanager

@@ -59,9 +59,13 @@ class InTheMiddle:
 
 
 def read_from(batch: Batch, given: Any) -> Iterator[Any] | None:
-    """What `forward_step` reads ``batch`` from; without one as the script has it, which has ``given`` an iterator."""
+    """What `forward_step` reads ``batch`` from; without one as the script has it, which has ``given`` an iterator.
+
+    A dictionary is given as a copy: pretrain_gpt.py of newer cores empties it of what this stage has no use for, and
+    the micro-batch may be run again.
+    """
     if batch is not None:
-        return iter([batch])
+        return iter([{**batch} if type(batch) is dict else batch])
     return None if given is None else InTheMiddle()
 
 

@@ -9,9 +9,9 @@ asked through a view of one shard, in which it finds itself on that shard's rank
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -285,9 +285,12 @@ def _rank(stock: Any) -> tuple[int, int, int]:
 
 def _ranges(stock: Any, rank: _Rank) -> list[dict[Any, Any]]:
     """Stock's `gbuf_ranges` on another rank."""
-    return [DistributedOptimizer._build_gbuf_range_map(SimpleNamespace(
-        data_parallel_group=rank, buckets=buffer.buckets, param_index_map=buffer.param_index_map,
-        param_dtype=buffer.param_dtype, grad_dtype=buffer.grad_dtype)) for buffer in stock.buffers]
+    ranges = []
+    for buffer in stock.buffers:
+        view = copy.copy(buffer)  # which attributes are asked for depends on the version
+        view.data_parallel_group = rank
+        ranges.append(DistributedOptimizer._build_gbuf_range_map(view))
+    return ranges
 
 
 def _in_order(ranges: Sequence[Mapping[Any, Any]]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:

@@ -8,9 +8,10 @@ for another. The loop's own calls stay, and give back what they are given. Sizes
 
 from __future__ import annotations
 
+import functools
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -19,6 +20,16 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megatron_recycle.backends.megatron.private import (
+    DATA_GROUPS,
+    EXPERT_GROUPS,
+    FULL_DATA_GROUPS,
+    FULL_EXPERT_GROUPS,
+    MODEL_GROUPS,
+    names_in,
+)
+from megatron_recycle.backends.megatron.version import release
+from megatron_recycle.backends.private import Private
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.rendezvous import new_group
 from megatron_recycle.runtime.place import Place
@@ -26,40 +37,74 @@ from megatron_recycle.runtime.place import Place
 _TIMEOUT_SECONDS = 600.0
 """A checkpoint may take long; that a worker is gone is found otherwise."""
 _CONNECT_SECONDS = 60.0
-_SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-           "_MODEL_PARALLEL_GROUP")
-_OF_PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
-             "_EXPERT_DATA_PARALLEL_GROUP")
+_OF_ALL = (DATA_GROUPS, FULL_DATA_GROUPS)
+_SHARED = (*_OF_ALL, MODEL_GROUPS)
+_OF_PEERS = (*_OF_ALL, EXPERT_GROUPS, FULL_EXPERT_GROUPS)
+
+
+class Kept:
+    """Where Megatron keeps its groups for data and model parallelism: `parallel_state` has them, and each model a
+    collection of them (`pg_collection`), which newer loops ask. Made before training, while all of them are nominal.
+
+    Args:
+        models: of this worker.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._nominal = {name: getattr(parallel_state, name) for name in _names((*_SHARED, *_OF_PEERS))}
+        self._name_of = by_group = {id(group): name for name, group in self._nominal.items() if group is not None}
+        collections = {id(one): one for model in models for module in model.modules() for one in _collections(module)}
+        self._collected = [(one, field, by_group[id(group)]) for one in collections.values()
+                           for field, group in vars(one).items() if id(group) in by_group]
+
+    def now(self, value: Any) -> Any:
+        """What Megatron has now in the place of ``value``, if that is one of these groups as they were at first."""
+        name = self._name_of.get(id(value))
+        return value if name is None else getattr(parallel_state, name)
+
+    @contextmanager
+    def holding(self, group: dist.ProcessGroup, names: Collection[str]) -> Iterator[None]:
+        """Inside the block all that Megatron keeps under these ``names`` is ``group``."""
+        same = {id(self._nominal[name]) for name in names}
+        fields = [(one, field) for one, field, name in self._collected if id(self._nominal[name]) in same]
+        before = [(one, field, getattr(one, field)) for one, field in fields]
+        with _used(dict.fromkeys(names, group)):
+            for one, field in fields:
+                setattr(one, field, group)
+            try:
+                yield
+            finally:
+                for one, field, value in before:
+                    setattr(one, field, value)
+
+    @contextmanager
+    def of_those_left(self, groups: Groups) -> Iterator[None]:
+        """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among
+        the peers that are left. They end with their generation."""
+        peers = groups.stage_control
+        numbers = {"_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size, "_MPU_DATA_PARALLEL_RANK": peers.rank}
+        with self.holding(peers.group, _names(_OF_PEERS)), _used(numbers):
+            yield
 
 
 class Detached:
     """Makes Megatron's own collectives of an iteration end at this worker; made once, before training."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, kept: Kept) -> None:
         state: Any = parallel_state
-        self._alone = dict.fromkeys(_SHARED, _alone(place))
+        self._kept = kept
+        self._alone = _alone(place)
         state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
         state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
 
     def alone(self) -> AbstractContextManager[None]:
         """Inside the block this worker is the only member of Megatron's groups for data and model parallelism."""
-        return _used(self._alone)
+        return self._kept.holding(self._alone, _names(_SHARED))
 
     @property
     def is_alone(self) -> bool:
         """Whether this is such a block."""
-        return all(getattr(parallel_state, name) is group for name, group in self._alone.items())
-
-
-@contextmanager
-def of_those_left(groups: Groups) -> Iterator[None]:
-    """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among the
-    peers that are left. They end with their generation."""
-    peers = groups.stage_control
-    inside: dict[str, Any] = {**dict.fromkeys(_OF_PEERS, peers.group), "_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size,
-                              "_MPU_DATA_PARALLEL_RANK": peers.rank}
-    with _used(inside):
-        yield
+        return all(getattr(parallel_state, name) is self._alone for name in _names(_SHARED))
 
 
 class TensorGroup:
@@ -90,16 +135,27 @@ def _holders(model: nn.Module, group: Any) -> list[tuple[Any, str]]:
     """What in ``model`` keeps ``group``, by which name."""
     found: list[tuple[Any, str]] = []
     for module in model.modules():
-        holders = [module, *(value for value in vars(module).values() if isinstance(value, ProcessGroupCollection))]
+        holders = [module, *_collections(module)]
         found += [(holder, name) for holder in holders for name, value in vars(holder).items() if value is group]
     return found
 
 
+def _collections(module: nn.Module) -> list[ProcessGroupCollection]:
+    """Of groups, that ``module`` itself keeps."""
+    return [value for value in vars(module).values() if isinstance(value, ProcessGroupCollection)]
+
+
+@functools.cache
+def _names(privates: Sequence[Private]) -> tuple[str, ...]:
+    """The names of `parallel_state` that the installed version has."""
+    return tuple(name for private in privates for name in names_in(private, release()))
+
+
 @contextmanager
-def _used(groups: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block ``groups`` are `parallel_state`'s, by the names it has for them."""
-    before = {name: getattr(parallel_state, name) for name in groups}
-    vars(parallel_state).update(groups)
+def _used(values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block ``values`` are `parallel_state`'s, by the names it has for them."""
+    before = {name: getattr(parallel_state, name) for name in values}
+    vars(parallel_state).update(values)
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import functools
 import sys
 from typing import Any
 
+from megatron_recycle.backends.megatron.version import is_supported
 from megatron_recycle.backends.options import Options
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -17,7 +18,9 @@ _STOCK, _GROUPS = "recycle_stock", "recycle_groups"
 
 def watch(options: Options) -> None:
     """Make each distributed optimizer remember its parameter groups as they are before it has cut them; again: with
-    other options."""
+    other options. Not in a version that is not supported: it is refused when it asks for a schedule."""
+    if not is_supported():
+        return
     kind: Any = sys.modules[_MODULE].DistributedOptimizer
     stock = getattr(kind.__init__, _STOCK, kind.__init__)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_recycle.backends.megatron.version import check_version, is_supported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.environment import Launched
@@ -59,7 +60,6 @@ def install(options: Options) -> None:
         if is_deepspeeds_fork():
             return stock(*args, **keywords)
         if not made:
-            from megatron_recycle.backends.megatron.version import check_version
             check_version()
             from megatron_recycle.backends.megatron.schedule import RecycleSchedule
             made.append(RecycleSchedule(settings, options))
@@ -99,19 +99,23 @@ def watch_arguments(options: Options) -> None:
 
 def watch_groups(options: Options) -> None:
     """Make `initialize_model_parallel` count ranks as `placement` says, where its script leaves Megatron's usual order;
-    again: with other options. Experts and context parallelism keep that order."""
+    again: with other options. Experts, context parallelism and weights cut once more keep that order, and so does a
+    version that is not supported, which is refused when it asks for a schedule."""
+    if not is_supported():
+        return
 
     def initialize_model_parallel(stock: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         given = inspect.signature(stock).bind(*args, **keywords)
         given.apply_defaults()
         wanted, settings = given.arguments, options.resolve({})
-        others = ("context_parallel_size", "expert_model_parallel_size", "hierarchical_context_parallel_sizes")
+        others = ("context_parallel_size", "expert_model_parallel_size", "hierarchical_context_parallel_sizes",
+                  "gtp_remat_size", "expert_gtp_remat_size")
         if (settings.enabled and wanted.get("order") == _USUAL and all(wanted.get(name) in (None, 1) for name in others)
                 and spreads(options, settings, wanted["pipeline_model_parallel_size"],
                             wanted["tensor_model_parallel_size"], dist.get_world_size())):
             keywords = {**keywords, "order": _SPREAD}
         returned = stock(*args, **keywords)
-        if settings.enabled and settings.chunks > 1 and not is_deepspeeds_fork():
+        if settings.enabled and settings.chunks > 1:
             _place_chunks()
         return returned
 
@@ -128,7 +132,6 @@ def _place_chunks() -> None:
 
 def _judge(arguments: Any, chunks: int) -> None:
     from megatron_recycle.backends.megatron.training import check_arguments, keep_batch
-    from megatron_recycle.backends.megatron.version import check_version
     launched = Launched.read()
     try:
         check_version()

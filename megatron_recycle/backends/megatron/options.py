@@ -9,6 +9,7 @@ its first iteration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,12 +53,21 @@ ANYWHERE = (
     Option("context_parallel_size", "set context_parallel_size to 1", _several, title="context parallelism"),
     Option("hybrid_context_parallel", "leave it off"),
     Option("expert_model_parallel_size", "use dense layers", _several, title="expert parallelism"),
+    *(Option(name, "its peers' gradients would be reduced with the others'; leave it unset", _several,
+             title="weights that are cut once more (GTP)")
+      for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")),
     Option("num_moe_experts", "use dense layers", title="experts"),
     Option("num_experts", "use dense layers", title="experts"),
     Option("qk_layernorm", "its gradients are summed over tensor-parallel ranks; leave one of them out",
            beside="tensor_model_parallel_size", title="qk_layernorm with tensor parallelism"),
     Option("use_precision_aware_optimizer", "its state is not in fp32, and masters are inside of it; leave it off"),
     Option("reuse_grad_buf_for_mxfp8_param_ag", "leave it off"),
+    Option("param_name_patterns_for_fp32_local_accumulation", "gradients of one stage are summed in one type; set "
+           "grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32) instead"),
+    Option("use_layer_wise_distributed_optimizer", "its state is cut by layers; use the distributed optimizer"),
+    Option("grad_norm_skip_threshold", "leave it out: a step is made before its gradient norm is looked at",
+           lambda limit: limit is not None and math.isfinite(limit)),
+    Option("optimizer_cuda_graph", "leave it off", title="CUDA graphs"),
     *(Option(name, f"leave {name} out", title="fully sharded data parallelism")
       for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")),
     Option("optimizer", "use one of Megatron's plain ones (--optimizer adam or sgd)",
@@ -106,8 +116,13 @@ OF_THE_LOOP = (
     Option("decrease_batch_size_if_needed", "leave --decrease-batch-size-if-needed out"),
     Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
     Option("full_validation", "leave --full-validation out"),
-    Option("save_wgrads_interval", "leave --save-wgrads-interval out", _given),
-    Option("save_dgrads_interval", "leave --save-dgrads-interval out", _given),
+    *(Option(name, f"leave --{name.replace('_', '-')} out", _given)
+      for name in ("save_wgrads_interval", "save_dgrads_interval", "save_activations_interval", "save_params_interval",
+                   "save_tokens_per_expert_interval", "step_batch_size_schedule", "start_eval_at_iter",
+                   "logits_save_dir", "logits_load_dir")),
+    Option("dataloader_inter_document_masking", "leave it out: data would be read in the middle of the model"),
+    Option("freeze_all_layers", "nothing is trained, so that there is nothing to keep going: start it without the "
+           "plugin (torchrun, or RECYCLE_ENABLED=false)"),
     Option("qk_clip", "leave --qk-clip out"),
     Option("log_max_attention_logit", "leave --log-max-attention-logit out"),
     Option("dsa_indexer_loss_coeff", "leave --dsa-indexer-loss-coeff out"),
@@ -132,6 +147,7 @@ OF_THE_LOOP = (
     Option("check_weight_hash_across_dp_replicas_interval", "it gathers from ranks that may be gone; "
            "--recycle-verify-every N (RECYCLE_VERIFY_EVERY) compares parameters and optimizer state of who is left",
            _given, None),
+    Option("gpu_sniff_test_interval", "it asks ranks that may be gone", _given, None),
     Option("distributed_timeout_seconds_after_init", "groups come and go with failures; --recycle-transport-timeout is "
            "their limit", _given, None),
 )
@@ -140,6 +156,9 @@ OF_THE_LOOP = (
 ALL_AT_ONCE = Option("async_save", "it is there for --ckpt-format torch_dist; checkpoints are written at once",
                      becomes=False)
 """Of the loop, where no checkpoint can be written beside training."""
+BY_CORE = Option("async_strategy", "another writer would name a checkpoint that lacks files of who is gone; core's own "
+                 "writes it", lambda kind: kind not in (None, "mcore"), "mcore")
+"""Of the loop, where checkpoints are written beside training."""
 
 
 _OF_V = (
@@ -172,6 +191,14 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
             setattr(holder, option.name, option.becomes)
             changed[f"{_named(option.name, value)} is off under recycle: {option.then}"] = None
     return list(refused), list(changed)
+
+
+def other_evaluations(arguments: Any) -> list[str]:
+    """Refusals of evaluations in other batches than training's, which the loop's ``arguments`` name since core 0.18."""
+    return [f"eval_{name} {given} where {name} is {own}: an evaluation has training's batches; leave it out"
+            for name in ("global_batch_size", "micro_batch_size")
+            if (given := getattr(arguments, f"eval_{name}", None)) is not None
+            and (own := getattr(arguments, name)) != given]
 
 
 def v_shaped(arguments: Any) -> tuple[list[str], list[str]]:

@@ -32,6 +32,9 @@ class SavingSchedule(Protocol):
     def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
         """Inside the block ``groups`` are Megatron's for data parallelism."""
 
+    def group_now(self, value: Any) -> Any:
+        """What Megatron has in the place of ``value``, if that is one of its groups as they were at first."""
+
     def saving(self, iteration: int) -> AbstractContextManager[None]:
         """A block in which the loop saves ``iteration`` for good."""
 
@@ -101,7 +104,8 @@ class LoopSaves:
         with (self._saving(save, folder, iteration, passing, save.name, save.whole),
               _set(arguments, async_save=beside), self._background.collecting(self._stock) as requests):
             _forget_old_groups(self._loop, [*given, *keywords.values()])
-            self._save(iteration, *given, **keywords)
+            # Newer loops name the groups, which have members that may be gone.
+            self._save(iteration, *given, **{name: self._schedule.group_now(value) for name, value in keywords.items()})
             for request in requests:
                 written = Written(self._session.worker.standing.committed, save.facts)
                 self._background.begin(iteration, written, folder, save.name, request)

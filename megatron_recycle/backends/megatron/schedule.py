@@ -57,6 +57,7 @@ class RecycleSchedule:
         self.splitter: MegatronSplitter | None = None
         """The splitter, which defers weight gradients, from then on."""
         self._stage: MegatronStage
+        self._kept: megatron_groups.Kept
         self._last: LastCheckpoint | None
         self._back: Callable[[str, str], int] | None
         self._microbatches = 0
@@ -173,7 +174,11 @@ class RecycleSchedule:
 
     def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
         """Inside the block ``groups`` are Megatron's for data parallelism."""
-        return megatron_groups.of_those_left(groups)
+        return self._kept.of_those_left(groups)
+
+    def group_now(self, value: Any) -> Any:
+        """What Megatron has in the place of ``value``, if that is one of its groups as they were at first."""
+        return self._kept.now(value)
 
     def alone(self) -> AbstractContextManager[None]:
         """Inside the block Megatron's groups have this worker for their only member."""
@@ -193,12 +198,12 @@ class RecycleSchedule:
         assert self._back is not None
         distributed = self._stage.distributed
         loads = nullcontext() if distributed is None else distributed.going_back()
-        with megatron_groups.of_those_left(groups), loads:
+        with self._kept.of_those_left(groups), loads:
             self._stage.rates.steps = self._back(place, name)
 
     @contextmanager
     def _among_those_left(self, groups: Groups) -> Iterator[None]:
-        with self.session.worker.among_those_left(), megatron_groups.of_those_left(groups):
+        with self.session.worker.among_those_left(), self._kept.of_those_left(groups):
             yield
 
     def speaks(self) -> bool:
@@ -233,6 +238,7 @@ class RecycleSchedule:
         optimizer = optimizer_of(config)
         changed = check_supported(models, config, optimizer, self._settings.chunks)
         v_shaped = self._settings.chunks > 1
+        self._kept = megatron_groups.Kept(models)
         place = _place(microbatches, placement(_stages(), len(models), v_shaped))
         self._stage = MegatronStage(models, optimizer, microbatches, megatron_setup.settings(),
                                     self._settings.lend_layers if self._settings.lend == "auto" else 0, v_shaped)
@@ -254,7 +260,7 @@ class RecycleSchedule:
                            folder=lambda: None if self._last is None else self._last.folder)
         if self._stage.distributed is not None:
             self._stage.distributed.where = self._shards
-        self._detached = megatron_groups.Detached(place)
+        self._detached = megatron_groups.Detached(place, self._kept)
         megatron_groups.adapt_timers(self._detached, self.speaks)
         megatron_training.take_over(self.session, self)
         self._microbatches = microbatches

@@ -17,6 +17,7 @@ from typing import Any
 from megatron_recycle.backends.megatron import back
 from megatron_recycle.backends.megatron.last import Training
 from megatron_recycle.backends.megatron.training import CHECKPOINTS, LOOP
+from megatron_recycle.backends.megatron.version import is_supported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.readable import started_again
 from megatron_recycle.runtime.comm.standalone import is_joining
@@ -44,7 +45,10 @@ _BEGINNING = {
 
 
 def install(options: Options) -> None:
-    """Rebind what Megatron-LM's loop, which has just been imported, sets itself up with; again: with other options."""
+    """Rebind what Megatron-LM's loop, which has just been imported, sets itself up with; again: with other options.
+    Not in a version that is not supported: it is refused when its arguments are read."""
+    if not is_supported():
+        return
     loop: Any = sys.modules[LOOP]
     loop.train = _over(loop.train, lambda stock: Training(stock, loop.get_args))
     setup = options.setup

@@ -20,13 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier, multi_tensor_scale_impl
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
 from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.backends.megatron.adapters import backward_step
 from megatron_recycle.backends.megatron.chunks import Chunks
 from megatron_recycle.backends.megatron.data import read_from
 from megatron_recycle.backends.megatron.distributed import Distributed
@@ -161,8 +162,8 @@ class MegatronStage:
         given, output = forward.saved
         if given is None and not output.requires_grad:
             return []  # what it goes through here is frozen; others run the rest
-        for_inputs = backward_step(given, output, gradients[0] if gradients else None,
-                                   get_model_type(self._chunks.model), self._config)
+        for_inputs = backward_step(given, output, gradients[0] if gradients else None, self._chunks.model,
+                                   self._config)
         if given is None:
             return []
         return [torch.zeros_like(given) if for_inputs is None else for_inputs]
@@ -358,6 +359,7 @@ class MegatronStage:
         # Its step does not ask other ranks for norm and zeros. Not a number: no norm by which anything is clipped.
         for part in (optimizer, self._single):
             part.get_grad_norm = part.count_zeros = lambda: math.nan
+            part.has_grad_norm_group = lambda name: False  # multi-token prediction's, which is refused
         self._single.clip_grad_norm = lambda limit: math.nan
         stock_end: Callable[[], bool] = self._single.step_with_ready_grads
 

@@ -16,7 +16,16 @@ from typing import Any, Protocol
 from megatron_recycle.backends.megatron import back
 from megatron_recycle.backends.megatron.aside import aside
 from megatron_recycle.backends.megatron.last import LastCheckpoint
-from megatron_recycle.backends.megatron.options import ALL_AT_ONCE, ANYWHERE, OF_THE_LOOP, apply, message, v_shaped
+from megatron_recycle.backends.megatron.options import (
+    ALL_AT_ONCE,
+    ANYWHERE,
+    BY_CORE,
+    OF_THE_LOOP,
+    apply,
+    message,
+    other_evaluations,
+    v_shaped,
+)
 from megatron_recycle.backends.megatron.saves import LoopSaves, SavingSchedule
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
@@ -47,7 +56,9 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
     Raises UnsupportedError listing all that cannot be kept right.
     """
     beside = () if getattr(arguments, "ckpt_format", None) == "torch_dist" else (ALL_AT_ONCE,)
-    refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *beside), [arguments])
+    writes = (BY_CORE,) if getattr(arguments, "async_save", False) else ()
+    refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *beside, *writes), [arguments])
+    refused += other_evaluations(arguments)
     if chunks > 1:
         more, others = v_shaped(arguments)
         refused, changed = refused + more, changed + others
@@ -82,6 +93,8 @@ def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
     if microbatches is None or (wanted := microbatches * arguments.micro_batch_size) == arguments.global_batch_size:
         return []
     before, arguments.global_batch_size = arguments.global_batch_size, wanted
+    if getattr(arguments, "eval_global_batch_size", None) == before:  # which core 0.18 takes from it
+        arguments.eval_global_batch_size = wanted
     return [f"global_batch_size is {wanted} and not {before}: the job was started again, and keeps its batch"]
 
 
@@ -184,7 +197,7 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     for name in ("get_tensorboard_writer", "get_wandb_writer"):
         setattr(loop, name, muted(getattr(loop, name), lambda: session.catches_up))
     # All stages have the same, and the gradient norm may not be known yet.
-    loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
+    loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
     loop.training_log = _log_of_training(loop, session)
     loop.train_step, loop.print_rank_last = train_step, print_rank_last
     loop.save_checkpoint, loop.maybe_finalize_async_save = saves.save, saves.finish

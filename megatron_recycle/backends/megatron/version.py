@@ -1,22 +1,59 @@
-"""The versions of megatron-core that this backend is written for; checked before it imports anything that another
-version may lack."""
+"""The versions of megatron-core that this backend is written for; checked before anything is used that another version
+may lack, or have with another meaning."""
 
 from __future__ import annotations
 
-from megatron.core import __version__ as version
-from packaging.version import InvalidVersion, Version
+import re
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 
+from megatron_recycle.backends.megatron.private import TESTED
+from megatron_recycle.backends.private import Release, release_of
 from megatron_recycle.errors import UnsupportedError
 
-SUPPORTED = (0, 16)
+_OF_CORE = "megatron.core.package_info"
+_NUMBER = re.compile(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
+
+
+def installed() -> str:
+    """The version of the core that this process uses; also while it is still being imported. Empty: it tells none."""
+    try:
+        return str(import_module(_OF_CORE).__version__)
+    except (ImportError, AttributeError):
+        return ""
+
+
+def release() -> Release:
+    """Its numbers, such as (0, 16, 1)."""
+    return release_of(installed())
+
+
+def is_supported() -> bool:
+    """Whether this backend is written for it. Only then its private names are used."""
+    return release()[:2] in TESTED
 
 
 def check_version() -> None:
-    """Raises UnsupportedError that names the installed version if it is not one this was written for."""
-    try:
-        supported = Version(version).release[:2] == SUPPORTED
-    except InvalidVersion:
-        supported = False
-    if not supported:
-        raise UnsupportedError(f"megatron-core {version} is not supported: the schedule's parts that the plugin builds "
-                               "on differ between versions; install megatron-core 0.16.1")
+    """Raises UnsupportedError that names the installed version if it is not one this was written for, or if
+    Megatron-LM's loop, where that is loaded, is of another."""
+    if not is_supported():
+        raise UnsupportedError(
+            f"megatron-core {installed()} is not supported: the schedule's parts that the plugin builds on differ "
+            f"between versions; install megatron-core {' or '.join(TESTED.values())}")
+    loop = of_the_loop()
+    if loop is not None and loop[:2] != release()[:2]:
+        raise UnsupportedError(
+            f"megatron-core {installed()} with Megatron-LM {'.'.join(map(str, loop))} is not supported: its training "
+            f"loop is written for the core of its own version; check out core_v{TESTED[release()[:2]]} of Megatron-LM, "
+            "or let Python find the core of the same checkout first (PYTHONPATH)")
+
+
+def of_the_loop() -> Release | None:
+    """The numbers of the core that Megatron-LM's training loop has come with, if it is loaded and tells them."""
+    for folder in getattr(sys.modules.get("megatron.training"), "__path__", ()):
+        with suppress(OSError):
+            found = _NUMBER.findall((Path(folder).parent / "core" / "package_info.py").read_text())
+            return tuple(map(int, found))
+    return None

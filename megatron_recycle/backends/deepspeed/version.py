@@ -1,0 +1,48 @@
+"""The releases of DeepSpeed that this backend is written for; checked before the backend, which builds on names that
+other releases lack, is loaded."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from megatron_recycle.backends.deepspeed.private import OLDEST, TESTED
+from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.private import Release, release_of
+from megatron_recycle.errors import UnsupportedError
+
+_STOCK = "recycle_stock_initialize"
+
+
+def is_supported(version: str) -> bool:
+    """Whether this backend is written for it."""
+    release = release_of(version)
+    return release[:2] == OLDEST[:2] and release >= OLDEST
+
+
+def install(options: Options) -> None:
+    """Take `deepspeed.initialize` over, which has just been imported; again: with other options. Of a release that is
+    not supported it raises UnsupportedError for a pipeline module."""
+    deepspeed: Any = sys.modules["deepspeed"]
+    if is_supported(deepspeed.__version__):
+        from megatron_recycle.backends.deepspeed import engine
+        engine.install(options)
+        return
+    stock = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
+
+    @functools.wraps(stock)
+    def initialize(args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
+        if options.resolve({}).enabled and isinstance(model, deepspeed.PipelineModule):
+            raise UnsupportedError(
+                f"DeepSpeed {deepspeed.__version__} ({deepspeed.__file__}) is not supported: the engine that the "
+                f"plugin builds on differs between releases; install deepspeed {TESTED} (any from {_shown(OLDEST)} on, "
+                f"before {_shown((OLDEST[0], OLDEST[1] + 1))}), or train without the plugin (RECYCLE_ENABLED=false)")
+        return stock(args, model, *rest, **keywords)
+
+    setattr(initialize, _STOCK, stock)
+    deepspeed.initialize = initialize
+
+
+def _shown(release: Release) -> str:
+    return ".".join(map(str, release))
