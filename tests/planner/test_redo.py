@@ -314,7 +314,7 @@ def closed_in(plan: Plan, done: Done) -> list[int]:
                    for worker in plan.live(stage))]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(problem=problems(), seed=st.integers(0, 10 ** 6))
 def test_nothing_of_a_stage_that_is_closed_is_run_again_after_one_death(problem, seed):
     """Its scripts may have left the iteration."""
