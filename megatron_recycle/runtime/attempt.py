@@ -179,7 +179,9 @@ class Attempt:
         if may_close(self._site, self._generation, self._iteration):
             with self._site.phases.waiting("the readers of its messages"):
                 self._shared.acknowledgements.close()
-            self._stepper.standing.close()
+            # Where an abort may spoil what a survivor has computed of used messages, these may be needed again.
+            if not self._site.settles and self._generation.groups.world.backend.host:
+                self._stepper.standing.close()
 
     def _enter(self, action: Action) -> None:
         # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.

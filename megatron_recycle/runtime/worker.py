@@ -101,7 +101,7 @@ class StageWorker:
     def train(self, iteration: int) -> float:
         """Run ``iteration``, through any failures; returns the mean loss of its global batch.
 
-        With staggered steps the iteration may not be committed yet (see `settle`), unless the job `settles` each.
+        It is committed then, or closed at this worker's stage (see `settle`).
 
         Raises:
             JobEnded: training cannot go on.
@@ -115,7 +115,7 @@ class StageWorker:
                 return self._pass_over(iteration)
             self._between.take_in(self.settle)
             with self.site.framework.registered.inside((iteration, 0)):
-                self._loop.through_failures(lambda: self._loop.run_to(iteration, commit=self.site.settles))
+                self._loop.through_failures(lambda: self._loop.run_to(iteration))
             if self._between.trained():
                 with self._loop.telling():
                     self._between.find_generators()

@@ -27,8 +27,6 @@ SHAPE = Shape(2, 2, 2, 3, parts=2)
 CLIPPED = replace(SHAPE, stages=3, microbatches=3, clipping=0.05)
 SHAPES = [SHAPE, replace(SHAPE, clipping=0.05), replace(SHAPE, stages=3, microbatches=3), CLIPPED,
           SHAPE.with_settings(step="barrier"), replace(SHAPE, save=(0, 1, 2), evaluate=(1,))]
-VERDICT = Moment("0:2.0", "reduced", 0)
-"""It does not come before this, and stages step before it comes."""
 PROCESSES = [f"{worker}.{part}" for worker in SHAPE.workers for part in range(2)]
 
 

@@ -173,3 +173,27 @@ def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_
         check(job, job.wait(), {"1:0", "1:1"}, within=0.0 if reduction == "exact" else 1e-5)
     (event,) = [event for event in job.control.events if event["event"] == "repeated"]
     assert event["iteration"] == 1 and set(event["workers"]) == {"0:1", "2:1"}
+
+
+@pytest.mark.parametrize("shape", [replace(ANNEALS, tied=True), replace(ANNEALS, anneals=False, sharded=True)],
+                         ids=["tied", "sharded"])
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_stages_that_reduce_with_others_are_not_closed_by_themselves(shape, reduction):
+    """1:0 dies in its reduction of an iteration whose gradient the last stage may hold."""
+    if shape.sharded:
+        shape = shape.with_settings(state_copies=3)
+    shape, held = shape.with_settings(reduction=reduction), Moment("1:0", "reduce", 1)
+    job = Job(shape, holds=[held])
+    with job:
+        job.wait_held()
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0"}, within=0.0 if reduction == "exact" else 1e-5)
+    assert {process.worker.standing.closed for process in job.processes.values()} == {-1}
+
+
+def test_with_nccls_rules_no_stage_is_closed_before_the_commit():
+    """What an abort has spoilt has to be run again, and may need messages that were used."""
+    job = Job(ANNEALS, [Moment("1:1", "backward", 1, 2)], seed=1)
+    with job:
+        check(job, job.wait(), {"1:1"})
+    assert {process.worker.standing.closed for process in job.processes.values()} == {-1}
