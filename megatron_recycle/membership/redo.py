@@ -41,8 +41,7 @@ def carried(state: State, resume: Resume) -> dict[str, Any] | None:
     redo = state.redo
     if redo is None or redo.plan is None or redo.iteration != resume.next:
         return None
-    reported = [report["closed"] for report in state.reports.values() if "closed" in report]
-    closed = reported[0] if resume.closed else None
+    closed = next((state.reports[name]["closed"] for name in _closed(state, resume)), None) if resume.closed else None
     return {"iteration": redo.iteration, "chain": resume.attempt, "plan": redo.plan,
             "done": dict(redo.plan.get("done", {})), "provisional": redo.provisional,
             "loss": None if closed is None else [closed["loss"], closed["weight"]]}
@@ -53,9 +52,8 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
     worker that made it and the one that had used it."""
     if not resume.closed or state.closing is not None or (state.redo is not None and state.redo.plan is not None):
         return ()
-    closed = [name for name in in_order(state.reports) if "closed" in state.reports[name]]
     return ({"event": "repeated", "t": now, "generation": state.generation, "iteration": resume.next,
-             "workers": closed},)
+             "workers": _closed(state, resume)},)
 
 
 def without_kept(state: State, resume: Resume) -> Resume:
@@ -66,6 +64,13 @@ def without_kept(state: State, resume: Resume) -> Resume:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
         min(count, _counted(state.reports[name], resume.next)) for name, count in redo.done.items()))
+
+
+def _closed(state: State, resume: Resume) -> list[str]:
+    """The members that have found their stage closed for the iteration. One that has not heard a verdict may still
+    report an earlier one."""
+    return [name for name in in_order(state.reports)
+            if state.reports[name].get("closed", {}).get("iteration") == resume.next]
 
 
 def _counted(report: Mapping[str, Any], iteration: int) -> int:

@@ -156,6 +156,7 @@ class Standing:
         self.iteration, self.attempt = iteration, 0
         self.stepped = self.committed = iteration - 1
         self.held = self.saved = None
+        self.closed = min(self.closed, self.stepped)
         self.under_way, self.earlier = False, 0
         self.done.clear()
 
@@ -250,6 +251,7 @@ class Standing:
         """The last step has been undone."""
         assert self.saved == self.stepped > self.committed, f"only a step that is not final is undone: {self}"
         self.stepped, self.saved = self.stepped - 1, None
+        self.closed = min(self.closed, self.stepped)
 
     def settlement(self, iteration: int, right: float) -> Settlement:
         """The work to be done once the verdict on ``iteration`` asks for the coefficient ``right``."""

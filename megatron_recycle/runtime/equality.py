@@ -32,7 +32,9 @@ def verify_recovery(site: Site, stepper: Stepper, generation: Generation) -> Non
     """After a recovery, and at the start. Raises VerificationError and GenerationOver."""
     if site.config.verify == "peers" or site.config.verify_every:
         standing, first = stepper.standing, generation.epoch.generation == 1
-        standing.unverified = not first and some_are_between(generation.groups, standing)
+        # A closed stage may not take state from a peer before its last step is final.
+        between = not first and some_are_between(generation.groups, standing)
+        standing.unverified = between or standing.rejoins
         if not standing.unverified:
             _verify(site, stepper, generation, heal=not first)
             standing.verified = standing.committed + 1

@@ -192,10 +192,11 @@ class Site:
         """Whether training returns to the script with committed iterations only, and not with closed ones already.
 
         With ties and shards what a failure has lost is made by several stages together, or by the peers of a stage,
-        whatever they hold.
+        whatever they hold. Where layers may be lent, the plan after a failure may lend, and has no rest of an iteration
+        that did not.
         """
         return (self.config.settles or not self.keeps_messages or bool(self.stage.ties)
-                or self.stage.shards is not None)
+                or self.stage.shards is not None or self.config.lend == "auto")
 
     def interrupted(self, standing: Standing) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""

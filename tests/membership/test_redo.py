@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.membership import Process, Standing, StepMode, inputs
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership import inputs
 from megatron_recycle.membership.messages import WireError, check_report
+from megatron_recycle.membership.standing import Epoch
 from tests.membership.cluster import Cluster, events, report, told
 
 ITERATION = 5
@@ -67,6 +68,32 @@ def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
 
 
 CLOSED = {"closed": {"iteration": ITERATION, "loss": 0.5, "weight": 7.0}}
+
+
+def test_who_reports_an_earlier_closed_iteration_has_nothing_to_say_of_this_one():
+    """0:0 has not heard the verdict of the iteration before."""
+    cluster = stopped()
+    cluster.plan()
+    before = {"closed": {"iteration": ITERATION - 1, "loss": 9.0, "weight": 9.0}}
+    for name in cluster.state.members:
+        where = {"holds": ITERATION, "stepped": ITERATION} if name.endswith(":1") else {}
+        more = {"0:0": before, "2:1": CLOSED}.get(name, {})
+        says(cluster, name, kept("F0.0"), **where, **more)
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1", "done": {"0:0": 1}}))
+    ((_, go),) = told(decisions, "go")
+    assert go["resume"]["closed"] == [1] and go["carried"]["loss"] == [0.5, 7.0]
+
+
+def test_an_undone_step_is_not_closed_any_more():
+    standing = Standing(Process.parse("0:0"), StepMode.of(True), epoch=Epoch(1))
+    standing.begin(0)
+    standing.hold(0)
+    standing.save()
+    standing.step(1.0)
+    standing.close()
+    assert standing.closed == 0
+    standing.undo()
+    assert standing.closed == -1
 
 
 def one_stage_is_closed() -> tuple[Cluster, list[do.Decision]]:

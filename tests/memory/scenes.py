@@ -85,6 +85,7 @@ class Draw:
     def __init__(self, seed: int, shapes: Mapping[str, Shape] = SHAPES) -> None:
         self.random = random.Random(seed)
         self._shapes = shapes
+        self._ordered = bool(seed % 2)  # as `Job` has it
 
     def scene(self) -> Scene:
         name = self.random.choice(list(self._shapes))
@@ -150,8 +151,9 @@ class Draw:
         held = self.moment(shape, other, first.iteration - (shape.step == "staggered" and shape.ahead),
                            first.iteration)
         # After wrong guesses they wait for each other, and in what the script does between iterations for everybody;
-        # for parameters that others' shards step, too.
-        together = (shape.clipping or shape.scale or shape.sharded or shape.lengths
+        # for parameters that others' shards step, too. A stage that is not closed by itself waits for the commit.
+        together = (shape.clipping or shape.scale or shape.sharded or shape.lengths or shape.tied or shape.parts > 1
+                    or self._ordered or one[-1] == other[-1]
                     or first.iteration in shape.evaluate + shape.save or first.iteration - 1 in shape.collect)
         if together and held.iteration < first.iteration:
             held = replace(held, iteration=first.iteration)
