@@ -1,10 +1,13 @@
 """What a failure costs in work: kills at random moments, with and without what survivors keep of the iteration.
 
 Stages sleep instead of computing, as in `emulated.py`; processes, tensors between them and SIGKILL are real. In each
-job one worker after the other is killed at a random moment of an iteration, and comes back before the next kill. The
-time lost is that of the hit iteration beyond an iteration without failures and beyond the recovery itself (from the
-death to the first resumed action), in iterations. Both sides get the same kills. Prints medians and worst values and
-writes runs/bench/redo.json.
+job one worker after the other is killed at a random moment of an iteration, and comes back before the next kill.
+
+The time lost is in iterations, without the recovery itself (from the death to the first resumed action). A hit
+iteration also takes longer because a worker is missing from then on, whatever survivors keep. So there are two figures:
+the time beyond an iteration without failures, and the time that is lost: beyond an iteration that runs without failures
+until the kill, and as the iterations after it (with one worker fewer) from then on. Both sides get the same kills.
+Prints medians and worst values and writes runs/bench/redo.json.
 
     scripts/bench/redo.py [--grid 3x4x6] [--seconds 5] [--kills 20] [--reduction fast] [--seed 0]
 """
@@ -37,12 +40,14 @@ QUIET = 4
 
 @dataclass(frozen=True)
 class Hit:
-    """One kill: the iteration, the victim and the moment in it (a share of an iteration), the iterations lost, the
-    actions that survivors lost, and the milliseconds of the recovery."""
+    """One kill: the iteration, the victim and the moment in it (a share of an iteration), the time ``beyond`` an
+    iteration without failures and the time ``lost``, in iterations, the actions that survivors lost, and the
+    milliseconds of the recovery."""
 
     iteration: int
     victim: str
     moment: float
+    beyond: float
     lost: float
     redone: int
     recovery_ms: float
@@ -50,10 +55,12 @@ class Hit:
 
 @dataclass
 class Side:
-    """A job with its kills; ``period``: median seconds of an iteration without failures."""
+    """A job with its kills; ``period``: median seconds of an iteration without failures, ``reduced`` of one with a
+    worker missing."""
 
     name: str
     period: float
+    reduced: float
     hits: list[Hit]
 
 
@@ -72,6 +79,7 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     kills: list[tuple[int, str, float]] = []
     recoveries: list[Event] = []
     redone: list[int] = []
+    joins: list[int] = []  # the last iterations that are committed when a worker is back
     whole_since = 0  # the iteration from which on all workers are there
     with Job(f"bench/{BACKENDS['deepspeed']}", [str(each) for each in arguments], folder / "run",
              shape.pipelines * shape.stages, settings, 120 + 3 * iterations * args.seconds) as job:
@@ -84,11 +92,12 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
                         break
                     victim, moment = draw.choice([f"{d}:{s}" for d in range(shape.pipelines)
                                                   for s in range(shape.stages)]), draw.random()
-                    time.sleep(moment * args.seconds)
+                    time.sleep(moment * (event["t"] - committed[event["iteration"] - 1]))
                     kills.append((event["iteration"] + 1, victim, moment))
                     job.kill(victim)
                     whole_since = None
             elif kind == "joined":
+                joins.append(max(committed))
                 whole_since = max(committed) + 2
             elif kind == "reconciled" and len(redone) < len(kills) and not event.get("joined"):
                 redone.append(event["redone"])
@@ -98,10 +107,16 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     apart = [committed[k] - committed[k - 1] for k in committed if k - 1 in committed and k > 1 and not any(
         abs(k - one) < QUIET for one in hit)]
     period = statistics.median(apart)
-    hits = [Hit(k, victim, round(moment, 3), round(
-        (committed[k] - committed[k - 1] - event["ms"] / 1000) / period - 1, 3), lost, round(event["ms"], 1))
-        for (k, victim, moment), event, lost in zip(kills, recoveries, redone)]
-    return Side(name, round(period, 3), hits)
+    missing = [committed[k] - committed[k - 1]
+               for (one, *_), back in zip(kills, joins) for k in range(one + 2, back + 1)]
+    reduced = statistics.median(missing)
+    hits = []
+    for (k, victim, moment), event, lost in zip(kills, recoveries, redone):
+        took = (committed[k] - committed[k - 1] - event["ms"] / 1000) / period
+        without = moment + (1 - moment) * reduced / period  # what it had taken if nothing had been run twice
+        hits.append(Hit(k, victim, round(moment, 3), round(took - 1, 3), round(took - without, 3), lost,
+                        round(event["ms"], 1)))
+    return Side(name, round(period, 3), round(reduced, 3), hits)
 
 
 def main() -> None:
@@ -111,19 +126,23 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--reduction", choices=("fast", "exact"), default="fast")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sides", default=",".join(SIDES), help="of these; default: both")
     args = parser.parse_args()
     exit_on_sigterm()
-    sides = [run(name, keep, args.grid, args) for name, keep in SIDES.items()]
+    sides = [run(name, SIDES[name], args.grid, args) for name in args.sides.split(",")]
     table = Table(title=f"{args.grid}, {args.kills} kills each, {args.reduction}, iterations of {sides[0].period:g} s, "
                         f"load {os.getloadavg()[0]:.0f}")
-    for heading in ("", "iterations lost, median", "worst", "actions lost by survivors, median", "recovery ms, median",
-                    "iteration s"):
+    for heading in ("", "iterations lost, median", "worst", "beyond a whole job, median", "worst",
+                    "actions lost by survivors, median", "recovery ms, median", "iteration s", "one missing s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for side in sides:
         lost = [hit.lost for hit in side.hits]
+        beyond = [hit.beyond for hit in side.hits]
         table.add_row(side.name, f"{statistics.median(lost):.2f}", f"{max(lost):.2f}",
+                      f"{statistics.median(beyond):.2f}", f"{max(beyond):.2f}",
                       f"{statistics.median(hit.redone for hit in side.hits):g}",
-                      f"{statistics.median(hit.recovery_ms for hit in side.hits):.0f}", f"{side.period:.2f}")
+                      f"{statistics.median(hit.recovery_ms for hit in side.hits):.0f}", f"{side.period:.2f}",
+                      f"{side.reduced:.2f}")
     Console().print(table)
     (OUT / "redo.json").write_text(json.dumps({"grid": str(args.grid), "reduction": args.reduction,
                                                "sides": [asdict(side) for side in sides]}, indent=1) + "\n")
