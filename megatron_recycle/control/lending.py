@@ -24,7 +24,8 @@ def with_lending(problem: Problem, description: Mapping[str, Any], measured: Mea
 
     The description's ``lending`` is `membership.lending`'s. A layer takes its share of its stage's time and memory. Its
     parameters weigh on a helper's memory with as much again for their gradients. Costs that the user gives may be so
-    small that a layer's would round to nothing: then all durations are in a `finer` unit than his.
+    small that a layer's would round to nothing: then all durations are in a `finer` unit than his. The whole iteration
+    counts, since no worker leaves one with lent layers before all have committed it.
     """
     told = description.get("lending")
     if not told or (measured is None and not description.get("costs")):
@@ -52,7 +53,7 @@ def with_lending(problem: Problem, description: Mapping[str, Any], measured: Mea
         message=message, layers=tuple(map(int, told["layers"])),
         lend=tuple((int(earlier), int(later)) for earlier, later in told["lend"]),
         layer_held=tuple((math.ceil(b * share), math.ceil(a * share)) for b, a, share in zip(before, after, shares)),
-        layer_parameters=parameters)
+        layer_parameters=parameters, objective="makespan")
 
 
 def copy_price(description: Mapping[str, Any], measured: Measured | None) -> CopyPrice:

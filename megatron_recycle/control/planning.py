@@ -202,7 +202,7 @@ class Planning:
             problem = lending
         replaced = plan_for(plain, work=0) if used.crossings and not problem.lends else None
         incumbent = replaced or recosted(problem, used)
-        before = float(incumbent.objective_value)
+        before = _time(incumbent, plain.objective)
         if overfull(incumbent):
             # Memory has turned out shorter than the plan in use takes it to be.
             replaced = plan_for(plain, self._cache, work=0, seed=seed)
@@ -212,7 +212,7 @@ class Planning:
             better = self._searched(problem, incumbent, budget, seed, cancelled) or replaced
         if better is not None and better.crossings:
             price = copy_price(description, self._measurements.known)
-            decision = worth(incumbent, better, price, borrowings(incumbent))
+            decision = worth(_timed(incumbent, plain.objective), better, price, borrowings(incumbent))
             log.info("recycle: %s", decision.line)
             better = replace(better, stats={**better.stats, "lending": decision.line})
             if not decision.pays:
@@ -230,9 +230,9 @@ class Planning:
         measured = not description.get("costs") and self._measurements.known is not None
         partners = partner_price(description, self._measurements.known)
         new_partners = partners.of(better, pairs(incumbent))
-        pays = not new_partners or (before - better.objective_value) * partners.horizon > new_partners
+        pays = not new_partners or (before - _time(better, plain.objective)) * partners.horizon > new_partners
         taken = replaced is not None or not measured or (
-            better.objective_value < (1 - WORTHWHILE) * before and pays)
+            _time(better, plain.objective) < (1 - WORTHWHILE) * before and pays)
         if not better.crossings:
             # A problem with lending may count in a finer unit.
             better = replace(recosted(plain, better), stats=better.stats)
@@ -268,3 +268,13 @@ class Planning:
                 found = plan_for(likely, None, work=0, budget_s=budget, seed=seed, cancelled=cancelled.is_set)
                 if not cancelled.is_set():  # a search that was cut short is not worth remembering
                     self._cache.put(likely, found)
+
+
+def _timed(plan: Plan, objective: str) -> Plan:
+    """The plan, whose `Plan.objective_value` is the time that an iteration takes. Workers overlap iterations as far as
+    the job's ``objective`` says, but not those with lent layers."""
+    return plan if plan.crossings else replace(plan, problem=replace(plan.problem, objective=objective))
+
+
+def _time(plan: Plan, objective: str) -> float:
+    return float(_timed(plan, objective).objective_value)

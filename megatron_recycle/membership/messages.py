@@ -222,7 +222,10 @@ def check_report(report: Mapping[str, Any]) -> None:
         if not all(isinstance(action, str) and _ACTION.match(action) for action in attempt["actions"]):
             raise WireError("report: kept has something that is no action")
     if "closed" in report:
-        _fields("report: closed", report["closed"], {"iteration": int, "loss": _NUMBER, "weight": _NUMBER})
+        _fields("report: closed", report["closed"],
+                {"iteration": int, "loss": _NUMBER, "weight": _NUMBER, "stages": list})
+        if not all(type(stage) is int for stage in report["closed"]["stages"]):
+            raise WireError(f"report: {report['closed']['stages']!r:.60} are no stages")
     for name in ("back", "read"):
         if not isinstance(kept.get(name), (int, type(None))):
             raise WireError(f"report: guard goes back to {kept[name]!r:.60}, which is no iteration")

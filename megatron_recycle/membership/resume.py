@@ -157,8 +157,8 @@ def decide(
     slices = [(to, source, held.shard) for held in holding if held.shard >= 0 for to, source in held.copies(target)]
     parts = parts_of(stages, members)
     slices += _numbers(target, parts, reports)
-    closed = tuple(stage for stage, workers in enumerate(peers)
-                   if any(reports[name].get("closed", {}).get("iteration") == following for name in workers))
+    found = [report["closed"] for report in reports.values() if report.get("closed", {}).get("iteration") == following]
+    closed = tuple(sorted({stage for each in found for stage in each["stages"]}))
     return Resume(target, following, attempt, verdict, copies, redone, slices=tuple(slices),
                   shards=tables(parts, reports, joined, hosts, leaving), closed=closed)
 

@@ -56,7 +56,7 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
                        known=None if carried is None else carried.loss)
     closes = may_close(site, generation, iteration)
     acknowledgements = Acknowledgements(groups, program.readers if closes else (), program.last_reads if closes else {},
-                                        iteration, attempt)
+                                        iteration, attempt, site.tied)
     loans = Loans(program.terms, groups, site.trainable.neighbours)
     if len(generation.shared) > 1:  # what was sent in the last attempt but one has been read
         generation.shared[0].loans.let_go()
@@ -69,8 +69,12 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
 
 
 def may_close(site: Site, generation: Generation, iteration: int) -> bool:
-    """Whether stages find out when they are closed for ``iteration``; the same on all workers."""
-    return not site.config.settles and site.keeps_messages and _may_keep(
+    """Whether stages find out when they are closed for ``iteration``; the same on all workers.
+
+    The rest of an iteration with lent layers, left out micro-batches or another grid cannot be planned: it would have
+    to begin anew after a failure.
+    """
+    return site.closes and generation.groups.world.backend.host and _may_keep(
         site, generation, generation.program_of(iteration), iteration)
 
 
@@ -179,9 +183,7 @@ class Attempt:
         if may_close(self._site, self._generation, self._iteration):
             with self._site.phases.waiting("the readers of its messages"):
                 self._shared.acknowledgements.close()
-            # Where an abort may spoil what a survivor has computed of used messages, these may be needed again.
-            if not self._site.settles and self._generation.groups.world.backend.host:
-                self._stepper.standing.close()
+            self._stepper.standing.close()
 
     def _enter(self, action: Action) -> None:
         # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.

@@ -36,7 +36,7 @@ def description(site: Site) -> dict[str, Any]:
             "split_backward": config.split_backward, "full_backward": site.may_be_full, "step": config.step,
             "policy": config.policy, "clip_norm": config.clip_norm, "check_forward": config.check_forward,
             # Where all are at the end of an iteration before any begins the next one, that end counts.
-            "objective": "period" if config.step == "staggered" and not config.settles else "makespan",
+            "objective": "period" if config.step == "staggered" and site.closes else "makespan",
             "reduction": config.reduction,
             "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
             "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,

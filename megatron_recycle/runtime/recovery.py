@@ -185,7 +185,8 @@ def report(site: Site, stepper: Stepper) -> Go | None:
     if site.current.torn:
         kept["torn"] = True
     if held is not None and standing.closed == held.iteration:
-        kept["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": held.weight}
+        kept["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": held.weight,
+                          "stages": [site.place.me.stage, *site.tied]}
     site.agent.report(generation, {**_report(site, standing), **kept})
     return site.agent.wait_go(generation)
 

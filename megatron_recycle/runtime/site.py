@@ -14,6 +14,7 @@ from megatron_recycle.control import Agent
 from megatron_recycle.membership import Standing
 from megatron_recycle.runtime.checkpoint_clock import CheckpointClock
 from megatron_recycle.runtime.collectives import Collectives
+from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import Network
 from megatron_recycle.runtime.compute.data import DataSource
@@ -188,15 +189,24 @@ class Site:
             wanted == "all" or (wanted == "auto" and self.stage.device.type == "cpu"))
 
     @cached_property
-    def settles(self) -> bool:
-        """Whether training returns to the script with committed iterations only, and not with closed ones already.
+    def closes(self) -> bool:
+        """Whether training returns to the script once the worker's stage is closed for an iteration; otherwise once all
+        workers have committed it. The same on all workers.
 
-        With ties and shards what a failure has lost is made by several stages together, or by the peers of a stage,
-        whatever they hold. Where layers may be lent, the plan after a failure may lend, and has no rest of an iteration
-        that did not.
+        With shards the peers of a stage make together again what a failure has lost, whatever each of them holds.
+        Where an abort may spoil what a survivor has computed of messages that are used, they may be needed again.
         """
-        return (self.config.settles or not self.keeps_messages or bool(self.stage.ties)
-                or self.stage.shards is not None or self.config.lend == "auto")
+        return (not self.config.settles and self.keeps_messages and self.stage.shards is None
+                and BACKENDS[self.place.backend].host)
+
+    @cached_property
+    def tied(self) -> tuple[int, ...]:
+        """The other stages that this one makes its gradient with, directly or by way of others."""
+        found = {self.place.me.stage}
+        ties = [{*tie} for tie in self.stage.tied_stages]
+        while more := [tie for tie in ties if tie & found and tie - found]:
+            found.update(*more)
+        return tuple(sorted(found - {self.place.me.stage}))
 
     def interrupted(self, standing: Standing) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""

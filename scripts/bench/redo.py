@@ -3,10 +3,11 @@
 Stages sleep instead of computing, as in `emulated.py`; processes, tensors between them and SIGKILL are real. In each
 job one worker after the other is killed at a random moment of an iteration, and comes back before the next kill.
 
-The time lost is in iterations, without the recovery itself (from the death to the first resumed action). A hit
-iteration also takes longer because a worker is missing from then on, whatever survivors keep. So there are two figures:
-the time beyond an iteration without failures, and the time that is lost: beyond an iteration that runs without failures
-until the kill, and as the iterations after it (with one worker fewer) from then on. Both sides get the same kills.
+The time lost is that of two iterations, the one that the kill hits and the next one, which some workers may be in
+already. It is counted in iterations, without the recovery itself (from the death to the first resumed action). Such
+iterations also take longer because a worker is missing from the kill on, whatever survivors keep. So there are two
+figures: the time beyond two iterations without failures, and the time that is lost, beyond two iterations that go on
+from the kill as those after them, with one worker fewer. Both sides get the same kills.
 Prints medians and worst values and writes runs/bench/redo.json.
 
     scripts/bench/redo.py [--grid 3x4x6] [--seconds 5] [--kills 20] [--reduction fast] [--seed 0]
@@ -40,8 +41,8 @@ QUIET = 4
 
 @dataclass(frozen=True)
 class Hit:
-    """One kill: the iteration, the victim and the moment in it (a share of an iteration), the time ``beyond`` an
-    iteration without failures and the time ``lost``, in iterations, the actions that survivors lost, and the
+    """One kill: the iteration, the victim and the moment in it (a share of an iteration), the time ``beyond`` two
+    iterations without failures and the time ``lost``, in iterations, the actions that survivors lost, and the
     milliseconds of the recovery."""
 
     iteration: int
@@ -112,9 +113,9 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     reduced = statistics.median(missing)
     hits = []
     for (k, victim, moment), event, lost in zip(kills, recoveries, redone):
-        took = (committed[k] - committed[k - 1] - event["ms"] / 1000) / period
-        without = moment + (1 - moment) * reduced / period  # what it had taken if nothing had been run twice
-        hits.append(Hit(k, victim, round(moment, 3), round(took - 1, 3), round(took - without, 3), lost,
+        took = (committed[k + 1] - committed[k - 1] - event["ms"] / 1000) / period
+        without = moment + (2 - moment) * reduced / period  # what they had taken if nothing had been run twice
+        hits.append(Hit(k, victim, round(moment, 3), round(took - 2, 3), round(took - without, 3), lost,
                         round(event["ms"], 1)))
     return Side(name, round(period, 3), round(reduced, 3), hits)
 

@@ -67,14 +67,14 @@ def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
     assert events(decisions, "reconciled")[0]["redone"] == 0
 
 
-CLOSED = {"closed": {"iteration": ITERATION, "loss": 0.5, "weight": 7.0}}
+CLOSED = {"closed": {"iteration": ITERATION, "loss": 0.5, "weight": 7.0, "stages": [1]}}
 
 
 def test_who_reports_an_earlier_closed_iteration_has_nothing_to_say_of_this_one():
     """0:0 has not heard the verdict of the iteration before."""
     cluster = stopped()
     cluster.plan()
-    before = {"closed": {"iteration": ITERATION - 1, "loss": 9.0, "weight": 9.0}}
+    before = {"closed": {"iteration": ITERATION - 1, "loss": 9.0, "weight": 9.0, "stages": [1]}}
     for name in cluster.state.members:
         where = {"holds": ITERATION, "stepped": ITERATION} if name.endswith(":1") else {}
         more = {"0:0": before, "2:1": CLOSED}.get(name, {})

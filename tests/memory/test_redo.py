@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Message, passes_on
 from megatron_recycle.runtime.attempt import Attempt
+from megatron_recycle.runtime.comm import reduction as reductions
+from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.kept import Kept
+from megatron_recycle.runtime.stage import Tie
 from tests.memory.job import Job, Shape, check
 from tests.memory.scenes import SHAPES
 from tests.moments import Moment
@@ -158,6 +166,23 @@ def test_a_stage_that_has_closed_an_iteration_stays_there():
     assert go["iteration"] == 1, "the others had still to do some of it"
 
 
+def test_a_worker_of_a_closed_stage_is_healed_once_the_step_is_final():
+    """One number at 0:1 is another one since it has left iteration 1; then 1:0 dies, which has not reduced it."""
+    held = Moment("1:0", "reduce", 1)
+    job = Job(ANNEALS, holds=[held])
+    with job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        (odd,) = [process for process in last if process.name == "0:1"]
+        with torch.no_grad():
+            next(odd.worker.site.stage.module.parameters()).view(-1)[0] += 1
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0"})
+    (healed,) = [event for event in job.control.events if event["event"] == "healed"]
+    assert healed["worker"] == "0:1" and healed["iteration"] == 2
+
+
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_so(reduction):
     """1:1 made the gradient that 1:0 used; the last stage has left the iteration."""
@@ -175,14 +200,102 @@ def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_
     assert event["iteration"] == 1 and set(event["workers"]) == {"0:1", "2:1"}
 
 
-@pytest.mark.parametrize("shape", [replace(ANNEALS, tied=True), replace(ANNEALS, anneals=False, sharded=True)],
-                         ids=["tied", "sharded"])
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_stages_that_reduce_with_others_are_not_closed_by_themselves(shape, reduction):
+def test_stages_that_share_parameters_are_closed_together(reduction):
+    """1:1 dies before it has reduced iteration 1, with which the scripts of the first and the last stage have gone on,
+    that share theirs. Before 1:2 dies in its reduction none of them has."""
+    held, behind = Moment("1:1", "reduce", 1), Moment("1:2", "reduce", 2)
+    job = Job(TIED.with_settings(reduction=reduction), holds=[held, behind])
+    with job:
+        job.wait_held(held)
+        ends = [process for process in job.processes.values() if process.worker and process.name[-1] in "02"]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in ends), "the ends to leave")
+        job.release(held, die=True)
+        job.wait_held(behind)
+        assert all(len(process.result.losses) == 2 for process in ends)
+        job.release(behind, die=True)
+        check(job, job.wait(), {"1:1", "1:2"}, within=0.0 if reduction == "exact" else 1e-5)
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+TIED = replace(ANNEALS, stages=3, blocks=6, tied=True)
+"""The first and the last stage share a parameter."""
+
+
+def test_a_stage_waits_for_the_gradient_of_one_that_shares_its_parameters(monkeypatch):
+    """1:2 dies with the sum of the shared parameter's gradients, and before those of its own stage are added up. The
+    first stage has its gradient; without the other's its scripts stay in the iteration."""
+    fold, meet, held, met = reductions.fold_ties, Acknowledgements._meet_tied, threading.Event(), set[str]()
+    job = Job(TIED.with_settings(reduction="fast"))
+
+    def stops(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, groups: Groups) -> None:
+        fold(ties, layout, gradient, groups)
+        process = job.processes[job.ranks[groups.me][0]]
+        if ties and str(groups.me) == "1:2" and process.worker.standing.iteration == 1:
+            process.worker.site.current.get().shared[-1].losses.wait()  # the others hear the loss from this one
+            held.set()
+            job.wait_event("decided", generation=2)
+
+    def meets(acknowledgements: Acknowledgements) -> None:
+        if held.is_set():
+            met.add(str(acknowledgements._groups.me))
+        meet(acknowledgements)
+
+    monkeypatch.setattr(reductions, "fold_ties", stops)
+    monkeypatch.setattr(Acknowledgements, "_meet_tied", meets)
+    with job:
+        job.wait_for(held.is_set, "1:2 to stop")
+        job.wait_for(lambda: met == {"0:0", "1:0", "2:0"}, "the first stage to wait for the last one")
+        job.control.lost("1:2")
+        check(job, job.wait(), {"1:2"}, within=1e-5)
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+def test_a_stage_that_does_not_know_yet_that_both_are_closed_stays_with_the_one_that_does(monkeypatch):
+    """1:1 dies in the reduction of iteration 1. The first stage's scripts have left it; 1:2 has still to hear that
+    they may."""
+    meet, late, held = Acknowledgements._meet_tied, Moment("1:1", "reduce", 1), threading.Event()
+    job = Job(TIED, holds=[late])
+
+    def stops(acknowledgements: Acknowledgements) -> None:
+        meet(acknowledgements)
+        if str(acknowledgements._groups.me) == "1:2" and not held.is_set() and late in job.held:
+            held.set()
+            job.wait_for(lambda: acknowledgements._groups.control.aborted, "the failure")
+
+    monkeypatch.setattr(Acknowledgements, "_meet_tied", stops)
+    with job:
+        job.wait_for(held.is_set, "1:2 to stop")
+        first = [process for process in job.processes.values() if process.name.endswith(":0")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in first), "the first stage to leave")
+        job.release(late, die=True)
+        check(job, job.wait(), {"1:1"})
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_message_that_its_reader_has_not_used_keeps_the_stage_open(reduction):
+    """The last stage holds the gradient of iteration 1, and 1:0 has not come to the last gradients that it gets from
+    1:1, when 1:1 dies with them."""
+    late = Moment("1:0", "backward", 1, 2)
+    job = Job(ANNEALS.with_settings(reduction=reduction), holds=[late])
+    with job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(process.worker.standing.stepped == 1 for process in last), "the last stage to step")
+        job.control.lost("1:1")
+        job.wait_event("decided", generation=2)
+        assert all(len(process.result.losses) == 1 for process in last)
+        job.release(late)
+        check(job, job.wait(), {"1:1"}, within=0.0 if reduction == "exact" else 1e-5)
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_with_shards_no_stage_is_closed_before_the_commit(reduction):
     """1:0 dies in its reduction of an iteration whose gradient the last stage may hold."""
-    if shape.sharded:
-        shape = shape.with_settings(state_copies=3)
-    shape, held = shape.with_settings(reduction=reduction), Moment("1:0", "reduce", 1)
+    shape = replace(ANNEALS, anneals=False, sharded=True).with_settings(reduction=reduction, state_copies=3)
+    held = Moment("1:0", "reduce", 1)
     job = Job(shape, holds=[held])
     with job:
         job.wait_held()

@@ -24,18 +24,22 @@ class Acknowledgements:
     """One worker's part in closing its stage for one attempt at an iteration.
 
     A reader says once to each sender that it has used all messages of that sender's; the stage's workers then add up
-    that all of them have heard so. gloo's own word that a message has left is no proof that it has come.
+    that all of them have heard so. gloo's own word that a message has left is no proof that it has come. Stages that
+    share parameters make their gradients together, and are closed together.
 
     Args:
         groups: the generation's handles.
         readers, last_reads: of the attempt's plan (`plan.readers`, `plan.last_reads`).
         iteration, attempt: name the messages.
+        tied: the other stages that are closed together with this one.
     """
 
     def __init__(self, groups: Groups, readers: Sequence[Worker], last_reads: Mapping[Action, Sequence[Worker]],
-                 iteration: int, attempt: int) -> None:
+                 iteration: int, attempt: int, tied: Sequence[int] = ()) -> None:
         self._groups, self._readers, self._owed = groups, readers, dict(last_reads)
-        self._tag = USED[iteration * _ATTEMPTS + attempt % _ATTEMPTS]
+        self._tied = tied
+        number = iteration * _ATTEMPTS + attempt % _ATTEMPTS
+        self._tag, self._tag_of_ties = USED[2 * number], USED[2 * number + 1]
         self._sends: list[Pending] = []
 
     def did(self, action: Action) -> None:
@@ -47,6 +51,9 @@ class Acknowledgements:
         """Wait until the stage is closed; all its workers hold the gradient. Raises GenerationOver."""
         self._hear()
         count(self._groups.stage_control, True)
+        if self._tied:
+            self._meet_tied()
+            count(self._groups.stage_control, True)
 
     def end(self) -> None:
         """The attempt is void, and all have begun it: bring what is under way to its end. Raises GenerationOver."""
@@ -54,10 +61,24 @@ class Acknowledgements:
             self.did(action)
         self._hear()
 
+    def _meet_tied(self) -> None:
+        """The first worker of each stage tells those of the tied stages that its own has come so far."""
+        first = [self._groups.peers(stage)[0] for stage in (self._groups.me.stage, *self._tied)]
+        if first[0] == self._groups.me:
+            for other in first[1:]:
+                self._send(other, self._tag_of_ties)
+            self._receive(first[1:], self._tag_of_ties)
+
     def _acknowledge(self, sender: Worker) -> None:
-        self._sends.append(self._groups.control.send(torch.ones(1), self._groups.control_ranks[sender], self._tag))
+        self._send(sender, self._tag)
 
     def _hear(self) -> None:
-        for pending in [self._groups.control.receive(torch.zeros(1), self._groups.control_ranks[reader], self._tag)
-                        for reader in self._readers]:
+        self._receive(self._readers, self._tag)
+
+    def _send(self, to: Worker, tag: int) -> None:
+        self._sends.append(self._groups.control.send(torch.ones(1), self._groups.control_ranks[to], tag))
+
+    def _receive(self, senders: Sequence[Worker], tag: int) -> None:
+        for pending in [self._groups.control.receive(torch.zeros(1), self._groups.control_ranks[sender], tag)
+                        for sender in senders]:
             pending.wait()
