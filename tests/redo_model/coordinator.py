@@ -65,7 +65,7 @@ class Coordinator:
         asked: the problem of the whole grid.
         members: every process and its host.
         tell: gets each message for a process.
-        groups: stages that close together; the reports of a whole group say so if that of one of them does.
+        follows: by stage those that are closed where it is; their reports say so if one of its own does.
         parts: processes of a worker.
         alike: of what each part of a worker has done, that which counts.
 
@@ -77,15 +77,17 @@ class Coordinator:
     """
 
     def __init__(self, asked: Asked, members: Mapping[str, str], tell: Callable[[str, Message], None],
-                 groups: Sequence[Sequence[int]] = (), parts: int = 1,
+                 follows: Mapping[int, Sequence[int]], parts: int = 1,
                  alike: Callable[[Sequence[Sequence[Action]]], Sequence[Action]] = lambda lists: lists[0]) -> None:
-        self._asked, self._tell, self._groups, self._parts, self._alike = asked, tell, groups, parts, alike
+        self._asked, self._tell, self._follows, self._parts, self._alike = asked, tell, follows, parts, alike
         self.events: list[Message] = []
         self.ended: do.End | None = None
         self.orders: list[do.MakePlan | do.MakeRedo] = []
         self.goes: list[Message] = []
         self.refused: list[tuple[int, Mapping[Worker, Sequence[Action]], Sequence[int]]] = []
         """Iterations whose rest had no plan, with what was done of them and the closed stages."""
+        self.longer = 0
+        """How often the rest would have taken longer than the whole iteration."""
         self._reports: dict[str, inputs.Reported] = {}
         self._now = 1000.0
         self._state, self._members, decisions = _formed(asked, tuple(members.items()), parts)
@@ -124,14 +126,14 @@ class Coordinator:
             self._feed(inputs.Redone(order.generation, self._redo(order)))
 
     def _amended(self) -> list[inputs.Reported]:
-        """The reports, where stages that close together are closed all or none."""
+        """The reports, where stages are closed because others are."""
         reports = list(self._reports.values())
-        for group in self._groups:
-            mine = [told for told in reports if Process.parse(told.incarnation).worker.stage in group]
-            closed = max((told.report["closed"] for told in mine if "closed" in told.report),
+        for stage, others in self._follows.items():
+            closed = max((told.report["closed"] for told in reports if "closed" in told.report
+                          and Process.parse(told.incarnation).worker.stage == stage),
                          key=lambda each: each["iteration"], default=None)
             if closed is not None:
-                reports = [told if told not in mine else inputs.Reported(
+                reports = [told if Process.parse(told.incarnation).worker.stage not in others else inputs.Reported(
                     told.incarnation, told.generation, {**told.report, "closed": closed}) for told in reports]
         return reports
 
@@ -148,6 +150,7 @@ class Coordinator:
             self.refused.append((self._state.redo.iteration, done, order.closed))
             return None
         if rest.makespan > whole.makespan and not order.closed:
+            self.longer += 1
             return None
         return rest.to_json()
 

@@ -11,7 +11,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +28,7 @@ STEPS = 50_000
 OFTEN = ("before", "waits", "made", "did", "parts")
 LABELS = (*OFTEN, "script", "begin", "opened", "reduce", "tie", "loss", "reduced", "stepped", "acknowledgement",
           "close", "closed", "verdict", "rejoining", "stop", "retired", "go", "connect", "copy", "anew", "resumed",
-          "agreement", "rolling back", "end")
+          "agreement", "rolling back", "end", "lent layers", "lent sum")
 """Where a process may die."""
 
 
@@ -44,6 +44,7 @@ class Shape:
         parts: processes of a worker.
         closes: whether scripts may leave an iteration before it is committed.
         hosts: by worker.
+        lent: micro-batches whose first layer of chunk 1 is run by workers of chunk 0.
     """
 
     asked: Asked
@@ -53,6 +54,7 @@ class Shape:
     parts: int = 1
     closes: bool = True
     hosts: tuple[tuple[Worker, int], ...] = ()
+    lent: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def problem(self) -> Problem:
@@ -80,16 +82,24 @@ class Case:
 
 @lru_cache(maxsize=256)
 def _reference(shape: Shape) -> Reference:
-    return values.reference(shape.problem, shape.iterations, shape.wrong, frozenset(), shape.tied)
+    return values.reference(shape.problem, shape.iterations, shape.wrong, shape.lent, shape.tied)
+
+
+def _routes(plan: Plan, _: Worker) -> Mapping[tuple[int, int, int], Worker]:
+    return plan.route()
 
 
 @dataclass
 class Outcome:
-    """What came of a case."""
+    """What came of a case: how many steps it took, its events, the iterations that were taken up after a failure, how
+    often one began anew since that takes less time, and by iteration how many actions were run that a live worker had
+    done already."""
 
     steps: int
-    events: Counter[str] = field(default_factory=Counter)
-    seen: Counter[str] = field(default_factory=Counter)
+    events: Counter[str]
+    taken_up: set[int]
+    begun_anew: int
+    twice: Counter[int]
 
 
 class Job:
@@ -116,10 +126,10 @@ class Job:
         self._exits: list[str] = []
         self._kills = list(case.kills)
         self._ran: dict[tuple[int, tuple[str, int, int, int]], set[str]] = {}
+        self._twice: Counter[int] = Counter()
         self._steps, self._ended = 0, False
         self._told = 0
         self._passed: Counter[str] = Counter()
-        self.seen: Counter[str] = Counter()
         parts = range(self.shape.parts) if self.shape.parts > 1 else (None,)
         names = [str(Name(worker, part)) for worker in self.problem.grid.workers() for part in parts]
         hosts = dict(self.shape.hosts)
@@ -128,10 +138,13 @@ class Job:
         self._pauses: dict[str, Any] = {}
         self._slow = self._slow_ones(names)
         self._names = names
-        groups = (self.shape.tied,) if self.shape.tied and rules.groups else ()
+        self.lent = frozenset((d, m, 0) for d, m in self.shape.lent)
+        follows: dict[int, Sequence[int]] = {stage: self.shape.tied for stage in self.shape.tied if rules.groups}
+        if self.lent and rules.lent_closing:
+            follows[0] = (*follows.get(0, ()), 1)
         self.coordinator = Coordinator(
             self.shape.asked, {name: f"h{hosts.get(Name.parse(name).worker, name)}" for name in names},
-            self._post, groups, self.shape.parts, self._parts_have_done)
+            self._post, follows, self.shape.parts, self._parts_have_done)
         for name, process in self.processes.items():
             self._lives[name] = process.life()
             self._pauses[name] = next(self._lives[name])
@@ -178,6 +191,9 @@ class Job:
             self._known[key] = function(plan, worker)
         return self._known[key]
 
+    def routes(self, plan: Plan) -> Mapping[tuple[int, int, int], Worker]:
+        return self.of_plan(_routes, plan, Worker(0, 0)) if self.lent else {}
+
     def closes_with(self, stage: int) -> tuple[int, ...]:
         """The stages that are closed together with ``stage``."""
         return self.shape.tied if stage in self.shape.tied and self.rules.groups else (stage,)
@@ -203,7 +219,9 @@ class Job:
             self._tell(f"{process.name} runs {action} of iteration {iteration}")
         if iteration <= process.left and iteration not in self.repeated:
             raise Violation(f"{process.name} runs {action} of iteration {iteration}, which its script has left")
-        self._ran.setdefault((iteration, (PASS[action.kind], *item)), set()).add(process.name)
+        ran = self._ran.setdefault((iteration, (PASS[action.kind], *item)), set())
+        self._twice[iteration] += any(name in self._lives for name in ran)
+        ran.add(process.name)
         if iteration > process.standing.asked:
             raise Violation(f"{process.name} runs iteration {iteration} before its script has asked for it")
 
@@ -262,7 +280,8 @@ class Job:
             self._step()
         self._check()
         events = Counter(str(event["event"]) for event in self.coordinator.events)
-        return Outcome(self._steps, events, self.seen)
+        taken_up = {go["carried"]["iteration"] for go in self.coordinator.goes if go["carried"]}
+        return Outcome(self._steps, events, taken_up, self.coordinator.longer, self._twice)
 
     def _step(self) -> None:
         self._steps += 1
@@ -320,7 +339,6 @@ class Job:
     def _go_on(self, name: str) -> None:
         label = self._pauses[name].label
         self._passed[label] += 1
-        self.seen[label] += 1
         for kill in self._kills:
             if kill.label == label and kill.nth == self._passed[label]:
                 self._kills.remove(kill)
@@ -437,7 +455,7 @@ def play(case: Case, rules: Rules = ALL) -> Outcome:
 
 
 def case_of(seed: int, **wanted: Any) -> Case:
-    """A random case, with the ``wanted`` properties of its shape: parts, tied, idle, closes."""
+    """A random case, with the ``wanted`` properties of its shape: parts, tied, idle, closes, lent."""
     draw = random.Random(seed)
     parts = wanted.get("parts", 2 if draw.random() < 0.1 else 1)
     grids = ((2, 2), (2, 2), (2, 3), (3, 2), (3, 2), (3, 3))[:6 if parts == 1 else 3]
@@ -463,4 +481,7 @@ def case_of(seed: int, **wanted: Any) -> Case:
         kills.append(Kill(label, draw.randint(1, most), draw.random() < 0.25))
     shape = Shape(asked, iterations, wrong, (0, stages - 1) if tied else (), parts,
                   wanted.get("closes", draw.random() < 0.9), hosts)
+    if parts == 1 and not placement and not tied and wanted.get("lent", draw.random() < 0.15):
+        lent = frozenset(item for item in problem_of(asked).grid.items() if draw.random() < 0.5)
+        shape = replace(shape, lent=lent)
     return Case(shape, tuple(kills), seed)

@@ -93,10 +93,8 @@ class Rules:
     """A stage that has stepped lends its layers as they were before."""
     lent_apart: bool = True
     """A principal keeps what helpers have added apart from its own sum."""
-    lent_once: bool = True
-    """A helper's peer sends no gradients to a stage that holds the iteration."""
     lent_closing: bool = True
-    """A helper's stage is closed once the sums that it has sent are in a gradient that all of the other stage hold."""
+    """A helper's stage is closed once the stage is whose layers it runs."""
 
 
 @dataclass
@@ -110,6 +108,10 @@ class Computed:
     """Gradients that B has got, for W."""
     handed: dict[Message, int] = field(default_factory=dict)
     losses: dict[tuple[int, int], int] = field(default_factory=dict)
+    borrowed: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """Parameters of the lent layers that a micro-batch went through here."""
+    lent: Sums = field(default_factory=dict)
+    """What is added for the stage of lent layers."""
 
 
 @dataclass
@@ -324,6 +326,7 @@ class Process:
             self._take_back(plan, kept)
         if counted != (0 if kept is None else len(kept.done)):
             raise Violation(f"{self.name} goes on after {counted} actions, and has kept {kept}")
+        self._lend(plan, iteration, self.exact)
         chain = generation.carried["chain"] if generation.carries(iteration) else standing.attempt
         computed, self.log = Computed(), {}
         if kept is not None:
@@ -416,6 +419,8 @@ class Process:
             if not wires.came(self.name, tag):
                 raise Over
             given = wires.take(self.name, tag)
+        if item in self.job.lent and kind == "F":
+            yield from self._borrow(plan, computed, iteration, item)
         if self._is_refuted:
             raise Over
         if self.job.shape.parts > 1:
@@ -451,7 +456,8 @@ class Process:
                  given: int) -> int:
         """The message that the action makes."""
         if action.kind == "F":
-            made = computed.made[item] = values.forward(iteration, item, self.exact, given)
+            own = self.exact if item not in self.job.lent else values.with_lent(self.exact, computed.borrowed[item])
+            made = computed.made[item] = values.forward(iteration, item, own, given)
             if item[2] == self.job.problem.chunks - 1:
                 computed.losses[item[:2]] = values.loss(made)
             return made
@@ -463,7 +469,53 @@ class Process:
             if key in computed.sums:
                 raise Violation(f"{self.name} adds {key} of iteration {iteration} twice")
             computed.sums[key] = values.contribution(kind, made, given)
+        if item in self.job.lent and (action.kind != "B" or not self.job.problem.split_backward):
+            computed.lent["L", item[0], item[1], 1] = values.contribution("L", made, computed.borrowed[item])
         return values.backward(made, given)
+
+    # ---- lent layers: the first one of chunk 1, which chunk 0's workers run for some micro-batches
+
+    def _lend(self, plan: Plan, iteration: int, parameters: int) -> None:
+        """Copies of a lent layer go to its helpers."""
+        if self.me.stage != 1:
+            return
+        route, helpers = self.job.routes(plan), set[Worker]()
+        for d, m, _ in self.job.lent:
+            helper = route[d, m, 0]
+            if route[d, m, 1] == self.me and not is_read(plan, helper, Message("F", d, m)):
+                helpers.add(helper)
+        for helper in helpers:
+            self._now.wires.send(self.name, self._peer(helper), self._tag(iteration, "lent", self.me), parameters)
+
+    def _borrow(self, plan: Plan, computed: Computed, iteration: int, item: tuple[int, int, int]) -> Life:
+        principal, wires = self.job.routes(plan)[item[0], item[1], 1], self._now.wires
+        tag = self._tag(iteration, "lent", principal)
+        yield from self._until("lent layers", lambda: wires.came(self.name, tag), halts=True)
+        if not wires.came(self.name, tag):
+            raise Over
+        computed.borrowed[item] = wires.read(self.name, tag)
+
+    def _collect(self, plan: Plan, computed: Computed, iteration: int) -> Generator[Pause, None, Sums]:
+        """What this worker adds to its stage's gradient: its own sums and those of its helpers, which get theirs."""
+        route, wires, generation = self.job.routes(plan), self._now.wires, self._now
+        holds = generation.carries(iteration) and 1 in generation.closed
+        if self.me.stage == 0 and not holds:
+            for principal in {route[d, m, 1] for d, m, _ in self.job.lent if route[d, m, 0] == self.me}:
+                part = {key: value for key, value in computed.lent.items() if route[key[1], key[2], 1] == principal}
+                wires.send(self.name, self._peer(principal), self._tag(iteration, "lent sum", self.me), part)
+        if self.me.stage != 1:
+            return computed.sums
+        found = computed.sums if not self.job.rules.lent_apart else dict(computed.sums)
+        for helper in sorted({route[d, m, 0] for d, m, _ in self.job.lent if route[d, m, 1] == self.me}):
+            tag = self._tag(iteration, "lent sum", helper)
+            yield from self._until("lent sum", lambda tag=tag: wires.came(self.name, tag))
+            if not wires.came(self.name, tag):
+                raise Over
+            for key, value in wires.take(self.name, tag).items():
+                if key in found:
+                    raise Violation(f"{self.name} adds {key} of iteration {iteration}, which {helper} has sent, twice")
+                found[key] = value
+        return found
 
     def _share_losses(self, plan: Plan, computed: Computed, iteration: int) -> None:
         last = plan.problem.stage_of(plan.problem.chunks - 1)
@@ -495,9 +547,10 @@ class Process:
         yield from self._wait_verdict()
         standing.check_complete(plan.actions(self.me))
         yield from self._agree(iteration)
+        addend = yield from self._collect(plan, computed, iteration)
         tag = self._tag(iteration, "reduce", self.me.stage, self.part)
         together = generation.wires.together(tag, self._alike(self.me.stage))
-        together.given[self.name] = dict(computed.sums)
+        together.given[self.name] = dict(addend)
         yield from self._until("reduce", lambda: together.complete)
         sums = self.job.reduced(self, iteration, together.given)
         if not self.job.rules.out_of_place:
@@ -552,8 +605,18 @@ class Process:
                 members = self._alike(*group)
             part = None if rules.all_parts else self.part
             yield from self._all("close", self._tag(iteration, "close", *group, part), members)
+        if self.job.lent and rules.lent_closing:
+            self._principal_is_closed(iteration)
+            if self.me.stage == 0:
+                yield from self._all("close", self._tag(iteration, "closed principals"), self._now.stage(0, 1))
         self.standing.close()
         yield Pause("closed")
+
+    def _principal_is_closed(self, iteration: int) -> None:
+        """Tell those who run layers of this stage."""
+        if self.me.stage == 1:
+            tag = self._tag(iteration, "closed principals")
+            self._now.wires.together(tag, self._now.stage(0, 1)).given[self.name] = True
 
     def _wait_verdict(self) -> Life:
         commit = self._pending
@@ -640,6 +703,8 @@ class Process:
             sent = passes_on(plan, self.me, action)
             if sent is not None:
                 self._deliver(plan, Computed(), iteration, *sent, self._logged(sent[1]))
+        self._lend(plan, iteration, self._saved[0] if self.job.rules.snapshot else self.exact)
+        self._principal_is_closed(iteration)
         yield from self._agree(iteration)
         yield from self._wait_loss(iteration)
         self._begin_commit()

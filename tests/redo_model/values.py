@@ -34,6 +34,11 @@ def forward(iteration: int, item: tuple[int, int, int], parameters: int, given: 
     return of(12, iteration, *item, parameters, given)
 
 
+def with_lent(parameters: int, lent: int) -> int:
+    """Parameters of a worker that runs layers of another stage too."""
+    return of(18, parameters, lent)
+
+
 def backward(made: int, given: int) -> int:
     """The gradient for the chunk before."""
     return of(13, made, given)
@@ -97,7 +102,10 @@ def reference(problem: Problem, iterations: int, wrong: frozenset[int], lent: fr
         for d, m in problem.grid.items():
             made, given = [], 0
             for chunk in range(problem.chunks):
-                given = forward(iteration, (d, m, chunk), now[problem.stage_of(chunk)], given)
+                own = now[problem.stage_of(chunk)]
+                if chunk == 0 and (d, m) in lent:
+                    own = with_lent(own, now[problem.stage_of(1)])
+                given = forward(iteration, (d, m, chunk), own, given)
                 made.append(given)
             losses.append(((d, m), loss(given)))
             given = 0

@@ -48,6 +48,10 @@ class Wires:
     def take(self, receiver: str, tag: Tag) -> Any:
         return self._there.pop((receiver, tag))
 
+    def read(self, receiver: str, tag: Tag) -> Any:
+        """Take it, and leave it there."""
+        return self._there[receiver, tag]
+
     def together(self, tag: Tag, members: Collection[str] | None = None) -> Together:
         found = self._together.get(tag)
         if found is None:
