@@ -44,6 +44,9 @@ class Shape:
         parts: processes of a worker.
         closes: whether scripts may leave an iteration before it is committed.
         hosts: by worker.
+        spoils: whether a worker that waits for a message when its generation ends has to throw its sums away, as where
+            an abort ends receives as if they had come. A message counts as used once its action has ended on the
+            device. So nobody loses what was made of a closed stage's messages: who has used them all does not wait.
         lent: micro-batches whose first layer of chunk 1 is run by workers of chunk 0.
     """
 
@@ -54,6 +57,7 @@ class Shape:
     parts: int = 1
     closes: bool = True
     hosts: tuple[tuple[Worker, int], ...] = ()
+    spoils: bool = False
     lent: frozenset[tuple[int, int]] = frozenset()
 
     @property
@@ -455,7 +459,8 @@ def play(case: Case, rules: Rules = ALL) -> Outcome:
 
 
 def case_of(seed: int, **wanted: Any) -> Case:
-    """A random case, with the ``wanted`` properties of its shape: parts, tied, idle, closes, lent."""
+    """A random case, with the ``wanted`` properties of its shape: parts, tied, idle, closes, spoils,
+    lent."""
     draw = random.Random(seed)
     parts = wanted.get("parts", 2 if draw.random() < 0.1 else 1)
     grids = ((2, 2), (2, 2), (2, 3), (3, 2), (3, 2), (3, 3))[:6 if parts == 1 else 3]
@@ -480,7 +485,7 @@ def case_of(seed: int, **wanted: Any) -> Case:
         most = total if not label else 60 if label in OFTEN else 12
         kills.append(Kill(label, draw.randint(1, most), draw.random() < 0.25))
     shape = Shape(asked, iterations, wrong, (0, stages - 1) if tied else (), parts,
-                  wanted.get("closes", draw.random() < 0.9), hosts)
+                  wanted.get("closes", draw.random() < 0.9), hosts, wanted.get("spoils", draw.random() < 0.1))
     if parts == 1 and not placement and not tied and wanted.get("lent", draw.random() < 0.15):
         lent = frozenset(item for item in problem_of(asked).grid.items() if draw.random() < 0.5)
         shape = replace(shape, lent=lent)

@@ -415,7 +415,9 @@ class Process:
             tag = self._tag(iteration, message)
             if needs(plan, self.me, action) is None:
                 raise Violation(f"{self.name} needs {message}, which nobody sends")
+            self._torn = self.job.shape.spoils
             yield from self._until("waits", lambda: wires.came(self.name, tag), halts=True)
+            self._torn = False
             if not wires.came(self.name, tag):
                 raise Over
             given = wires.take(self.name, tag)

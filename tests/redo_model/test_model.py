@@ -42,11 +42,12 @@ def test_any_job_through_any_failures(batch):
 
 @pytest.mark.parametrize("batch", batches(2))
 @pytest.mark.parametrize("wanted", [
-    {"tied": True}, {"parts": 2}, {"parts": 2, "tied": True}, LENT, {"idle": True}, {"closes": False}],
+    {"tied": True}, {"parts": 2}, {"parts": 2, "tied": True}, LENT, {"idle": True}, {"closes": False},
+    {"spoils": True}],
     ids=lambda wanted: ", ".join(each for each, value in wanted.items() if value) or "settles")
 def test_special_jobs(batch, wanted):
     """Tied stages; workers of several parts; lent layers; workers without micro-batches; scripts that wait for
-    commits."""
+    commits; aborts that spoil sums."""
     run(batch, **wanted)
 
 
@@ -77,7 +78,7 @@ def test_nothing_that_a_live_worker_has_done_of_an_iteration_is_run_again_after_
     """What some have done of the next iteration is. Where the rest would take longer than the whole, all begin anew."""
     ahead = 0
     for seed in range(EACH * batch, EACH * (batch + 1)):
-        case = case_of(seed, parts=1)
+        case = case_of(seed, parts=1, spoils=False)
         case = replace(case, kills=case.kills[:1], shape=replace(case.shape, wrong=frozenset()))
         outcome = play(case)
         again = {iteration for iteration, count in outcome.twice.items() if count}
@@ -107,9 +108,9 @@ BROKEN: dict[str, tuple[int, dict[str, Any]]] = {
     "all_parts": (206, {"parts": 2}),
     "parts_alike": (25, {"parts": 2}),
     "parts_prefix": (442, {"parts": 2, "tied": False}),
-    "snapshot": (545, LENT),
-    "lent_apart": (42, LENT),
-    "lent_closing": (16, LENT),
+    "snapshot": (411, LENT),
+    "lent_apart": (14, LENT),
+    "lent_closing": (4, LENT),
 }
 """By rule: a seed that shows what comes of leaving it out, and what its job is like."""
 
