@@ -1,0 +1,174 @@
+"""The coordinator: the real machine of `megatron_recycle.membership`, with the real planner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.names import Process
+from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.planner import quick
+from megatron_recycle.planner.redo import redo
+
+Message = Mapping[str, Any]
+
+
+class Asked(NamedTuple):
+    """What a problem is made of."""
+
+    stages: int
+    microbatches: tuple[int, ...]
+    placement: tuple[int, ...] = ()
+    split_backward: bool = True
+    full_backward: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=1024)
+def problem_of(asked: Asked) -> Problem:
+    """The planner's problem; without memory limits and blocks, so that every rest of an iteration has a plan."""
+    chunks = len(asked.placement) or asked.stages
+    return Problem(Grid(asked.stages, asked.microbatches), Costs.uniform(chunks, 1, 1, 1), placement=asked.placement,
+                   split_backward=asked.split_backward, full_backward=asked.full_backward)
+
+
+@lru_cache(maxsize=4096)
+def planned(asked: Asked, failed: frozenset[Worker]) -> Message:
+    """The plan of a membership."""
+    return quick(problem_of(asked).without(sorted(failed))).to_json()
+
+
+@lru_cache(maxsize=1024)
+def _formed(asked: Asked, members: tuple[tuple[str, str], ...],
+            parts: int) -> tuple[st.State, list[st.Member], list[do.Decision]]:
+    """The machine once all processes are ready."""
+    state, decided = st.State(size=len(members)), list[do.Decision]()
+    listed = [st.Member(name, rank, name, rank + 1000, host) for rank, (name, host) in enumerate(members)]
+    description = {"grid": {"stages": asked.stages, "microbatches": list(asked.microbatches)}, "block": 0,
+                   "reduction": "fast"} | ({"parts": parts} if parts > 1 else {})
+    report = {"iteration": 0, "attempt": 0, "holds": -1, "stepped": -1, "verdict": None, "actions": 0}
+    happened = [*map(inputs.Hello, listed), *(inputs.Ready(member.worker, description, report) for member in listed)]
+    for each in happened:
+        state, decisions = step(state, each, 1000.0)
+        decided += decisions
+    return state, listed, decided
+
+
+class Coordinator:
+    """The pure machine, driven.
+
+    Args:
+        asked: the problem of the whole grid.
+        members: every process and its host.
+        tell: gets each message for a process.
+        follows: by stage those that are closed where it is; their reports say so if one of its own does.
+        parts: processes of a worker.
+        alike: of what each part of a worker has done, that which counts.
+
+    Attributes:
+        events: that were emitted.
+        ended: the end of the job, if it has ended.
+        orders: that are to be answered (`answer`).
+        goes: that were told, each once.
+    """
+
+    def __init__(self, asked: Asked, members: Mapping[str, str], tell: Callable[[str, Message], None],
+                 follows: Mapping[int, Sequence[int]], parts: int = 1,
+                 alike: Callable[[Sequence[Sequence[Action]]], Sequence[Action]] = lambda lists: lists[0]) -> None:
+        self._asked, self._tell, self._follows, self._parts, self._alike = asked, tell, follows, parts, alike
+        self.events: list[Message] = []
+        self.ended: do.End | None = None
+        self.orders: list[do.MakePlan | do.MakeRedo] = []
+        self.goes: list[Message] = []
+        self.refused: list[tuple[int, Mapping[Worker, Sequence[Action]], Sequence[int]]] = []
+        """Iterations whose rest had no plan, with what was done of them and the closed stages."""
+        self.longer = 0
+        """How often the rest would have taken longer than the whole iteration."""
+        self._reports: dict[str, inputs.Reported] = {}
+        self._now = 1000.0
+        self._state, self._members, decisions = _formed(asked, tuple(members.items()), parts)
+        self._carry_out(decisions)
+
+    @property
+    def generation(self) -> int:
+        return self._state.generation
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return tuple(self._state.members)
+
+    def exited(self, name: str) -> None:
+        """A process has died."""
+        member = next(member for member in self._members if member.worker == name)
+        self._feed(inputs.Exited(member.rank, member.pid, -9, self._now))
+
+    def reported(self, name: str, generation: int, report: Message) -> None:
+        """A process says where it stands. Reports are taken in once all have come."""
+        if generation != self.generation:
+            return
+        self._reports = {each: told for each, told in self._reports.items() if told.generation == generation}
+        self._reports[name] = inputs.Reported(name, generation, report)
+        if set(self._reports) != set(self._state.members):
+            return
+        for told in self._amended():
+            self._feed(told)
+
+    def answer(self, order: do.MakePlan | do.MakeRedo) -> None:
+        """What was ordered is done."""
+        if isinstance(order, do.MakePlan):
+            plan = planned(self._asked, frozenset(map(Worker.parse, order.failed)))
+            self._feed(inputs.Planned(order.generation, plan, 1.0))
+        else:
+            self._feed(inputs.Redone(order.generation, self._redo(order)))
+
+    def _amended(self) -> list[inputs.Reported]:
+        """The reports, where stages are closed because others are."""
+        reports = list(self._reports.values())
+        for stage, others in self._follows.items():
+            closed = max((told.report["closed"] for told in reports if "closed" in told.report
+                          and Process.parse(told.incarnation).worker.stage == stage),
+                         key=lambda each: each["iteration"], default=None)
+            if closed is not None:
+                reports = [told if Process.parse(told.incarnation).worker.stage not in others else inputs.Reported(
+                    told.incarnation, told.generation, {**told.report, "closed": closed}) for told in reports]
+        return reports
+
+    def _redo(self, order: do.MakeRedo) -> Message | None:
+        """As `control.planning.Planning.redo`, with what counts of what a worker's parts have done."""
+        whole = Plan.from_json(dict(order.plan))
+        by: dict[Worker, list[list[Action]]] = {}
+        for name, listed in order.done.items():
+            by.setdefault(Process.parse(name).worker, []).append([*map(Action.parse, listed)])
+        done = {worker: self._alike([*listed, *([[]] * (self._parts - len(listed)))]) for worker, listed in by.items()}
+        rest = redo(whole, done, order.closed)
+        if rest is None:
+            assert self._state.redo is not None
+            self.refused.append((self._state.redo.iteration, done, order.closed))
+            return None
+        if rest.makespan > whole.makespan and not order.closed:
+            self.longer += 1
+            return None
+        return rest.to_json()
+
+    def _feed(self, happened: Any) -> None:
+        self._now += 0.01
+        self._state, decisions = step(self._state, happened, self._now)
+        self._carry_out(decisions)
+
+    def _carry_out(self, decisions: Sequence[do.Decision]) -> None:
+        for decision in decisions:
+            if isinstance(decision, do.Tell):
+                if decision.message["type"] == "go":
+                    self.goes.append(decision.message)
+                for to in decision.to:
+                    self._tell(to, decision.message)
+            elif isinstance(decision, (do.MakePlan, do.MakeRedo)):
+                self.orders.append(decision)
+            elif isinstance(decision, do.Emit):
+                self.events.append(decision.event)
+            elif isinstance(decision, do.End):
+                self.ended = decision

@@ -1,0 +1,147 @@
+"""Only lost work is redone: on paper, whatever dies whenever."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from tests.redo_model.model import OFTEN, Case, Kill, Shape, case_of, play
+from tests.redo_model.process import Rules, Violation
+
+LENT = {"lent": True, "tied": False, "parts": 1}
+EACH = 40
+"""Cases of one test."""
+
+
+def batches(count: int) -> list[Any]:
+    """Numbers of batches of ``EACH`` cases: ``count`` by day, 25 times as many at night, or CAMPAIGN_SEEDS."""
+    if chosen := os.environ.get("CAMPAIGN_SEEDS"):
+        return [*range(int(chosen))]
+    return [*range(count), *(pytest.param(batch, marks=pytest.mark.night) for batch in range(count, 25 * count))]
+
+
+def run(batch: int, **wanted: Any) -> Counter[str]:
+    """The events of a batch of cases, all of which come to a good end."""
+    seen = Counter[str]()
+    for seed in range(EACH * batch, EACH * (batch + 1)):
+        seen += play(case_of(seed, **wanted)).events
+    return seen
+
+
+@pytest.mark.parametrize("batch", batches(8))
+def test_any_job_through_any_failures(batch):
+    """Chance decides on the grid, on what is special about it, and on who dies when."""
+    seen = run(batch)
+    assert seen["reconciled"] > EACH / 4, "most failures are recovered from"
+
+
+@pytest.mark.parametrize("batch", batches(2))
+@pytest.mark.parametrize("wanted", [
+    {"tied": True}, {"parts": 2}, {"parts": 2, "tied": True}, LENT, {"idle": True}, {"closes": False},
+    {"spoils": True}],
+    ids=lambda wanted: ", ".join(each for each, value in wanted.items() if value) or "settles")
+def test_special_jobs(batch, wanted):
+    """Tied stages; workers of several parts; lent layers; workers without micro-batches; scripts that wait for
+    commits; aborts that spoil sums."""
+    run(batch, **wanted)
+
+
+@pytest.mark.parametrize("label", [
+    *OFTEN[:-1], "reduce", "reduced", "stepped", "acknowledgement", "close", "closed", "script", "verdict", "rejoining",
+    "retired", "connect", "resumed", "rolling back"])
+def test_a_death_at_each_kind_of_moment(label):
+    """The first, and a later one; followed by another, of whoever comes to some moment of the recovery."""
+    draw, died = random.Random(label), 0
+    for seed in range(12):
+        case = case_of(seed, parts=1)
+        second = Kill(draw.choice(("stop", "retired", "go", "connect", "resumed", "rejoining", "before")), seed)
+        first = Kill("before", 20) if label in ("rejoining", "retired", "connect", "resumed") else second
+        case = replace(case, kills=(Kill(label, 1 + 3 * seed // 2), first, second)[:2 + seed % 2])
+        died += play(case).events["decided"]
+    assert died or label == "rolling back"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_without_failures_nobody_does_anything_twice(seed):
+    case = case_of(seed)
+    outcome = play(replace(case, kills=(), shape=replace(case.shape, wrong=frozenset())))
+    assert not outcome.events["decided"] and not sum(outcome.twice.values())
+
+
+@pytest.mark.parametrize("batch", batches(2))
+def test_nothing_that_a_live_worker_has_done_of_an_iteration_is_run_again_after_one_death(batch):
+    """What some have done of the next iteration is. Where the rest would take longer than the whole, all begin anew."""
+    ahead = 0
+    for seed in range(EACH * batch, EACH * (batch + 1)):
+        case = case_of(seed, parts=1, spoils=False)
+        kills = tuple(replace(kill, host=False) for kill in case.kills[:1])
+        case = replace(case, kills=kills, shape=replace(case.shape, wrong=frozenset()))
+        outcome = play(case)
+        again = {iteration for iteration, count in outcome.twice.items() if count}
+        assert outcome.begun_anew or not again & outcome.taken_up, case
+        assert not outcome.events["repeated"], "no message is lost with one worker"
+        ahead += sum(outcome.twice.values())
+    assert ahead < 12 * EACH
+
+
+def test_the_same_case_runs_the_same_way():
+    first, second = (play(case_of(5)) for _ in range(2))
+    assert first == second
+
+
+BROKEN: dict[str, tuple[int, dict[str, Any]]] = {
+    "acknowledge": (304, {"parts": 1}),
+    "together": (44, {"parts": 1}),
+    "log": (11, {"parts": 1}),
+    "log_unread": (170, {"parts": 1}),
+    "out_of_place": (28, {"parts": 1}),
+    "once": (11, {"parts": 1}),
+    "void": (11, {"parts": 1}),
+    "idle": (216, {"idle": True}),
+    "resend": (11, {"parts": 1}),
+    "stays": (16, {"parts": 1}),
+    "told_loss": (16, {"parts": 1}),
+    "groups": (140, {"tied": True}),
+    "all_parts": (206, {"parts": 2}),
+    "parts_alike": (25, {"parts": 2}),
+    "parts_prefix": (442, {"parts": 2, "tied": False}),
+    "snapshot": (411, LENT),
+    "lent_apart": (14, LENT),
+    "lent_closing": (4, LENT),
+}
+"""By rule: a seed that shows what comes of leaving it out, and what its job is like."""
+
+
+@pytest.mark.parametrize("rule", [each.name for each in fields(Rules)])
+def test_no_rule_can_be_left_out(rule):
+    """The model notices: there is a case that breaks with this rule left out, and does not with it."""
+    hint, wanted = BROKEN[rule]
+    for seed in (hint, *range(1500)):
+        case = case_of(seed, **wanted)
+        try:
+            play(case, replace(Rules(), **{rule: False}))
+        except Violation:
+            play(case)
+            return
+    raise AssertionError(f"nothing in 1500 cases shows that {rule} is needed")
+
+
+def shape_of(**wanted: Any) -> Shape:
+    return case_of(0, **wanted).shape
+
+
+def test_a_case_that_breaks_says_how_to_run_it_again():
+    with pytest.raises(Violation, match=r"in Case\(shape=Shape\(.*seed=\d+\)"):
+        seed = BROKEN["log"][0]
+        play(case_of(seed), Rules(log=False))
+
+
+def test_a_process_that_dies_in_a_stage_of_its_own_is_spared():
+    """Nobody could take its place: the model kills no stage."""
+    case = Case(shape_of(parts=1), (Kill("before", 1), Kill("before", 2), Kill("before", 3)), 1)
+    assert play(case).events["decided"] <= 2
