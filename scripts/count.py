@@ -61,8 +61,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "backends": ("backends",),
     "launcher": ("launch", "__main__", "streams"),
     "settings, records": ("", "config", "environment", "errors", "nccl_settings", "observe", "option"),
-    "tools": ("tools", "chaos", "cli", "doctor", "examples", "job_check", "observe.breakdown", "observe.command",
-              "observe.timeline", "operate", "planner.command", "quickstart", "rehearsal", "simulate", "usage"),
+    "tools": ("tools", "cli", "planner.command", "usage"),
 }
 """All else. Of several names that contain a module the longest one counts."""
 

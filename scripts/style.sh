@@ -7,6 +7,7 @@ python=${VENV:-.venv}/bin/python
 status=0
 "$python" -m ruff check --output-format concise megatron_recycle scripts tests setup.py || status=1
 "$python" -m mypy || status=1
+"$python" -m mypy --explicit-package-bases tests/fakes || status=1
 for script in .ci/run $(find scripts -name '*.sh' -o -name '*.sbatch'); do
     bash -n "$script" || status=1
 done

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm, slurm_control, standby
-from megatron_recycle.launch.chaos_script import hurting
 from megatron_recycle.launch.given import in_environment, settings
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
@@ -34,7 +34,6 @@ from megatron_recycle.launch.network import (
 )
 from megatron_recycle.launch.options import add_arguments, check, translate
 from megatron_recycle.launch.other_launchers import refuse
-from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
@@ -101,6 +100,10 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     spare_output()
     config = RecycleConfig.resolve()
     translate(args)
+    if args.chaos is not None:
+        from megatron_recycle.tools.chaos.script import check_acts
+
+        check_acts(args.chaos)
     check(args)
     refuse(os.environ)
     say = say_to(sys.stderr)
@@ -124,15 +127,31 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     while life is not None:
         launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, say)
         closing_table(launcher)
-        if (end := launcher.ending.end) is not None and end["status"] == 1 and not launcher.ending.interrupted:
-            job = launcher.job
-            if (folder := collect(run_dir, end, job.environ, launcher.processes.host)) is not None:
-                say(f"recycle: events, plans, stacks, the ends of all logs and versions are in {folder}")
+        _gather(launcher, run_dir, say)
         if (life := launcher.next_life(life)) is not None:
             say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
     if args.requeue and hosts.rank == 0 and status == _TERMINATED:
         say(slurm_control.requeue(os.environ))
     return status
+
+
+def _gather(launcher: Launcher, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Gather what an engineer needs of a life that has failed."""
+    end = launcher.ending.end
+    if end is not None and end["status"] == 1 and not launcher.ending.interrupted:
+        from megatron_recycle.tools.post_mortem import collect
+
+        if (folder := collect(run_dir, end, launcher.job.environ, launcher.processes.host)) is not None:
+            say(f"recycle: events, plans, stacks, the ends of all logs and versions are in {folder}")
+
+
+def _hurting(chaos: str | None, run_dir: Path) -> AbstractContextManager[None]:
+    """A block in which the acts of --chaos happen, if there are any."""
+    if chaos is None:
+        return nullcontext()
+    from megatron_recycle.tools.chaos.script import hurting
+
+    return hurting(chaos, run_dir)
 
 
 def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None]) -> None:
@@ -185,7 +204,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
         say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
         launcher = Launcher(job, found.control, found.token, say, coordinator, clock)
         home = run_dir if args.store is None else run_dir / f"node-{hosts.rank}"
-        with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
+        with _hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
                 watched(args, home, found.token, coordinator is not None):
             return launcher, launcher.run()
     finally:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import watching
-from megatron_recycle.launch.chaos_script import check_script
 from megatron_recycle.launch.network import bare, check_address
 from megatron_recycle.usage import also
 
@@ -162,8 +161,6 @@ def translate(args: argparse.Namespace) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that contradict each other."""
-    if args.chaos is not None:
-        check_script(args.chaos)
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
     if args.nnodes is not None and args.nnodes < 1:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = "post-mortem"
-"""The folder in a run's folder; see `launch.post_mortem`."""
+"""The folder in a run's folder; see `tools.post_mortem`."""
 _MOST = 1 << 16
 """Bytes of the stacks that are told."""
 

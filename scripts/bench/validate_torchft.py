@@ -34,15 +34,15 @@ from others import environment, free_port
 
 from megatron_recycle.launch.child import Child
 from megatron_recycle.plan import Costs
-from megatron_recycle.simulate.cluster import Cluster
-from megatron_recycle.simulate.cluster import changes as changes_of
-from megatron_recycle.simulate.job import Job
-from megatron_recycle.simulate.plans import Plans
-from megatron_recycle.simulate.policies.base import Setting
-from megatron_recycle.simulate.policies.others import TorchFT
-from megatron_recycle.simulate.policies.recycling import Stalls
-from megatron_recycle.simulate.run import simulate
-from megatron_recycle.simulate.trace import Cleaning, Outage, checked
+from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.cluster import changes as changes_of
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.plans import Plans
+from megatron_recycle.tools.simulate.policies.base import Setting
+from megatron_recycle.tools.simulate.policies.others import TorchFT
+from megatron_recycle.tools.simulate.policies.recycling import Stalls
+from megatron_recycle.tools.simulate.run import simulate
+from megatron_recycle.tools.simulate.trace import Cleaning, Outage, checked
 
 PIPELINES = 3
 LIMIT = 0.05

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.chaos import holds
-from megatron_recycle.chaos.holds import Hold
-from megatron_recycle.chaos.observer import ChaosObserver, observer_for
 from megatron_recycle.environment import Launched
+from megatron_recycle.observe import holds
+from megatron_recycle.observe.chaos_observer import ChaosObserver, observer_for
+from megatron_recycle.observe.holds import Hold
 
 LIMIT = 60.0
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.launch import heal, slurm, slurm_control
+from megatron_recycle.launch import slurm, slurm_control
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.options import add_arguments
 from megatron_recycle.launch.other_launchers import refuse, variables_of_srun
 from megatron_recycle.launch.worker_command import python_command, script_command
+from megatron_recycle.tools import heal
 
 DEFAULTS = "KillOnBadExit           = 0\nWaitTime                = 0 sec\n"
 STRICT = "KillOnBadExit           = 1\nWaitTime                = 30 sec\n"

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.simulate.cluster import Cluster
-from megatron_recycle.simulate.generating import Failures, generate, spaced
-from megatron_recycle.simulate.policies.ideals import FaultScaled, Ideal
-from megatron_recycle.simulate.policies.recycling import Recycling, Stalls
-from megatron_recycle.simulate.policies.registry import ORDER, makers
-from megatron_recycle.simulate.trace import HOST, Cleaning, Outage, Trace, checked
+from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.generating import Failures, generate, spaced
+from megatron_recycle.tools.simulate.policies.ideals import FaultScaled, Ideal
+from megatron_recycle.tools.simulate.policies.recycling import Recycling, Stalls
+from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
+from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, checked
 from tests.simulate.small import CLUSTER, JOB, PLANS, run, total, trace
 
 FREE = Stalls(exit=0, host=0, rejoin=0, start=0, save=0, restart=0)
