@@ -67,7 +67,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "deepspeed": frozenset({"backends"}),
     "megatron": frozenset({"backends"}),
     "ortools": frozenset({"planner.cpsat"}),
-    "matplotlib": frozenset({"tools.timeline", "tools.simulate.pictures"}),
+    "matplotlib": frozenset({"tools.timeline", "tools.simulate.charts"}),
 }
 """Third-party package -> packages or modules that may import it."""
 
@@ -291,7 +291,7 @@ def test_a_wrong_import_would_be_found(module: str, source: str):
         ("runtime.step", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deepspeed"),
         ("cli", "from megatron_recycle.launch import command"),
         ("launch.command", "def f():\n    from megatron_recycle.tools.post_mortem import collect"),
-        ("tools.chaos.acts", "from megatron_recycle.tools.chaos.job import TargetJob"),
+        ("tools.chaos.acts", "from megatron_recycle.tools.chaos.target_job import TargetJob"),
     ],
 )
 def test_a_right_import_is_let_through(module: str, source: str):

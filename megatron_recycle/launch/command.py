@@ -19,12 +19,15 @@ from megatron_recycle.control.wire import GUEST, for_joining
 from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
-from megatron_recycle.launch import join_request, meeting, slurm, slurm_control, standby
+from megatron_recycle.launch import join_request, meeting, slurm, standby
+from megatron_recycle.launch.flags import add_arguments, check, translate
 from megatron_recycle.launch.given import in_environment, settings
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.launch.network import (
+from megatron_recycle.launch.other_launchers import refuse
+from megatron_recycle.launch.processes import Grace, Job
+from megatron_recycle.launch.reachability import (
     await_coordinator,
     check_address,
     check_host,
@@ -32,9 +35,6 @@ from megatron_recycle.launch.network import (
     interface_towards,
     own_address,
 )
-from megatron_recycle.launch.options import add_arguments, check, translate
-from megatron_recycle.launch.other_launchers import refuse
-from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.watching import watched
@@ -131,7 +131,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
         if (life := launcher.next_life(life)) is not None:
             say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
     if args.requeue and hosts.rank == 0 and status == _TERMINATED:
-        say(slurm_control.requeue(os.environ))
+        say(slurm.requeue(os.environ))
     return status
 
 
@@ -157,9 +157,9 @@ def _hurting(chaos: str | None, run_dir: Path) -> AbstractContextManager[None]:
 def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None]) -> None:
     """Say what Slurm would end this job for. Raises ConfigError if it could not start the job again."""
     if args.requeue:
-        slurm_control.check_requeue(os.environ)
+        slurm.check_requeue(os.environ)
     if hosts.name:
-        for line in slurm_control.unkept(os.environ):
+        for line in slurm.unkept(os.environ):
             say(line)
 
 

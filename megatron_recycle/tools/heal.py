@@ -20,7 +20,7 @@ from typing import Any
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import meeting
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.launch.slurm_control import Ask, ask
+from megatron_recycle.launch.slurm import Ask, ask
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools import examples
 

@@ -16,7 +16,7 @@ from common import CONSOLE, even, picture, write
 from rich.table import Table
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.tools.simulate.pictures import bars
+from megatron_recycle.tools.simulate.charts import bars
 from megatron_recycle.tools.simulate.plans import Plans
 from megatron_recycle.tools.simulate.report import Estimate
 

@@ -15,10 +15,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import STALLS, job_of, picture, ratios, short, tell, write
 
+from megatron_recycle.tools.simulate.charts import bars
 from megatron_recycle.tools.simulate.cluster import Cluster
 from megatron_recycle.tools.simulate.compare import compare
 from megatron_recycle.tools.simulate.generating import spaced
-from megatron_recycle.tools.simulate.pictures import bars
 from megatron_recycle.tools.simulate.policies.registry import makers
 
 GRIDS = (("gpt3-medium", 2, 16), ("gpt3-3.35b", 4, 8), ("gpt3-6.7b", 8, 4))

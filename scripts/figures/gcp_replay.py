@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import STALLS, job_of, picture, ratios, short, tell, trace_file, write
 
+from megatron_recycle.tools.simulate.charts import over_time
 from megatron_recycle.tools.simulate.cluster import Cluster
 from megatron_recycle.tools.simulate.compare import compare
-from megatron_recycle.tools.simulate.pictures import over_time
 from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
 from megatron_recycle.tools.simulate.reading import read
 

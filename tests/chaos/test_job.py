@@ -17,8 +17,8 @@ import pytest
 from megatron_recycle import cli
 from megatron_recycle.observe.holds import folder_of, write
 from megatron_recycle.tools.chaos.acts import Act
-from megatron_recycle.tools.chaos.job import ChaosError, TargetJob, newest
 from megatron_recycle.tools.chaos.orders import read_script
+from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob, newest
 
 
 @contextmanager

@@ -16,8 +16,8 @@ import pytest
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import watching
+from megatron_recycle.tools.operate.alarm_hook import Hook
 from megatron_recycle.tools.operate.alarms import ALARMS, Alarm, Alarms, Rate, to_json
-from megatron_recycle.tools.operate.hook import Hook
 from megatron_recycle.tools.operate.metrics import METRICS, Exporter, Watched, table, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
 from megatron_recycle.tools.operate.seen import Seen

@@ -10,7 +10,7 @@ from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership.state import State
-from megatron_recycle.tools.simulate.crowd import Crowd
+from megatron_recycle.tools.simulate.members import Crowd
 from tests.membership.cluster import Cluster
 
 DESCRIPTION: dict[str, Any] = {"grid": {"stages": 2, "microbatches": [4] * 3}, "block": 2, "reduction": "exact"}

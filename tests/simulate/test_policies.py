@@ -14,7 +14,7 @@ from megatron_recycle.tools.simulate.job import Job
 from megatron_recycle.tools.simulate.plans import Plans
 from megatron_recycle.tools.simulate.policies.bamboo import Bamboo, BambooConstants, redundant
 from megatron_recycle.tools.simulate.policies.base import Setting
-from megatron_recycle.tools.simulate.policies.lending import LentLayers
+from megatron_recycle.tools.simulate.policies.lent_layers import LentLayers
 from megatron_recycle.tools.simulate.policies.oobleck import Oobleck, OobleckConstants
 from megatron_recycle.tools.simulate.policies.others import MovedLayers, TorchFT, recut
 from megatron_recycle.tools.simulate.policies.recycling import (
@@ -27,7 +27,7 @@ from megatron_recycle.tools.simulate.policies.recycling import (
     WithoutMoves,
 )
 from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
-from megatron_recycle.tools.simulate.seats import Seats
+from megatron_recycle.tools.simulate.slots import Seats
 from megatron_recycle.tools.simulate.trace import HOST, Outage, TraceError
 from tests.simulate.small import JOB, PLANS, run, trace
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,14 +16,15 @@ from typing import Any
 from megatron_recycle.membership.names import Process
 from megatron_recycle.observe import holds
 from megatron_recycle.observe.holds import Hold
-from megatron_recycle.tools.chaos import network
-from megatron_recycle.tools.chaos.job import ChaosError, TargetJob, TargetProcess
+from megatron_recycle.tools.chaos import network_faults
 from megatron_recycle.tools.chaos.orders import Order
-from megatron_recycle.tools.chaos.pacer import Pacer
+from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob, TargetProcess
 
 STALL = "stall"
 _NUMBERS = itertools.count()
 _NEEDS_OBSERVER = frozenset({STALL})
+_RUNS = 0.002
+"""Seconds that the process runs between two stops: shorter than an action of any real model."""
 
 Tell = Callable[..., None]
 """`tell(act, **fields)`: one line in chaos.jsonl and on the screen."""
@@ -203,11 +205,11 @@ class Act:
         self._lasts(wake, self.order.frozen and self.order.seconds is not None)
 
     def _network(self) -> None:
-        order, cuts = self.order, network.Cuts()
+        order, cuts = self.order, network_faults.Cuts()
         told = {"hosts": list(order.hosts), "others": list(order.others) or None, "one_way": order.one_way or None,
                 "link": order.link or None, "iteration": self._job.committed + 1}
         if order.act == "heal":
-            network.heal(self._job, order.hosts)
+            network_faults.heal(self._job, order.hosts)
             self._tell(order.act, **told)
             self.done = True
             return
@@ -217,8 +219,45 @@ class Act:
             self._tell("heal", hosts=list(order.hosts), left="; ".join(left) or None)
 
         self._undo = undo  # from the first cut on: half of a partition is undone as well
-        network.cut(self._job, order, cuts)
+        network_faults.cut(self._job, order, cuts)
         self._tell(order.act, **told, cuts=cuts.as_record())
         if order.seconds is None:
             self._undo = None
         self._lasts(undo, order.seconds is not None)
+
+
+class Pacer:
+    """Slows a process by stopping and continuing it many times a second, so that all its work takes longer.
+
+    `worker` takes `factor` times as long, until `end`. It always runs again afterwards.
+
+    Raises ChaosError if the process is not a live worker of the job.
+    """
+
+    def __init__(self, job: TargetJob, worker: str, factor: float) -> None:
+        with job.held(worker) as descriptor:
+            self._process = os.dup(descriptor)
+        self._stopped = _RUNS * (factor - 1.0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"slow {worker}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(_RUNS):
+                signal.pidfd_send_signal(self._process, signal.SIGSTOP)
+                self._over.wait(self._stopped)
+                signal.pidfd_send_signal(self._process, signal.SIGCONT)
+        except ProcessLookupError:
+            return  # it has ended
+
+    def end(self) -> None:
+        """Let the process run at its own pace."""
+        self._over.set()
+        self._thread.join()
+        try:
+            signal.pidfd_send_signal(self._process, signal.SIGCONT)
+        except ProcessLookupError as error:
+            raise ChaosError("the slowed worker has ended") from error
+        finally:
+            os.close(self._process)

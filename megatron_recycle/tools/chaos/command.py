@@ -14,8 +14,8 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe import holds
 from megatron_recycle.tools.chaos.dice import KINDS, Dice
 from megatron_recycle.tools.chaos.director import Director
-from megatron_recycle.tools.chaos.job import ChaosError, newest
 from megatron_recycle.tools.chaos.orders import add_acts, order_of, read_script
+from megatron_recycle.tools.chaos.target_job import ChaosError, newest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

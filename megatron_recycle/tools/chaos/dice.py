@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_recycle.membership.names import Process, workers_of
-from megatron_recycle.tools.chaos.job import TargetJob
 from megatron_recycle.tools.chaos.orders import Moment, Order
+from megatron_recycle.tools.chaos.target_job import TargetJob
 
 KINDS = ("kill", "freeze", "stall", "coordinator")
 _TIMES = {"forward": 4, "backward": 4, "weight": 4}

@@ -11,8 +11,8 @@ from typing import Any
 from megatron_recycle.observe.events import EventLog, format_event
 from megatron_recycle.tools.chaos.acts import Act, Missed
 from megatron_recycle.tools.chaos.dice import Dice
-from megatron_recycle.tools.chaos.job import ChaosError, TargetJob
 from megatron_recycle.tools.chaos.orders import HEAL, Order
+from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob
 
 _POLL = 0.005
 _ENDING = (signal.SIGINT, signal.SIGTERM)

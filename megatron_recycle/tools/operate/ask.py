@@ -1,19 +1,28 @@
-"""A question or an order to a job's coordinator, from a command line: one connection, and what is answered."""
+"""A question or an order to a job's coordinator, from a command line: its address, one connection, the answers.
+
+Those who give orders have the owner's token.
+"""
 
 from __future__ import annotations
 
+import argparse
 import getpass
+import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.tokens import given
 from megatron_recycle.control.wire import GUEST, Message, Session, WireError
 from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch import meeting
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.messages import TO_OPERATOR, check
+from megatron_recycle.tools.operate.runs import add_run, folder_of
 
 _LIMIT = 5.0
 """Seconds that a coordinator has to answer."""
@@ -25,6 +34,37 @@ class Unreachable(RecycleError):
 
 class Refused(RecycleError):
     """The coordinator does not do what it was asked to; the message says why."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the coordinator of the run in ``folder`` listens, and the job's token."""
+
+    folder: Path
+    control: str
+    token: str
+
+
+def add_door(parser: argparse.ArgumentParser, named: bool = True) -> None:
+    """Add the arguments that name a run and its token; the run as an option, unless it is ``named`` first."""
+    if named:
+        add_run(parser)
+    else:
+        parser.add_argument("--run", type=Path, metavar="RUN",
+                            help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE",
+                        help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
+
+
+def find(args: argparse.Namespace) -> Door:
+    """The door of the run that is named. Raises ConfigError."""
+    folder = folder_of(args.run)
+    home = folder if (folder / meeting.FILE).exists() else folder.parent  # one of several coordinators: node-K
+    found = meeting.read(home)
+    if found is None or not found.control:
+        raise ConfigError(f"no job runs in {folder} (it has no {meeting.FILE}): `recycle status {folder}` says how it "
+                          "ended")
+    return Door(folder, found.control, secret(found, os.environ, args.token_file))
 
 
 def secret(found: Meeting | None, environ: Any, file: Any) -> str:

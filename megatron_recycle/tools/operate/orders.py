@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.tools.operate.ask import Unreachable, ask
-from megatron_recycle.tools.operate.door import Door, add_door, find
+from megatron_recycle.tools.operate.ask import Door, Unreachable, add_door, ask, find
 from megatron_recycle.tools.operate.outlook import duration
 from megatron_recycle.tools.operate.runs import read
 

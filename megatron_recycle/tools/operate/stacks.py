@@ -9,8 +9,7 @@ from pathlib import Path
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.text import printable
-from megatron_recycle.tools.operate.ask import ask_stacks
-from megatron_recycle.tools.operate.door import add_door, find
+from megatron_recycle.tools.operate.ask import add_door, ask_stacks, find
 
 _WORKER = re.compile(r"\d+:\d+(\.\d+)?\Z")
 

@@ -23,9 +23,9 @@ from megatron_recycle.launch import meeting, watching
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.worker_command import say_to
 from megatron_recycle.observe.events import EventReader
+from megatron_recycle.tools.operate.alarm_hook import Hook
 from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json, worth
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, secret
-from megatron_recycle.tools.operate.hook import Hook
 from megatron_recycle.tools.operate.metrics import Exporter, Watched, check_library, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
 from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of

@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json and args.json != "-":
         Path(args.json).write_text(json.dumps(as_json(rows, about)) + "\n", encoding="utf-8")
     if args.picture:
-        from megatron_recycle.tools.simulate.pictures import over_time
+        from megatron_recycle.tools.simulate.charts import over_time
 
         over_time(rows, Path(args.picture))
     return 0

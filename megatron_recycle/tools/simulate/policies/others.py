@@ -18,7 +18,7 @@ from megatron_recycle.tools.simulate.policies.base import (
     Setting,
 )
 from megatron_recycle.tools.simulate.policies.recycling import CheckpointRestart, Recycling, Stalls
-from megatron_recycle.tools.simulate.seats import Seats
+from megatron_recycle.tools.simulate.slots import Seats
 
 
 class ReCycle(Recycling):

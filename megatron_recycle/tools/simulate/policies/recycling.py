@@ -26,7 +26,7 @@ from megatron_recycle.membership.next_life import Shape, plan_life
 from megatron_recycle.membership.policies import LEAVE_OUT, WHOLE, left_out
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.tools.simulate.cluster import Change, Unit
-from megatron_recycle.tools.simulate.crowd import Crowd
+from megatron_recycle.tools.simulate.members import Crowd
 from megatron_recycle.tools.simulate.plans import Figures
 from megatron_recycle.tools.simulate.policies.base import (
     CHECKPOINT,
@@ -39,7 +39,7 @@ from megatron_recycle.tools.simulate.policies.base import (
     Course,
     Setting,
 )
-from megatron_recycle.tools.simulate.seats import Seats, packed
+from megatron_recycle.tools.simulate.slots import Seats, packed
 from megatron_recycle.tools.simulate.trace import TraceError
 
 GROW_AFTER = 600.0

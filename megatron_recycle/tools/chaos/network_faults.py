@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.observe.events import read_events
-from megatron_recycle.tools.chaos.job import ChaosError, TargetJob, launched_as
 from megatron_recycle.tools.chaos.orders import Order
+from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob, launched_as
 
 _NAMESPACES = Path("/run/netns")
 _NOBODY = "02:00:00:00:00:01"

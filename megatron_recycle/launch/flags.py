@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import watching
-from megatron_recycle.launch.network import bare, check_address
+from megatron_recycle.launch.reachability import bare, check_address
 from megatron_recycle.usage import also
 
 _AT_SERVICE = "the service says where it listens"
