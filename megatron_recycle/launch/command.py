@@ -21,7 +21,6 @@ from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm, standby
 from megatron_recycle.launch.flags import add_arguments, check, translate
-from megatron_recycle.launch.given import in_environment, settings
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.meeting import Meeting
@@ -36,6 +35,7 @@ from megatron_recycle.launch.reachability import (
     own_address,
 )
 from megatron_recycle.launch.run_folder import make, prepare
+from megatron_recycle.launch.settings import in_environment, settings
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (

@@ -27,94 +27,11 @@ HIGHEST_PORT = 65535
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `recycle run`; arguments after the script are the script's."""
-    parser.add_argument("--nproc", type=_workers, metavar="N",
-                        help="workers on this host (default: its GPUs, or 1); torchrun's names of options do as well")
-    also(parser, "nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus", type=_workers)
-    parser.add_argument("--nnodes", type=_hosts, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
-    also(parser, "nnodes", "--num-nodes", "--num_nodes", type=_hosts)
-    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
-    also(parser, "node_rank", "--node_rank", type=int)
-    parser.add_argument(
-        "--master-addr", metavar="HOST", type=bare,
-        help="address of host 0, the only one that its services listen on"
-    )
-    parser.add_argument(
-        "--master-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="control port on host 0 (default on one host: any)",
-    )
-    also(parser, "master_addr", "--master_addr", type=bare)
-    also(parser, "master_port", "--master_port", type=int)
-    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help=argparse.SUPPRESS)
-    parser.add_argument("--rdzv-backend", "--rdzv_backend", metavar="NAME", help=argparse.SUPPRESS)
-    also(parser, "ignored", "--rdzv-id", "--rdzv_id")
-    also(parser, "ignored", "--standalone", action="store_true")
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="the job's coordinator is a service there (`recycle serve`), and no host is the first",
-    )
-    parser.add_argument(
-        "--store",
-        metavar="etcd://HOST:PORT,...",
-        help="keep the journal in etcd, with a coordinator standing by on each host: any of them may die",
-    )
-    parser.add_argument("--job", default="", metavar="NAME", help="with --store: the job's name there")
-    parser.add_argument(
-        "--run-dir", type=Path, help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)"
-    )
-    parser.add_argument(
-        "--show",
-        choices=("first", "all", "none"),
-        default="first",
-        help="whose output is shown (default: the first live rank's, and that of the one that writes Megatron's log "
-        "lines); all of it is in RUN_DIR",
-    )
-    parser.add_argument(
-        "--chaos",
-        metavar="FILE",
-        help="let `recycle chaos` hold workers at precise moments, and do what FILE says; `allow`: without a file",
-    )
-    parser.add_argument(
-        "--join",
-        metavar="RUN_DIR|HOST:PORT",
-        help="start workers for empty places of a running job: its run folder, or its control port (with its token)",
-    )
-    parser.add_argument(
-        "--join-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="with --join: how long to wait for a place without a worker (default 600; 0: not at all)",
-    )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="where the job's token stands (default: RECYCLE_TOKEN, or any)"
-    )
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-                        help="a setting, such as max_restarts=3 or reduction=exact; may be given several times. "
-                        "`recycle doctor --help` lists all settings")
-    parser.add_argument("--config", type=Path, metavar="FILE",
-                        help='settings as JSON, an object of them or one with a section "recycle"; variables beat it')
-    parser.add_argument("--worker-restarts", type=int, metavar="N",
-                        help="how often each dead worker is started again, beside the others that train on (default: "
-                        "0); the same as --set max_restarts=N")
-    parser.add_argument(
-        "--job-restarts",
-        dest="restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often the script is started again, on the hosts that are left, when the grid cannot go on (default: "
-        "0); it must take up its last checkpoint by itself, and the number of pipelines from WORLD_SIZE",
-    )
-    also(parser, "restarts", "--restarts", "--max-restarts", "--max_restarts", type=int)
-    parser.add_argument(
-        "--requeue",
-        action="store_true",
-        help="under Slurm: a SIGTERM (sbatch --signal=TERM@120, pre-emption) saves a checkpoint (on_leave), and Slurm "
-        "starts the job again (scontrol requeue); a job that is cancelled stays so",
-    )
+    _add_hosts(parser)
+    _add_coordinator(parser)
+    _add_ways_in(parser)
+    _add_settings(parser)
+    _add_restarts(parser)
     watching.add_arguments(parser)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("-m", "--module", action="store_true",
@@ -124,6 +41,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       "megatron_recycle SCRIPT` in it where you would write python SCRIPT")
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Workers, hosts and where they meet, also by torchrun's names."""
+    parser.add_argument("--nproc", type=_workers, metavar="N",
+                        help="workers on this host (default: its GPUs, or 1); torchrun's names of options do as well")
+    also(parser, "nproc", "--nproc-per-node", "--nproc_per_node", "--num-gpus", "--num_gpus", type=_workers)
+    parser.add_argument("--nnodes", type=_hosts, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
+    also(parser, "nnodes", "--num-nodes", "--num_nodes", type=_hosts)
+    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
+    also(parser, "node_rank", "--node_rank", type=int)
+    parser.add_argument("--master-addr", metavar="HOST", type=bare,
+                        help="address of host 0, the only one that its services listen on")
+    parser.add_argument("--master-port", type=int, default=0, metavar="PORT",
+                        help="control port on host 0 (default on one host: any)")
+    also(parser, "master_addr", "--master_addr", type=bare)
+    also(parser, "master_port", "--master_port", type=int)
+    parser.add_argument("--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help=argparse.SUPPRESS)
+    parser.add_argument("--rdzv-backend", "--rdzv_backend", metavar="NAME", help=argparse.SUPPRESS)
+    also(parser, "ignored", "--rdzv-id", "--rdzv_id")
+    also(parser, "ignored", "--standalone", action="store_true")
+
+
+def _add_coordinator(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--coordinator", metavar="HOST:PORT",
+                        help="the job's coordinator is a service there (`recycle serve`), and no host is the first")
+    parser.add_argument("--store", metavar="etcd://HOST:PORT,...",
+                        help="keep the journal in etcd, with a coordinator standing by on each host: any of them may "
+                        "die")
+    parser.add_argument("--job", default="", metavar="NAME", help="with --store: the job's name there")
+
+
+def _add_ways_in(parser: argparse.ArgumentParser) -> None:
+    """The run's folder, what is shown of it, and what comes in while the job runs: acts, hosts."""
+    parser.add_argument("--run-dir", type=Path,
+                        help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)")
+    parser.add_argument("--show", choices=("first", "all", "none"), default="first",
+                        help="whose output is shown (default: the first live rank's, and that of the one that writes "
+                        "Megatron's log lines); all of it is in RUN_DIR")
+    parser.add_argument("--chaos", metavar="FILE",
+                        help="let `recycle chaos` hold workers at precise moments, and do what FILE says; `allow`: "
+                        "without a file")
+    parser.add_argument("--join", metavar="RUN_DIR|HOST:PORT",
+                        help="start workers for empty places of a running job: its run folder, or its control port "
+                        "(with its token)")
+    parser.add_argument("--join-timeout", type=float, metavar="SECONDS",
+                        help="with --join: how long to wait for a place without a worker (default 600; 0: not at all)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE",
+                        help="where the job's token stands (default: RECYCLE_TOKEN, or any)")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+                        help="a setting, such as max_restarts=3 or reduction=exact; may be given several times. "
+                        "`recycle doctor --help` lists all settings")
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help='settings as JSON, an object of them or one with a section "recycle"; variables beat it')
+
+
+def _add_restarts(parser: argparse.ArgumentParser) -> None:
+    """Of workers, and of the job."""
+    parser.add_argument("--worker-restarts", type=int, metavar="N",
+                        help="how often each dead worker is started again, beside the others that train on (default: "
+                        "0); the same as --set max_restarts=N")
+    parser.add_argument("--job-restarts", dest="restarts", type=int, default=0, metavar="N",
+                        help="how often the script is started again, on the hosts that are left, when the grid cannot "
+                        "go on (default: 0); it must take up its last checkpoint by itself, and the number of "
+                        "pipelines from WORLD_SIZE")
+    also(parser, "restarts", "--restarts", "--max-restarts", "--max_restarts", type=int)
+    parser.add_argument("--requeue", action="store_true",
+                        help="under Slurm: a SIGTERM (sbatch --signal=TERM@120, pre-emption) saves a checkpoint "
+                        "(on_leave), and Slurm starts the job again (scontrol requeue); a job that is cancelled stays "
+                        "so")
 
 
 def _workers(text: str) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from megatron_recycle.config import SECTION, options, variable
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.option import shown
+from megatron_recycle.option import nearest, shown
 
 
 @contextmanager
@@ -47,7 +46,7 @@ def settings(texts: Sequence[str], file: Path | None, environ: Mapping[str, str]
         if not equals:
             raise ConfigError(f"--set {text}: give KEY=VALUE, for example --set max_restarts=3")
         if key not in known:
-            raise ConfigError(f"--set {text}: there is no setting {key}; the nearest is {_nearest(key, known)}")
+            raise ConfigError(f"--set {text}: there is no setting {key}; the nearest is {nearest(key, list(known))}")
         known[key].parse(value, f"--set {key}")
         found[variable(key)] = value
     return found
@@ -66,10 +65,6 @@ def _of_file(file: Path) -> dict[str, str]:
     known = {option.name: option for option in options()}
     for key, value in section.items():
         if key not in known:
-            raise ConfigError(f"--config {file}: there is no setting {key}; the nearest is {_nearest(key, known)}")
+            raise ConfigError(f"--config {file}: there is no setting {key}; the nearest is {nearest(key, list(known))}")
         known[key].parse(value, f"{key} in {file}")
     return {variable(key): shown(value) for key, value in section.items()}
-
-
-def _nearest(key: str, known: Mapping[str, object]) -> str:
-    return difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
