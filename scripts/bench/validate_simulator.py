@@ -106,7 +106,7 @@ def simulated(shape: Shape, costs: Costs, unit: float, events: Sequence[Event], 
     replacement ready as long afterwards."""
     job = Simulated(shape.pipelines, shape.stages, shape.microbatches, costs, unit, cap=shape.cap)
     cluster, plans = Cluster(job.size, 1), AsGiven(job)
-    numbers = {str(worker): place.host for worker, place in cluster.seats(job.pipelines, job.stages).items()}
+    numbers = {str(worker): place.host for worker, place in cluster.slots(job.pipelines, job.stages).items()}
     commits = [event["t"] for event in events if event["event"] == "committed"]
     duration = 2 * (commits[-1] - commits[0]) + 10 * plans.rerouted(()).makespan
 

@@ -116,12 +116,12 @@ def compare(lines: list[Line], kills: list[Line]) -> dict[str, Any]:
     pace = median(b[0] - a[0] for a, b in pairwise(t for t in times if t[0] < kills[0]["t"]))
     job = Job(PIPELINES, 1, 1, Costs.uniform(1, round(pace * 1e6), 0, 0))
     cluster, plans, duration = Cluster(PIPELINES, 1), Plans(job), ended - began
-    seats = {worker.pipeline: place.host for worker, place in cluster.seats(PIPELINES, 1).items()}
+    slots = {worker.pipeline: place.host for worker, place in cluster.slots(PIPELINES, 1).items()}
     outages = []
     for kill in kills:
         back = next((line["t"] for line in lines if line.get("ready") and line["worker"] == kill["worker"]
                      and line["t"] > kill["t"]), ended + 1)
-        outages.append(Outage(kill["t"] - began, back - began, f"host{seats[kill['worker']]}"))
+        outages.append(Outage(kill["t"] - began, back - began, f"host{slots[kill['worker']]}"))
     trace = checked([f"host{number}" for number in range(PIPELINES)], outages, duration, Cleaning())
     happened, _ = changes_of(trace, cluster)
     policy = TorchFT(Stalls(start=0.0, save=0.0, save_every=1e9))

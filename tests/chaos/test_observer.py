@@ -14,8 +14,7 @@ import pytest
 
 from megatron_recycle.environment import Launched
 from megatron_recycle.observe import holds
-from megatron_recycle.observe.chaos_observer import ChaosObserver, observer_for
-from megatron_recycle.observe.holds import Hold
+from megatron_recycle.observe.holds import ChaosObserver, Hold, observer_for
 
 LIMIT = 60.0
 

@@ -33,7 +33,7 @@ from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership import Process
 from megatron_recycle.membership.standing import Standing
 from megatron_recycle.membership.verdict import StepMode, Verdict
-from megatron_recycle.observe.chaos_observer import observer_for
+from megatron_recycle.observe.holds import observer_for
 from megatron_recycle.plan import Action
 
 STAGES = 2

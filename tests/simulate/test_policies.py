@@ -27,7 +27,7 @@ from megatron_recycle.tools.simulate.policies.recycling import (
     WithoutMoves,
 )
 from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
-from megatron_recycle.tools.simulate.slots import Seats
+from megatron_recycle.tools.simulate.slots import Slots
 from megatron_recycle.tools.simulate.trace import HOST, Outage, TraceError
 from tests.simulate.small import JOB, PLANS, run, trace
 
@@ -210,10 +210,10 @@ def test_a_policy_that_is_none_is_named():
 
 
 def test_a_unit_takes_its_old_place_if_it_can():
-    seats = Seats({Worker(0, 0): Unit(0, 0), Worker(0, 1): Unit(1, 0)}, [Unit(2, 0)])
-    assert seats.lose([Unit(0, 0)]) == [Worker(0, 0)]
-    assert seats.fill([Worker(0, 0)]) == {Worker(0, 0): Unit(2, 0)}
-    seats.gain([Unit(0, 0)])
-    assert seats.fill([]) == {} and [*seats.spare] == [Unit(0, 0)]
-    seats.lose([Unit(1, 0), Unit(2, 0)])
-    assert seats.fill([Worker(0, 1), Worker(0, 0)]) == {Worker(0, 0): Unit(0, 0)}
+    slots = Slots({Worker(0, 0): Unit(0, 0), Worker(0, 1): Unit(1, 0)}, [Unit(2, 0)])
+    assert slots.lose([Unit(0, 0)]) == [Worker(0, 0)]
+    assert slots.fill([Worker(0, 0)]) == {Worker(0, 0): Unit(2, 0)}
+    slots.gain([Unit(0, 0)])
+    assert slots.fill([]) == {} and [*slots.spare] == [Unit(0, 0)]
+    slots.lose([Unit(1, 0), Unit(2, 0)])
+    assert slots.fill([Worker(0, 1), Worker(0, 0)]) == {Worker(0, 0): Unit(0, 0)}

@@ -2,5 +2,5 @@
 
 `orders` is what may be asked for, `job` finds the processes and refuses all others, `acts` does the harm, `director`
 waits for the moments, `command` is `recycle chaos`, `script` is `recycle run --chaos`. In the workers
-`observe.chaos_observer` holds the training thread at precise moments; the engine knows nothing of any of this.
+`observe.holds` holds the training thread at precise moments; the engine knows nothing of any of this.
 """

@@ -52,7 +52,7 @@ class Cluster:
         """All units, host by host."""
         return [Unit(host, number) for host in range(self.hosts) for number in range(self.per_host)]
 
-    def seats(self, pipelines: int, stages: int, spread: bool | None = None) -> dict[Worker, Unit]:
+    def slots(self, pipelines: int, stages: int, spread: bool | None = None) -> dict[Worker, Unit]:
         """Where a launcher puts each worker of a grid at the start (`membership.placement`). Raises TraceError if it
         does not fit."""
         if pipelines * stages > self.hosts * self.per_host:

@@ -25,7 +25,7 @@ def compare(makers: Mapping[str, Callable[[], Policy]], job: Job, cluster: Clust
 
     Plans of a policy are kept from one trace to the next. Raises TraceError if the job does not fit the cluster.
     """
-    cluster.seats(job.pipelines, job.stages)
+    cluster.slots(job.pipelines, job.stages)
     notes: dict[str, None] = {}
     found: dict[str, list[Outcome]] = {name: [] for name in makers}
     said: dict[str, list[str]] = {}

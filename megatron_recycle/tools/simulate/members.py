@@ -37,7 +37,7 @@ class Asked:
     end: do.End | None = None
 
 
-class Crowd:
+class Members:
     """A life of a job, from its first hello to its end.
 
     Args:

@@ -8,7 +8,7 @@ from megatron_recycle.plan import Worker
 from megatron_recycle.tools.simulate.cluster import Unit
 
 
-class Seats:
+class Slots:
     """Positions and units of one life of a job.
 
     A unit that comes back takes its old position if that is still empty, else another one, else it is spare.

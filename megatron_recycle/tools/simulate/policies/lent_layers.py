@@ -31,26 +31,26 @@ class LentAndMoves(Recycling):
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         if not (isinstance(token, str) and token.startswith("lend")):
             return super().woken(now, token, iteration)
-        self._found = self.crowd is not None and token == f"lend {self._changes}"
+        self._found = self.members is not None and token == f"lend {self._changes}"
         return Answer(boundary=self._found)
 
     def _at_boundary(self, now: float, iteration: int) -> Answer:
         answer = super()._at_boundary(now, iteration)
-        if not self._found or self.crowd is None or answer.course is not None:
+        if not self._found or self.members is None or answer.course is not None:
             return answer
         self._found = False
         return replace(answer, course=self._lent(super()._course()))
 
     def _lent(self, usual: Course) -> Course:
-        assert self.crowd is not None
-        failed = [Worker.parse(name) for name in self.crowd.empty]
+        assert self.members is not None
+        failed = [Worker.parse(name) for name in self.members.empty]
         return Course.of(self.setting.plans.lent(failed, self.dealt), usual.samples)
 
     def _course(self) -> Course:
         """That of the job's own layers, which it goes on with at once."""
-        assert self.crowd is not None
+        assert self.members is not None
         self._changes += 1
-        self._found, self._begin_search = False, bool(self.crowd.empty)
+        self._found, self._begin_search = False, bool(self.members.empty)
         return super()._course()
 
     def _and(self, answer: Answer) -> Answer:

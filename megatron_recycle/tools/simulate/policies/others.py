@@ -18,7 +18,7 @@ from megatron_recycle.tools.simulate.policies.base import (
     Setting,
 )
 from megatron_recycle.tools.simulate.policies.recycling import CheckpointRestart, Recycling, Stalls
-from megatron_recycle.tools.simulate.slots import Seats
+from megatron_recycle.tools.simulate.slots import Slots
 
 
 class ReCycle(Recycling):
@@ -114,19 +114,19 @@ class TorchFT:
 
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
-        usual, there = setting.cluster.seats(setting.job.pipelines, setting.job.stages), set(setting.units)
-        self.seats = Seats({worker: unit for worker, unit in usual.items() if unit in there},
+        usual, there = setting.cluster.slots(setting.job.pipelines, setting.job.stages), set(setting.units)
+        self.slots = Slots({worker: unit for worker, unit in usual.items() if unit in there},
                            there - set(usual.values()))
         self._empty = {worker for worker, unit in usual.items() if unit not in there}
-        self._empty -= self.seats.fill(sorted(self._empty)).keys()
+        self._empty -= self.slots.fill(sorted(self._empty)).keys()
         self._whole = self._count()
         return Answer(self._course(), saved=True, wakes=((self.stalls.save_every, "save"),))
 
     def changed(self, change: Change, iteration: int) -> Answer:
-        lost = self.seats.lose(change.lost)
+        lost = self.slots.lose(change.lost)
         self._empty |= set(lost)
-        self.seats.gain(change.gained)
-        came = self.seats.fill(sorted(self._empty))
+        self.slots.gain(change.gained)
+        came = self.slots.fill(sorted(self._empty))
         wakes = ((self.stalls.start, tuple(came)),) if came else ()
         before, self._whole = self._whole, self._count()
         if not lost or before == self._whole:
@@ -140,7 +140,7 @@ class TorchFT:
             self._saving = True
             return Answer(boundary=True)
         if isinstance(token, tuple):
-            self._empty -= {worker for worker in token if self.seats.unit(worker) is not None}
+            self._empty -= {worker for worker in token if self.slots.unit(worker) is not None}
             if self._count() == self._whole:
                 return Answer()
             if not self._whole:

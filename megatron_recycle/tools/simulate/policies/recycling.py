@@ -26,7 +26,7 @@ from megatron_recycle.membership.next_life import Shape, plan_life
 from megatron_recycle.membership.policies import LEAVE_OUT, WHOLE, left_out
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.tools.simulate.cluster import Change, Unit
-from megatron_recycle.tools.simulate.members import Crowd
+from megatron_recycle.tools.simulate.members import Members
 from megatron_recycle.tools.simulate.plans import Figures
 from megatron_recycle.tools.simulate.policies.base import (
     CHECKPOINT,
@@ -39,7 +39,7 @@ from megatron_recycle.tools.simulate.policies.base import (
     Course,
     Setting,
 )
-from megatron_recycle.tools.simulate.slots import Seats, packed
+from megatron_recycle.tools.simulate.slots import Slots, packed
 from megatron_recycle.tools.simulate.trace import TraceError
 
 GROW_AFTER = 600.0
@@ -101,7 +101,7 @@ class Recycling:
 
     def __init__(self, stalls: Stalls | None = None) -> None:
         self.stalls = stalls or Stalls()
-        self.crowd: Crowd | None = None  # between two lives
+        self.members: Members | None = None  # between two lives
         self._due: dict[str, Unit] = {}  # processes that are being started, by position
         self._moving: dict[str, Unit] = {}  # those of moves
         self._fresh: list[tuple[str, Unit]] = []  # what of both is to be started now
@@ -113,32 +113,32 @@ class Recycling:
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
         job = setting.job
-        usual, there = setting.cluster.seats(job.pipelines, job.stages), set(setting.units)
+        usual, there = setting.cluster.slots(job.pipelines, job.stages), set(setting.units)
         saving = (self._save_every(), "save")
         if there.issuperset(usual.values()):
-            self.seats = Seats(usual, (unit for unit in setting.units if unit not in set(usual.values())))
+            self.slots = Slots(usual, (unit for unit in setting.units if unit not in set(usual.values())))
             self._life(job.pipelines)
             return Answer(self._course(), saved=True, wakes=(saving,))
-        self.seats = Seats({}, setting.units)
+        self.slots = Slots({}, setting.units)
         answer = self._without_life()
         wait = self.stalls.wait if self.stalls.wait is not None else NEVER if setting.whole else PATIENCE
         return replace(answer, course=answer.course or STANDS, saved=True,
                        wakes=(*answer.wakes, saving, (wait, "begin")))
 
     def changed(self, change: Change, iteration: int) -> Answer:
-        empty = self.seats.lose(change.lost)
-        self.seats.gain(change.gained)
-        if self.crowd is None:
+        empty = self.slots.lose(change.lost)
+        self.slots.gain(change.gained)
+        if self.members is None:
             return self._without_life()
         gone = {str(worker) for worker in empty}
         self._due = {name: unit for name, unit in self._due.items() if name not in gone}
         gone |= {to for to, unit in self._moving.items() if unit in change.lost}
-        before, self._agreed = self.crowd.state.generation, False
-        self.crowd.lose(gone, change.whole_host, change.at, iteration)
-        if self.crowd.asked.end is not None:
+        before, self._agreed = self.members.state.generation, False
+        self.members.lose(gone, change.whole_host, change.at, iteration)
+        if self.members.asked.end is not None:
             return self._end_of_life()
         self._come_in()
-        if self.crowd.state.generation == before:
+        if self.members.state.generation == before:
             return self._and(Answer())
         # Survivors stop between two actions, and hear of a process's end at once.
         stall = self.stalls.host if change.whole_host else self.stalls.exit + self.setting.job.longest_action
@@ -150,10 +150,10 @@ class Recycling:
             return Answer(boundary=True)
         if token == "grow":
             self._growing = False
-            return Answer() if self.crowd is None else self._grown()
+            return Answer() if self.members is None else self._grown()
         if token == "begin":
             self._waits = False
-            return self._without_life() if self.crowd is None else Answer()
+            return self._without_life() if self.members is None else Answer()
         if isinstance(token, tuple):
             position, unit = token
             return self._started(now, position, unit, iteration)
@@ -162,21 +162,21 @@ class Recycling:
     # Lives
 
     def _life(self, pipelines: int) -> None:
-        """A job of so many pipelines begins on its seats."""
+        """A job of so many pipelines begins on its slots."""
         job = self.setting.job
         self._begun, self._waits = True, False
         self.pipelines = pipelines
         self.dealt = None if pipelines == job.pipelines else (
             job.dealt(pipelines) if self.same_batch else (job.microbatches,) * pipelines)
         hosts = {str(worker): "" for worker in Grid(job.stages, (1,) * pipelines).workers()}
-        hosts |= {str(worker): f"host{unit.host}" for unit, worker in self.seats.of.items()}
+        hosts |= {str(worker): f"host{unit.host}" for unit, worker in self.slots.of.items()}
         description: dict[str, Any] = {
             "grid": {"stages": job.stages, "microbatches": list(self.dealt or (job.microbatches,) * pipelines)},
             "costs": job.costs.to_json(), "cap": job.activations, "block": 0, "reduction": "fast", "max_restarts": 0,
             "policy": self.product, "moves": self.moves}
-        self.crowd = Crowd(hosts, description, Callables(self._plan, None, self._moves))
+        self.members = Members(hosts, description, Callables(self._plan, None, self._moves))
         if empty := [name for name, host in hosts.items() if not host]:
-            self.crowd.lose(empty, False, 0.0, 0)
+            self.members.lose(empty, False, 0.0, 0)
         self._clear()
         self._growing = False
 
@@ -202,11 +202,11 @@ class Recycling:
         live = sorted(units)
         pipelines = self._whole_pipelines(len(live))
         if not pipelines:
-            self.crowd = None
-            self.seats = Seats({}, live)
+            self.members = None
+            self.slots = Slots({}, live)
             return Answer(STANDS)
         seated = packed(live, pipelines, job.stages)
-        self.seats = Seats(seated, live[len(seated):])
+        self.slots = Slots(seated, live[len(seated):])
         self._life(pipelines)
         return self._and(Answer(self._course(), ((RESTART, self.stalls.restart),)))
 
@@ -214,7 +214,7 @@ class Recycling:
         return replace(self._next_life(self._live()), back=True, fatal=True)
 
     def _live(self) -> list[Unit]:
-        return [*self.seats.of, *self.seats.spare]
+        return [*self.slots.of, *self.slots.spare]
 
     def _whole_pipelines(self, live: int) -> int:
         """Pipelines of a life on so many workers, 0 for none."""
@@ -238,26 +238,26 @@ class Recycling:
 
     def _come_in(self) -> None:
         """Spare units are given to empty positions."""
-        if self.crowd is None or not self.seats.spare:
+        if self.members is None or not self.slots.spare:
             return
-        empty = [Worker.parse(name) for name in self.crowd.empty if name not in self._due]
-        for worker, unit in self.seats.fill(empty).items():
+        empty = [Worker.parse(name) for name in self.members.empty if name not in self._due]
+        for worker, unit in self.slots.fill(empty).items():
             self._due[str(worker)] = unit
             self._fresh.append((str(worker), unit))
 
     def _started(self, now: float, position: str, unit: Unit, iteration: int) -> Answer:
         """A process has built its model."""
-        crowd = self.crowd
-        if crowd is None:
+        members = self.members
+        if members is None:
             return Answer()
         spare = self._due.get(position) == unit
         if spare:
             del self._due[position]
-        elif self._moving.get(position) != unit or position not in crowd.state.moves:
+        elif self._moving.get(position) != unit or position not in members.state.moves:
             return Answer()
-        if not crowd.come(position, f"host{unit.host}", now, iteration) and spare:
-            self.seats.lose([unit])  # a worker has moved there meanwhile: another place is sought
-            self.seats.gain([unit])
+        if not members.come(position, f"host{unit.host}", now, iteration) and spare:
+            self.slots.lose([unit])  # a worker has moved there meanwhile: another place is sought
+            self.slots.gain([unit])
             self._come_in()
         return self._and(Answer())
 
@@ -269,19 +269,19 @@ class Recycling:
             self._saving = False
             pauses += ((CHECKPOINT, self.stalls.save),)
             answer = Answer(saved=True, wakes=((self._save_every(), "save"),))
-        crowd = self.crowd
-        if crowd is None:
+        members = self.members
+        if members is None:
             return replace(answer, pauses=pauses)
-        stand, self._agreed = crowd.asked.switch and self._agreed, crowd.asked.switch
-        crowd.commit(iteration, now)
+        stand, self._agreed = members.asked.switch and self._agreed, members.asked.switch
+        members.commit(iteration, now)
         if stand:
             self._agreed = False
-            before = crowd.state
-            crowd.stand(now, iteration)
-            if crowd.asked.end is not None:
+            before = members.state
+            members.stand(now, iteration)
+            if members.asked.end is not None:
                 return self._end_of_life()
-            if crowd.state.generation > before.generation:
-                joined = crowd.state.members.keys() - before.members.keys()
+            if members.state.generation > before.generation:
+                joined = members.state.members.keys() - before.members.keys()
                 copy = self.setting.job.state_seconds if joined else 0.0
                 self._follow_moves(before.moves)
                 pauses += ((REJOIN, self.stalls.rejoin + copy),)
@@ -290,35 +290,35 @@ class Recycling:
 
     def _follow_moves(self, moves: Mapping[str, str]) -> None:
         """Units whose process stands for another position now."""
-        crowd = self.crowd
-        assert crowd is not None
+        members = self.members
+        assert members is not None
         for to, incarnation in moves.items():
-            mover = crowd.state.known[incarnation].worker
-            if to in crowd.state.members and mover not in crowd.state.members and to in self._moving:
-                self.seats.move(self._moving.pop(to), Worker.parse(to))
+            mover = members.state.known[incarnation].worker
+            if to in members.state.members and mover not in members.state.members and to in self._moving:
+                self.slots.move(self._moving.pop(to), Worker.parse(to))
                 self._come_in()
 
     def _and(self, answer: Answer) -> Answer:
         """The answer, with what the machine has asked for meanwhile."""
-        crowd = self.crowd
-        if crowd is None:
+        members = self.members
+        if members is None:
             return answer
-        if crowd.asked.moves is not None:
-            crowd.find_moves()
-        self._moving = {to: unit for to, unit in self._moving.items() if to in crowd.state.moves}
-        for position, beside in crowd.asked.starts:
-            unit = self.seats.unit(Worker.parse(crowd.at_rank(beside)))
+        if members.asked.moves is not None:
+            members.find_moves()
+        self._moving = {to: unit for to, unit in self._moving.items() if to in members.state.moves}
+        for position, beside in members.asked.starts:
+            unit = self.slots.unit(Worker.parse(members.at_rank(beside)))
             if unit is not None:
                 self._moving[position] = unit
                 self._fresh.append((position, unit))
-        crowd.asked.starts.clear()
+        members.asked.starts.clear()
         wakes = (*answer.wakes, *((self.stalls.start, begun) for begun in self._fresh))
         self._fresh = []
-        if self.elastic and self.seats.spare and self.pipelines < self.setting.job.pipelines and not self._growing:
+        if self.elastic and self.slots.spare and self.pipelines < self.setting.job.pipelines and not self._growing:
             self._growing = True
             wakes += ((GROW_AFTER, "grow"),)
-        leaving = any(to in crowd.state.members for to in crowd.state.moves)  # once an iteration is committed
-        boundary = answer.boundary or crowd.asked.switch or self._saving or leaving
+        leaving = any(to in members.state.members for to in members.state.moves)  # once an iteration is committed
+        boundary = answer.boundary or members.asked.switch or self._saving or leaving
         return replace(answer, wakes=wakes, boundary=boundary)
 
     # Plans
@@ -340,10 +340,10 @@ class Recycling:
         return {} if self.product in WHOLE else moves_of(problem_of(description, failed), description)
 
     def _course(self) -> Course:
-        assert self.crowd is not None
-        plan, job = self.crowd.plan, self.setting.job
+        assert self.members is not None
+        plan, job = self.members.plan, self.setting.job
         dealt = self.dealt or (job.microbatches,) * self.pipelines
-        idle = sum(dealt[pipeline] for pipeline in left_out(self.crowd.state))
+        idle = sum(dealt[pipeline] for pipeline in left_out(self.members.state))
         return Course(plan["period"], plan["makespan"], (sum(dealt) - idle) * job.samples)
 
     def _save_every(self) -> float:
