@@ -214,8 +214,8 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
 
 def _at_service(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str, nproc: int,
                 say: Callable[[str], None]) -> Meeting:
-    """Wait for a coordinator that is a service of its own. In a folder that is the service's, too, host 0 tells those
-    that join what is trained. Raises RecycleError."""
+    """Wait for a coordinator that is a service of its own. Host 0 writes the command of the job into the run folder,
+    for hosts that join, if the service uses the same folder. Raises RecycleError."""
     say(f"recycle: waiting for the coordinator at {args.coordinator}")
     await_coordinator(args.coordinator, token, _START_LIMIT, say)
     make(run_dir)
@@ -293,7 +293,7 @@ def run_dir_of(option: Path | None, config: RecycleConfig, folder: str | None = 
 
 
 def _lead_in_time(lead: Callable[[], _Led], limit: float) -> _Led:
-    """What ``lead`` returns, tried again for ``limit`` seconds: between two lives of a job its port may be somebody
+    """The result of ``lead``, tried again for ``limit`` seconds: between two lives of a job its port may be somebody
     else's for a moment. Raises RecycleError."""
     until = time.monotonic() + limit
     while True:

@@ -112,7 +112,7 @@ class Service:
 
     def restart(self) -> Service:
         """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until
-        it listens: those that connect try until they can. This one is released in any case.
+        it listens: its clients try until they can connect. This one is released in any case.
 
         Raises:
             RecycleError: it has refused to start, or has died too often.

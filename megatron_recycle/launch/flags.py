@@ -101,7 +101,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
-    """Of workers, and of the job."""
+    """Restarts of workers, and of the job."""
     parser.add_argument("--worker-restarts", type=int, metavar="N",
                         help="how often each dead worker is started again, beside the others that train on (default: "
                         "0); the same as --set max_restarts=N")
@@ -196,6 +196,6 @@ def check(args: argparse.Namespace) -> None:
 
 
 def _given(args: argparse.Namespace, *names: str) -> list[str]:
-    """Those of these options that are given, as they are written."""
+    """The options among these that are given, as users write them."""
     spelled = {"restarts": "job-restarts"}
     return [f"--{spelled.get(name, name.replace('_', '-'))}" for name in names if getattr(args, name)]

@@ -216,7 +216,7 @@ class Launcher:
             return
 
     def _receive(self, message: Message) -> None:
-        """The end, a command, or an event: events are told to the user, and nothing follows from them."""
+        """The end, a command, or an event: events are shown to the user, and nothing follows from them."""
         if message["type"] == "end":
             self.ending.finish(message)
         elif message["type"] == "event":

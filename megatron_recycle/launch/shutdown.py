@@ -105,7 +105,7 @@ class Ending:
             self._deadline(grace.terminated, signal.SIGKILL)
 
     def terminate(self, seconds: float) -> None:
-        """Scripts handle a SIGTERM to the job themselves: it is passed on to them, and they have so long. May be told
+        """Scripts handle a SIGTERM to the job themselves: it is passed on to them, and they have so long. May be called
         more than once."""
         if self.end is not None or self._handled:
             return
@@ -127,7 +127,7 @@ class Ending:
         self._processes.signal_all(signal.SIGTERM)
 
     def check_deadline(self) -> None:
-        """Workers that have had their time are told, or made, to end."""
+        """End workers whose time is over: by a signal first, then by force."""
         if self._kill_at is None or time.monotonic() < self._kill_at[0]:
             return
         number, self._kill_at = self._kill_at[1], None

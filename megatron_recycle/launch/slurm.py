@@ -25,7 +25,7 @@ Ask = Callable[[Sequence[str]], str]
 class Task:
     """A launcher of which a node has several, one per worker, as `srun --ntasks-per-node=8` starts them.
 
-    It is the one number `local` of `count` on the `node`-th of `nodes`.
+    Its number is `local` of `count` on the `node`-th of `nodes`.
     """
 
     nodes: int
@@ -111,7 +111,7 @@ def local_rank(environ: Mapping[str, str], task: Task) -> int:
 
 
 def ask(command: Sequence[str]) -> str:
-    """What the command prints; "" if it fails."""
+    """The command's output; "" if it fails."""
     try:
         done = subprocess.run(list(command), check=False, capture_output=True, text=True, timeout=_LIMIT,
                               stdin=subprocess.DEVNULL)
@@ -213,8 +213,8 @@ def check_requeue(environ: Mapping[str, str], asked: Ask = ask) -> None:
 def requeue(environ: Mapping[str, str], asked: Ask = ask) -> str:
     """Ask Slurm to start the job again, after it has saved and ended; returns the line for the user.
 
-    A job that was cancelled is not started again. It is one in its last seconds that Slurm does not end for its time
-    limit.
+    A job that was cancelled is not started again. A job counts as cancelled if Slurm ends it for another reason than
+    its time limit.
     """
     job = environ["SLURM_JOB_ID"]
     told = asked(["scontrol", "show", "job", "-o", job])

@@ -119,7 +119,7 @@ class ChaosObserver:
                 write(self._folder / (name + MISSED), {"iteration": iteration, "phase": phase})
 
     def _look(self) -> None:
-        """Take in new orders, and drop those that were taken back."""
+        """Take in new orders, and drop withdrawn ones."""
         names = {entry[: -len(ARMED)] for entry in os.listdir(self._folder) if entry.endswith(ARMED)}
         answered = {Path(entry).stem for entry in os.listdir(self._folder) if entry.endswith((REACHED, MISSED))}
         self._armed = {name: hold for name, hold in self._armed.items() if name in names}

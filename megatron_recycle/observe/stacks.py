@@ -1,4 +1,4 @@
-"""Where all threads of this process stand: told on request, and written into the run's folder when the job fails."""
+"""The stacks of all threads of this process: sent on request, and written into the run's folder when the job fails."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def allocation(job: str, asked: Ask) -> Allocation:
 
 
 def lost(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    """The ranks without a worker, by the node that they were on at the start: of nodes that have none left, and of
-    those that have some."""
+    """The ranks without a worker, by the node that they were on at the start: first for nodes without any worker left,
+    then for nodes with some."""
     ranks: dict[str, int] = {}
     hosts: dict[str, str] = {}
     members: set[str] = set()

@@ -56,7 +56,7 @@ class Breakdown:
 
 
 def breakdowns(run: Path) -> list[Breakdown]:
-    """All that the job of the folder ``run`` has told. Raises ConfigError."""
+    """All breakdowns of the job in the folder ``run``. Raises ConfigError."""
     path = run / "events.jsonl" if run.is_dir() else run
     try:
         events = read_events(path)
@@ -91,7 +91,7 @@ def planned_seconds(folder: Path, digest: str, costs: Costs) -> float | None:
 
 
 def rows(told: Breakdown) -> Iterable[tuple[str, Sequence[float]]]:
-    """Of each worker, and of their mean, the whole iteration and its parts in milliseconds."""
+    """A row for each worker and one for their mean: milliseconds of an iteration and of its parts."""
     every = [(str(worker), parts) for worker, parts in sorted(told.seconds.items())]
     every.append(("mean", {part: mean(parts.get(part, 0.0) for _, parts in every) for part in PARTS}))
     for name, parts in every:

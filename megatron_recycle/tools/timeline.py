@@ -110,7 +110,7 @@ def draw_pair(
 
 
 def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
-    """A plan's actions as boxes, by workers, then in their order, but for those that were done before."""
+    """A plan's actions as boxes, by worker and in their order, without actions done before the plan began."""
     found = []
     for worker in sorted(plan.workers):
         for action, (start, end) in zip(plan.rest(worker), timeline.times[worker][plan.done.get(worker, 0):]):

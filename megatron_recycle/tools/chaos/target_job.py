@@ -164,7 +164,7 @@ class TargetJob:
 
 
 def _host_of(pid: int) -> str | None:
-    """The host's name as the process was told it."""
+    """The host's name in the process's environment."""
     try:
         return launched_as(pid).host
     except OSError:

@@ -53,7 +53,7 @@ class Hook:
             self._say(f"recycle: --on-event: {alarm['event']} is not told: {_WAITING} others wait for the command")
 
     def close(self) -> None:
-        """Run what has been told, for at most as long as two commands may take, and no more after that."""
+        """Run the alarms that still wait, for at most as long as two commands may take, and no more."""
         self._until = time.monotonic() + 2 * self._limit
         while self._thread.is_alive():
             with contextlib.suppress(queue.Full):

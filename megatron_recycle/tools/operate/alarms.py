@@ -36,7 +36,7 @@ _ALWAYS = ("ended",)
 
 @dataclass(frozen=True)
 class Alarm:
-    """``name`` is one of ALARMS, ``summary`` one line for people; ``worker`` names are those that it is about."""
+    """``name`` is one of ALARMS, ``summary`` one line for people; ``worker`` names the workers concerned."""
 
     name: str
     t: float

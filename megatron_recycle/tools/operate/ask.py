@@ -94,8 +94,8 @@ def ask(control: str, token: str, what: str, workers: Sequence[str] = (), host: 
 
 
 def ask_stacks(control: str, token: str, workers: Sequence[str], host: str, limit: float) -> dict[str, str | None]:
-    """The stacks of these workers (of all, if none is named) by name; None of those that say nothing in ``limit``
-    seconds. Raises as `ask` does."""
+    """The stacks of these workers (of all, if none is named) by name; None for workers that do not answer within
+    ``limit`` seconds. Raises as `ask` does."""
     talk = _talk(control, token, _message("stacks", workers, host), limit)
     found: dict[str, str | None] = dict.fromkeys(next(talk)["facts"]["workers"])
     try:
@@ -119,7 +119,7 @@ def _who() -> str:
 
 
 def _talk(control: str, token: str, message: Message, limit: float) -> Iterator[Message]:
-    """All answers, until ``limit`` seconds have passed. Of several addresses one leads."""
+    """All answers, until ``limit`` seconds have passed. One of several addresses leads."""
     why = ""
     for host, port in targets(control):
         try:

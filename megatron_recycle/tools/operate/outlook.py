@@ -196,7 +196,7 @@ def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
 
 
 def _consequence(facts: Facts, stage: int) -> str:
-    """What follows from the loss of a stage."""
+    """The consequence of a lost stage."""
     guard = ((facts.state.description if facts.state is not None else None) or {}).get("guard", "checkpoint")
     kept = (facts.seen.last_copy.get("kept_by") or {}).get(str(stage))
     if guard == "memory" and kept:
@@ -216,7 +216,7 @@ def _newly_fatal(facts: Facts, fatal: Sequence[str]) -> list[str]:
 
 
 def _repair(facts: Facts) -> str:
-    """The command that fills the places of those that are out."""
+    """The command that fills empty positions."""
     seen, state, found = facts.seen, facts.state, facts.meeting
     if not seen.out:
         return ""

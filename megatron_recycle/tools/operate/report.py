@@ -70,7 +70,7 @@ class Account:
 
 
 def account(events: Iterable[Event]) -> Account:
-    """What the events of a run add up to."""
+    """The account of a run, from its events."""
     seen, done, now = Seen(), list[Recovery](), Recovery()
     begun = ended = 0.0
     worker_seconds = absent_seconds = 0.0

@@ -23,7 +23,7 @@ _WORTHLESS = ('"event": "rolled_back"', '"event": "rebuilt"', '"event": "hint"')
 
 @dataclass(frozen=True)
 class Run:
-    """What the files of a run say.
+    """A run, as its files describe it.
 
     Attributes:
         folder: the run's folder.

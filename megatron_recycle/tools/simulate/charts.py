@@ -19,7 +19,8 @@ _LONG = 10 * 3600.0
 
 def over_time(rows: Sequence[Row], path: Path, title: str = "") -> None:
     """Throughput over time, relative to fault-free: a line for each policy, named at its end, its mean over each
-    hour (of a short time: over a 200th of it), with the failures marked above. Of several traces the first one."""
+    hour (of a short time: over a 200th of it), with the failures marked above. The first trace, where there are
+    several."""
     figure, axes = _figure(f"Simulated: {title or 'throughput through a failure trace'}", (8.3, 4.2))
     free, duration = rows[0].free[0], rows[0].outcomes[0].duration
     parts = round(duration / 3600) if duration >= _LONG else 200

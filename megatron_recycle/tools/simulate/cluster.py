@@ -83,7 +83,8 @@ class Change:
 
 
 def changes(trace: Trace, cluster: Cluster) -> tuple[list[Change], tuple[str, ...]]:
-    """What the trace does to the cluster's units, in order, and what differs between the two, in sentences.
+    """The trace's changes of the cluster's units, in order, and the differences between trace and cluster, in
+    sentences.
 
     The cluster's hosts are places for the trace's machines (`seated`). Places that are empty at the start are a change
     at 0.

@@ -25,7 +25,7 @@ Report = dict[str, Any]
 
 @dataclass
 class Asked:
-    """What the machine has asked for, since it was last looked at.
+    """Requests of the machine since the last look.
 
     ``switch``: all are to stand at the next boundary. ``starts``: processes for empty positions, beside other workers.
     ``found``: moves are to be looked for. ``end``: the job's.

@@ -46,7 +46,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a GPU and its links reach in practice, not on paper."""
+    """Rates that a GPU and its links reach in practice."""
 
     tflops: float = 140.0
     tp_gbps: float = 200.0

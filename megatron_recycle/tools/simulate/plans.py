@@ -39,7 +39,7 @@ EXACT = 60_000
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a plan, in seconds: each iteration when they follow one another, and one alone."""
+    """A plan's times in seconds: each iteration when they follow one another, and one alone."""
 
     period: float
     makespan: float
@@ -206,7 +206,7 @@ def _costs(rows: list[tuple[int, ...]], hop: int) -> Costs:
 
 
 def _quickly(problem: Problem) -> Schedule:
-    """What the planner's quick plan takes, without the plan."""
+    """The times of the planner's quick plan, without the plan."""
     instance = build(problem)
     alignment = aligned(instance)
     found = [run(instance, TEMPLATES[0], alignment)]

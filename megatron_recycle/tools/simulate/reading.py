@@ -5,8 +5,8 @@
 * JSON lines: one about the trace (``duration``, ``hosts``), then one for each outage (``host``, ``kind``, ``down``,
   ``up``, ``gpu``).
 
-The format is told by the first line. A line that cannot be read is refused with its number. What can be read, but
-cannot be true, is cleaned, and each change is reported (`Trace.cleaned`).
+The first line decides the format. A line that cannot be read is refused with its number. Impossible entries are
+corrected, and each correction is reported (`Trace.cleaned`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ USEFUL, REDONE, ROLLED_BACK, STOPPED, UNFINISHED = "useful", "redone", "rolled b
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job.
+    """The result of a simulated job.
 
     Attributes:
         samples: of iterations that stay.

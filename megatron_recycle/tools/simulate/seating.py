@@ -62,7 +62,7 @@ class _Table:
         self._gaps: list[tuple[int, Outage]] = []
 
     def come(self, hosts: Iterable[str], at: float) -> None:
-        """These hosts come, in this order; whoever waits already is before them."""
+        """These hosts come, in this order; hosts that wait already come first."""
         self._waits.update(dict.fromkeys(hosts))
         while self._waits and self._free:
             host, _ = self._waits.popitem(last=False)

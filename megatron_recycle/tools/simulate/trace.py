@@ -43,7 +43,7 @@ class Outage:
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened to these hosts in the seconds from 0 to ``duration``.
+    """The outages of these hosts in the seconds from 0 to ``duration``.
 
     ``hosts`` are in their order of appearance. ``outages`` are ordered by their begin; of one host and GPU they do not
     overlap. ``cleaned``: what was changed to make it so, in sentences.
@@ -79,7 +79,7 @@ class Trace:
 
 @dataclass
 class Cleaning:
-    """What was changed in a trace while it was read; said once for each kind of change."""
+    """Corrections made while a trace was read, one sentence for each kind."""
 
     _changes: dict[str, list[str]] = field(default_factory=dict)
 

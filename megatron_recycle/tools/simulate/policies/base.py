@@ -63,8 +63,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a policy knows at the start, as an operator does. ``mtbf``: mean seconds between failures. ``whole``: that
-    the cluster will have workers for the whole grid, now or later."""
+    """The knowledge of a policy at the start, the same as an operator's. ``mtbf``: mean seconds between failures.
+    ``whole``: that the cluster will have workers for the whole grid, now or later."""
 
     job: Job
     cluster: Cluster

@@ -47,7 +47,7 @@ class LentAndMoves(Recycling):
         return Course.of(self.setting.plans.lent(failed, self.dealt), usual.samples)
 
     def _course(self) -> Course:
-        """That of the job's own layers, which it goes on with at once."""
+        """The course with the stage's own layers, which the job follows at once."""
         assert self.members is not None
         self._changes += 1
         self._found, self._begin_search = False, bool(self.members.empty)

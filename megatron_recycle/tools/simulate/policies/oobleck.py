@@ -140,7 +140,7 @@ class Oobleck:
         return max((count + length - 1) * -(-self.setting.job.all_layers // length) for length, count in deal.items())
 
     def _seconds(self, lengths: tuple[int, ...]) -> float:
-        """Of an iteration of such pipelines."""
+        """Seconds of an iteration of such pipelines."""
         return max(self.setting.plans.template(length, count) for length, count in self._dealt(lengths).items())
 
     def _dealt(self, lengths: tuple[int, ...]) -> dict[int, int]:
