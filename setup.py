@@ -13,7 +13,7 @@ EXAMPLES = (
     "scripts/megatron_cpu.py", "scripts/slurm/deepspeed.sbatch", "scripts/slurm/megatron.sbatch",
     "scripts/slurm/apart.sh",
 )
-"""What `megatron_recycle.examples` finds in a checkout's scripts/, and in a wheel beside it."""
+"""What `megatron_recycle.tools.examples` finds in a checkout's scripts/, and in a wheel beside it."""
 
 
 class Build(build_py):

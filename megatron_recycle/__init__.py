@@ -77,7 +77,7 @@ def enable(
 
     launched = Launched.read()
     if observer is None and launched.chaos:
-        from megatron_recycle.chaos.observer import observer_for
+        from megatron_recycle.observe.holds import observer_for
 
         observer = observer_for(launched)
 

@@ -1,16 +1,14 @@
 """Settings of the plugin: the one source of JSON keys, flags, environment variables and their documentation.
 
-A setting is a field of `RecycleConfig`. Key `x_y` of the JSON section `"recycle"` is flag `--recycle-x-y`
-and variable `RECYCLE_X_Y`; a flag beats a variable, a variable beats JSON, JSON beats the default. Unknown keys and
-impossible values are refused at the start, with the remedy in the message. `python -m megatron_recycle.config` prints
-the documentation's part.
+A setting is a field of `RecycleConfig`; `option` reads it from each source and documents it. Impossible values are
+refused at the start, with the remedy in the message. `python -m megatron_recycle.config` prints the documentation's
+part.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -18,19 +16,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megatron_recycle.environment import HANDED_OVER
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.option import Option, attribute, flag, shown, variable
+from megatron_recycle.option import (
+    SECTION,
+    Option,
+    add_flags,
+    as_markdown,
+    attribute,
+    flag,
+    refuse_unknown,
+    resolved,
+    shown,
+    variable,
+)
 
-SECTION = "recycle"
-"""Name of the section in the DeepSpeed JSON file."""
+__all__ = ["SECTION", "Option", "RecycleConfig", "add_arguments", "docs_table", "flag", "options", "variable"]
 
 _COSTS = re.compile(r"TRIPLE(;TRIPLE)*".replace("TRIPLE", r" *\d+ *, *\d+ *, *\d+ *"))
 
 
-def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), unit: str = "") -> Any:
+def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), unit: str = "", least: int | None = None) -> Any:
     """A dataclass field whose metadata feeds flags, messages and the documentation table."""
-    return field(default=default, metadata={"help": help, "choices": choices, "unit": unit})
+    return field(default=default, metadata={"help": help, "choices": choices, "unit": unit, "least": least})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,7 @@ class RecycleConfig:
     block: int | None = _option(
         None,
         "micro-batches per block, the unit that exact re-routes; auto: ceil(M / (D - 1)); fast has none",
+        least=1,
     )
     step: Literal["staggered", "barrier"] = _option(
         "staggered",
@@ -101,6 +109,7 @@ class RecycleConfig:
         None,
         "most micro-batches whose activations a worker keeps at a time; auto: twice the number of stages, or as many "
         "as there is memory for",
+        least=1,
     )
     memory: float | None = _option(
         None,
@@ -121,6 +130,7 @@ class RecycleConfig:
         0,
         "compare the digests of peers' parameters every so many iterations, and after recoveries; an odd one out among "
         "three or more is brought back from its peers; 0: as verify says",
+        least=0,
     )
     check_forward: bool = _option(
         True,
@@ -128,7 +138,7 @@ class RecycleConfig:
         "layer that draws from a generator out of sight is refused by name with exact, and named in a warning with "
         "fast; it costs that forward",
     )
-    seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
+    seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage", least=0)
     poison: Literal["stop", "skip"] = _option(
         "stop",
         "what follows when a second worker fails on a micro-batch as the first one did; stop: the job ends with what "
@@ -160,14 +170,17 @@ class RecycleConfig:
         "one, made while a stage has one worker (every worker keeps two copies of its own state then), or the "
         "checkpoint, whichever is newer; none: it does not",
     )
-    guard_interval: int = _option(10, "iterations between two copies of guard: as many can be lost with a last copy")
+    guard_interval: int = _option(
+        10, "iterations between two copies of guard: as many can be lost with a last copy", least=1
+    )
     state_copies: int = _option(
         2,
         "how many workers of a stage hold each shard of its optimizer state, where that is cut into shards "
         "(DeepSpeed's ZeRO-1, Megatron's distributed optimizer); all: each holds all of it",
         choices=("all",),
+        least=0,
     )
-    max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
+    max_restarts: int = _option(0, "how often the launcher starts a dead worker again", least=0)
     moves: bool = _option(
         False,
         "whether a healthy worker takes an empty position of a stage that has lost much more than its own; until it "
@@ -180,7 +193,7 @@ class RecycleConfig:
         "that dropout does not depend on who runs it. A job goes on with its own layers at once, and lends some where "
         "the search of `planner_budget` seconds finds that this pays within the `horizon`",
     )
-    lend_layers: int = _option(2, "how many layers of a stage each neighbouring stage may run, at most")
+    lend_layers: int = _option(2, "how many layers of a stage each neighbouring stage may run, at most", least=1)
     move_cost: float = _option(1.0, "iterations that one move is taken to cost")
     horizon: float = _option(100.0, "iterations over which moves, and new partners on NCCL, must pay off")
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
@@ -267,21 +280,8 @@ class RecycleConfig:
                 impossible order of timeouts.
         """
         environ = os.environ if environ is None else environ
-        _refuse_unknown(section, environ)
-        values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
-        for option in options():
-            name = option.name
-            by_flag = getattr(flags, attribute(name), None)
-            if by_flag is not None:
-                sources[name] = flag(name)
-                values[name] = option.parse(by_flag, sources[name])
-            elif variable(name) in environ:
-                sources[name] = variable(name)
-                values[name] = option.parse(environ[sources[name]], sources[name])
-            elif section is not None and name in section:
-                sources[name] = f'"{name}" in the JSON section "{SECTION}"'
-                values[name] = option.check(section[name], sources[name])
+        refuse_unknown(options(), section, environ)
+        values, sources = resolved(options(), section, flags, environ)
         return cls(**values, sources=sources)
 
     def block_size(self, pipelines: int, microbatches: int) -> int:
@@ -308,12 +308,10 @@ class RecycleConfig:
         return "\n".join(lines)
 
     def _check_ranges(self) -> None:
-        least_values = {"block": 1, "cap": 1, "max_restarts": 0, "verify_every": 0, "seed": 0,
-                        "guard_interval": 1, "state_copies": 0, "lend_layers": 1}
-        for name, least in least_values.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{_where(self, name)} is {value}; give {least} or more")
+        for option in options():
+            value = getattr(self, option.name)
+            if option.least is not None and value is not None and value < option.least:
+                raise ConfigError(f"{_where(self, option.name)} is {value}; give {option.least} or more")
         if self.chunks not in (1, 2):
             raise ConfigError(f"{_where(self, 'chunks')} is {self.chunks}; give 1, or 2 for V-shaped stages")
         for name in ("move_cost", "horizon"):
@@ -416,15 +414,7 @@ def add_arguments(
         default=False,
         help="switch the plugin on; same as --recycle-enabled true",
     )
-    for option in options():
-        # Kept as text until `resolve`, so that a bad value gets the same message from every source.
-        group.add_argument(
-            flag(option.name),
-            dest=attribute(option.name),
-            default=None,
-            metavar=option.values(),
-            help=f"{option.help} (default {shown(option.default)})".replace("%", "%%"),
-        )
+    add_flags(group, options())
 
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -445,54 +435,13 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 def docs_table() -> str:
     """All settings as Markdown: a heading for each group, and one for each setting."""
-    known = {option.name: option for option in options()}
-    rest = tuple(name for name in known if not any(name in names for names in GROUPS.values()))
-    lines = []
-    for title, names in {**GROUPS, **({"Others": rest} if rest else {})}.items():
-        lines.append(f"## {title}\n")
-        for option in (known[name] for name in names):
-            values = ", ".join(f"`{value}`" for value in option.values().split("|"))
-            lines += [f"### {option.name}\n", *_meaning(option),
-                      f"Default `{shown(option.default)}`; values {values}. JSON key `{option.name}`, flag "
-                      f"`{flag(option.name)}`, variable `{variable(option.name)}`.\n"]
-    return "\n".join(lines).rstrip()
-
-
-def _meaning(option: Option) -> list[str]:
-    """What a setting does, as Markdown: the values that its help explains are a list."""
-    known = {*option.choices, shown(option.default), "auto", "none", "true", "false", "0", "1", "2"}
-    words = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-    said, *values = re.split(rf"(?:; |^)(?=(?:{words}): )", option.help)
-    found = [f"{said[0].upper()}{said[1:]}{'' if said.endswith('.') else ':' if values else '.'}\n"] if said else []
-    listed = [f"- `{name}`: {text}" for name, _, text in (value.partition(": ") for value in values)]
-    return [*found, *listed[:-1], *(f"{last}\n" for last in listed[-1:])]
-
-
-def _refuse_unknown(section: Mapping[str, Any] | None, environ: Mapping[str, str]) -> None:
-    if section is not None and not isinstance(section, Mapping):
-        raise ConfigError(f'the JSON section "{SECTION}" is {section!r}; give an object: {{"enabled": true}}')
-    names = [option.name for option in options()]
-    for key in section or ():
-        if key not in names:
-            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f'unknown key "{key}" in the JSON section "{SECTION}"; the nearest known key is "{near}" '
-                "(docs/configuration.md has all)"
-            )
-    known = [variable(name) for name in names]
-    for key in environ:
-        if not key.startswith("RECYCLE_") or key in known or key in HANDED_OVER:
-            continue
-        # The prefix is not ours alone: only what looks like a slip of one of our names is refused.
-        close = difflib.get_close_matches(key[len("RECYCLE_") :].lower(), names, n=1, cutoff=0.7)
-        if close:
-            near = variable(close[0])
-            raise ConfigError(f"unknown environment variable {key}; the nearest known one is {near}")
+    return as_markdown(options(), GROUPS)
 
 
 def _where(config: RecycleConfig, name: str) -> str:
     source = config.sources.get(name)
     return name if source is None else f"{name} (from {source})"
+
 
 if __name__ == "__main__":
     print(docs_table())

@@ -1,13 +1,24 @@
-"""One setting: its name in every source, its text read, its value checked and shown."""
+"""A setting: its name in every source, its text read, its value checked, shown and documented.
+
+Key `x_y` of the JSON section `"recycle"` is flag `--recycle-x-y` and variable `RECYCLE_X_Y`; a flag beats a variable, a
+variable beats JSON, JSON beats the default. Which settings there are is in `config`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import difflib
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_recycle.environment import HANDED_OVER
 from megatron_recycle.errors import ConfigError
 
+SECTION = "recycle"
+"""Name of the section in the DeepSpeed JSON file."""
+_PREFIX = "RECYCLE_"
 AUTO = "auto"
 """Word for `None` in flags and variables (in JSON: `null` or `"auto"`)."""
 
@@ -24,7 +35,7 @@ def attribute(name: str) -> str:
 
 def variable(name: str) -> str:
     """Environment variable of setting `name`: `x_y` is `RECYCLE_X_Y`."""
-    return "RECYCLE_" + name.upper()
+    return _PREFIX + name.upper()
 
 
 def shown(value: Any) -> str:
@@ -50,6 +61,8 @@ class Option:
     choices: tuple[str, ...]
     """The allowed values; of an integer, words for 0."""
     unit: str
+    least: int | None = None
+    """The smallest number that is allowed."""
 
     def parse(self, text: Any, source: str) -> Any:
         """The value that the text of a flag or variable stands for. Raises ConfigError, which names `source`."""
@@ -102,3 +115,80 @@ class Option:
         plain = kinds[self.kind] + (" of seconds" if self.unit == "s" else "")
         values = " or ".join((*(() if self.kind is str and self.choices else (plain,)), *self.choices))
         return values + (f" or {AUTO}" if self.optional else "")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """The name that somebody may have meant."""
+    return difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+
+
+def resolved(options: Sequence[Option], section: Mapping[str, Any] | None, flags: argparse.Namespace | None,
+             environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values that are given, and where each of them came from. Raises ConfigError for a bad value."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for option in options:
+        name = option.name
+        by_flag = getattr(flags, attribute(name), None)
+        if by_flag is not None:
+            sources[name] = flag(name)
+            values[name] = option.parse(by_flag, sources[name])
+        elif variable(name) in environ:
+            sources[name] = variable(name)
+            values[name] = option.parse(environ[sources[name]], sources[name])
+        elif section is not None and name in section:
+            sources[name] = f'"{name}" in the JSON section "{SECTION}"'
+            values[name] = option.check(section[name], sources[name])
+    return values, sources
+
+
+def refuse_unknown(options: Sequence[Option], section: Mapping[str, Any] | None, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError for a key or a variable that is no setting's; the message names the nearest one."""
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError(f'the JSON section "{SECTION}" is {section!r}; give an object: {{"enabled": true}}')
+    names = [option.name for option in options]
+    for key in section or ():
+        if key not in names:
+            raise ConfigError(f'unknown key "{key}" in the JSON section "{SECTION}"; the nearest known key is '
+                              f'"{nearest(str(key), names)}" (docs/configuration.md has all)')
+    known = [variable(name) for name in names]
+    for key in environ:
+        if not key.startswith(_PREFIX) or key in known or key in HANDED_OVER:
+            continue
+        # The prefix is not ours alone: only what looks like a slip of one of our names is refused.
+        close = difflib.get_close_matches(key[len(_PREFIX):].lower(), names, n=1, cutoff=0.7)
+        if close:
+            raise ConfigError(f"unknown environment variable {key}; the nearest known one is {variable(close[0])}")
+
+
+def add_flags(group: argparse._ActionsContainer, options: Sequence[Option]) -> None:
+    """Add one flag per setting. Its text is kept until `resolved`: a bad value gets the same message from every
+    source."""
+    for option in options:
+        group.add_argument(flag(option.name), dest=attribute(option.name), default=None, metavar=option.values(),
+                           help=f"{option.help} (default {shown(option.default)})".replace("%", "%%"))
+
+
+def as_markdown(options: Sequence[Option], groups: Mapping[str, Sequence[str]]) -> str:
+    """All settings as Markdown: a heading for each group, and one for each setting."""
+    known = {option.name: option for option in options}
+    rest = tuple(name for name in known if not any(name in names for names in groups.values()))
+    lines = []
+    for title, names in {**groups, **({"Others": rest} if rest else {})}.items():
+        lines.append(f"## {title}\n")
+        for option in (known[name] for name in names):
+            values = ", ".join(f"`{value}`" for value in option.values().split("|"))
+            lines += [f"### {option.name}\n", *_meaning(option),
+                      f"Default `{shown(option.default)}`; values {values}. JSON key `{option.name}`, flag "
+                      f"`{flag(option.name)}`, variable `{variable(option.name)}`.\n"]
+    return "\n".join(lines).rstrip()
+
+
+def _meaning(option: Option) -> list[str]:
+    """What a setting does, as Markdown: the values that its help explains are a list."""
+    known = {*option.choices, shown(option.default), "auto", "none", "true", "false", "0", "1", "2"}
+    words = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+    said, *values = re.split(rf"(?:; |^)(?=(?:{words}): )", option.help)
+    found = [f"{said[0].upper()}{said[1:]}{'' if said.endswith('.') else ':' if values else '.'}\n"] if said else []
+    listed = [f"- `{name}`: {text}" for name, _, text in (value.partition(": ") for value in values)]
+    return [*found, *listed[:-1], *(f"{last}\n" for last in listed[-1:])]

@@ -254,8 +254,8 @@ def is_good(report: dict[str, Any]) -> bool:
 def draw(outcome: Outcome, path: Path) -> None:
     """The plan before and after the first failure, both timed with the costs that were known after it."""
     from megatron_recycle.control.plan_folder import PlanFolder
-    from megatron_recycle.observe.timeline import draw_pair
     from megatron_recycle.plan import Plan, lower_bound, replay
+    from megatron_recycle.tools.timeline import draw_pair
 
     def in_use(generation: int) -> Plan:
         """The plan that this generation followed in the end."""

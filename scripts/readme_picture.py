@@ -6,9 +6,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from megatron_recycle.observe.timeline import PAGE, draw_pair
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, replay
 from megatron_recycle.planner import improve, quick
+from megatron_recycle.tools.timeline import PAGE, draw_pair
 
 PIPELINES, STAGES, MICROBATCHES, CAP, BUDGET = 3, 4, 6, 6, 5.0
 

@@ -37,5 +37,6 @@ checks=$!
 status=0
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc takes that variable's word for it
 "$python" -m pytest -n "${PROCESSES:-$((cores + 1))}" --dist worksteal --ignore tests/test_style.py "${wanted[@]}" "$@" || status=$?
-wait "$checks" || { cat "$style"; status=1; }
+wait "$checks" || status=1
+cat "$style"
 exit "$status"

@@ -15,6 +15,7 @@ PACKAGE = ROOT / "megatron_recycle"
 PATH = ROOT / "docs" / "path-of-a-failure.md"
 README = ROOT / "README.md"
 PAGES = (README, ROOT / "patches" / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md",
+         ROOT / "tests" / "README.md",
          *sorted((ROOT / "docs").glob("*.md")))
 MOST_FILES = 12
 MOST_WORDS, FIRST_SCREEN = 900, 12
@@ -89,6 +90,13 @@ def test_docstrings_name_modules_that_are_there():
             known = place.is_dir() or place.with_suffix(".py").exists() or name.split(".")[1] in exported.read_text()
             gone += [] if known or name.endswith((".log", ".jsonl")) else [f"{file.relative_to(ROOT)}: {name}"]
     assert not gone, ", ".join(gone)
+
+
+def test_the_guide_to_the_tests_names_every_folder():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "tests" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    named = set(re.findall(r"`(\w+)`", " ".join(rows)))
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= named, f"tests/README.md says nothing of {', '.join(sorted(folders - named))}"
 
 
 def test_the_table_of_slow_workers_is_the_one_of_the_code():

@@ -15,15 +15,18 @@ from pathlib import Path
 import networkx
 import pytest
 
+from megatron_recycle import cli
+
 PACKAGE = "megatron_recycle"
+COMMANDS = frozenset(module for module, _ in cli.COMMANDS.values())
 ROOT = Path(__file__).parent.parent / PACKAGE
 
 LEAVES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "nccl_settings": frozenset(),
     "environment": frozenset(),
-    "option": frozenset({"errors"}),
-    "config": frozenset({"errors", "environment", "option"}),
+    "option": frozenset({"errors", "environment"}),
+    "config": frozenset({"errors", "option"}),
     "observe.log": frozenset(),
     "observe.text": frozenset(),
     "observe.disk": frozenset(),
@@ -47,22 +50,24 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runtime": frozenset({"plan", "membership", "control", "checkpoint_period"}),
     "runtime.compute": frozenset({"plan", "runtime"}),
     "backends": frozenset({"plan", "membership", "control", "runtime"}),
-    "examples": frozenset(),
     "usage": frozenset(),
-    "launch": frozenset({"examples", "usage", "plan", "measure", "planner", "membership", "control", "observe",
-                         "chaos"}),
-    "simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period"}),
-    "chaos": frozenset({"plan", "membership", "runtime", "observe"}),
+    "launch": frozenset({"usage", "plan", "measure", "planner", "membership", "control", "observe"}),
+    "tools.simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period"}),
+    "tools.chaos": frozenset({"plan", "membership", "control", "runtime", "observe", "launch"}),
 }
 """Package (or a module or a part of it that differs: a command is a front end) -> packages it may import beside itself
-and the leaves. What is not listed may import all."""
+and the leaves. What is not listed may import all, but for `TOOLS`."""
+
+TOOLS = "tools"
+"""What looks at a job, or simulates one, from outside. The plugin works without it: only a subcommand of `recycle`
+may import from it, and only where it comes to that."""
 
 THIRD_PARTY: dict[str, frozenset[str]] = {
-    "torch": frozenset({"runtime", "backends", "doctor", "rehearsal", "chaos", "launch"}),
+    "torch": frozenset({"runtime", "backends", "tools", "launch"}),
     "deepspeed": frozenset({"backends"}),
     "megatron": frozenset({"backends"}),
     "ortools": frozenset({"planner.cpsat"}),
-    "matplotlib": frozenset({"observe.timeline", "simulate.pictures"}),
+    "matplotlib": frozenset({"tools.timeline", "tools.simulate.charts"}),
 }
 """Third-party package -> packages or modules that may import it."""
 
@@ -153,14 +158,19 @@ def fault(found: Import) -> str | None:
         if first in THIRD_PARTY and not covers(THIRD_PARTY[first], found.importer):
             return f"{found}: only {', '.join(sorted(THIRD_PARTY[first]))} may"
         return None
+    if covers({TOOLS}, rest) and not covers({TOOLS}, found.importer):
+        its_own = found.lazy and f"{PACKAGE}.{found.importer}" in COMMANDS
+        return None if its_own else f"{found}: only subcommands may, inside of a function"
     if found.importer in LEAVES:
         return None if covers(LEAVES[found.importer], rest) else f"{found}: it is a leaf"
-    allowed = ALLOWED.get(found.importer, ALLOWED.get(home))
-    if rest.split(".")[0] == home or allowed is None or covers(allowed, rest):
+    name = found.importer
+    own = next((each for each in (name, ".".join(name.split(".")[:2]), home) if each in ALLOWED), home)
+    allowed = ALLOWED.get(own)
+    if covers({own if home == TOOLS else home}, rest) or allowed is None or covers(allowed, rest):
         return None
     if home != "plan" and covers({*LEAVES, *LEAF_NAMES}, rest):
         return None
-    return f"{found}: {home} may import {', '.join(sorted(ALLOWED[home])) or 'nothing of the package'}"
+    return f"{found}: {own} may import {', '.join(sorted(allowed)) or 'nothing of the package'}"
 
 
 def impure(found: Import) -> str | None:
@@ -257,11 +267,13 @@ def test_one_room_of_the_runtime_knows_the_communication_library():
         ("membership.machine", "from megatron_recycle.config import RecycleConfig"),
         ("planner.greedy", "from megatron_recycle.measure import Profile"),
         ("observe.events", "from megatron_recycle.plan import Plan"),
-        ("observe.events", "from megatron_recycle.observe.timeline import draw"),
-        ("runtime.step", "from megatron_recycle.observe.timeline import draw"),
+        ("observe.events", "from megatron_recycle.tools.timeline import draw"),
+        ("runtime.step", "def f():\n    from megatron_recycle.tools.timeline import draw"),
+        ("launch.command", "from megatron_recycle.tools.post_mortem import collect"),
+        ("tools.chaos.acts", "from megatron_recycle.tools.simulate import run"),
         ("runtime.step", "from megatron_recycle import launch"),
         ("config", "from megatron_recycle.observe.events import EventLog"),
-        ("backends.deepspeed", "from megatron_recycle.chaos import kill"),
+        ("backends.deepspeed", "from megatron_recycle.tools.chaos import kill"),
     ],
 )
 def test_a_wrong_import_would_be_found(module: str, source: str):
@@ -278,6 +290,8 @@ def test_a_wrong_import_would_be_found(module: str, source: str):
         ("control.coordinator", "from megatron_recycle.observe import EventLog"),
         ("runtime.step", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deepspeed"),
         ("cli", "from megatron_recycle.launch import command"),
+        ("launch.command", "def f():\n    from megatron_recycle.tools.post_mortem import collect"),
+        ("tools.chaos.acts", "from megatron_recycle.tools.chaos.target_job import TargetJob"),
     ],
 )
 def test_a_right_import_is_let_through(module: str, source: str):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle import __version__, cli, examples
+from megatron_recycle import __version__, cli
+from megatron_recycle.tools import examples
 
 ROOT = Path(__file__).parent.parent
 _LIMIT = 120

@@ -1,7 +1,7 @@
 """Executors carry decisions of the membership machine out, and `Leader` is the loop: decided, remembered, carried out.
 
 `Executor` has one method per decision. The coordinator's own (`asyncio_executor`) has sockets, timers and threads;
-`in_memory` has none, for tests and simulations. `Leader` drives either.
+`tests/fakes/coordinator.py` has none. `Leader` drives either.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.measure.job import Measured
+from megatron_recycle.measure.measurements import Measured
 from megatron_recycle.plan import Costs, Problem
 from megatron_recycle.planner import CopyPrice
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class AnyLink(Protocol):
-    """A link as an agent needs it: this module's, or one in memory (`in_memory.InMemoryLink`)."""
+    """A link as an agent needs it: this module's, or one in memory (`tests/fakes/coordinator.py`)."""
 
     error: str | None
     lost_since: float | None

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
-from megatron_recycle.measure.job import Measured, Measurements
+from megatron_recycle.measure.measurements import Measured, Measurements
 from megatron_recycle.membership.policies import WHOLE
 from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker, borrowings, overfull, pairs
 from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,13 +19,14 @@ from megatron_recycle.control.wire import GUEST, for_joining
 from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
-from megatron_recycle.launch import join_request, meeting, slurm, slurm_control, standby
-from megatron_recycle.launch.chaos_script import hurting
-from megatron_recycle.launch.given import in_environment, settings
+from megatron_recycle.launch import join_request, meeting, slurm, standby
+from megatron_recycle.launch.flags import add_arguments, check, translate
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.launch.network import (
+from megatron_recycle.launch.other_launchers import refuse
+from megatron_recycle.launch.processes import Grace, Job
+from megatron_recycle.launch.reachability import (
     await_coordinator,
     check_address,
     check_host,
@@ -32,11 +34,8 @@ from megatron_recycle.launch.network import (
     interface_towards,
     own_address,
 )
-from megatron_recycle.launch.options import add_arguments, check, translate
-from megatron_recycle.launch.other_launchers import refuse
-from megatron_recycle.launch.post_mortem import collect
-from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
+from megatron_recycle.launch.settings import in_environment, settings
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (
@@ -101,6 +100,10 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     spare_output()
     config = RecycleConfig.resolve()
     translate(args)
+    if args.chaos is not None:
+        from megatron_recycle.tools.chaos.script import check_acts
+
+        check_acts(args.chaos)
     check(args)
     refuse(os.environ)
     say = say_to(sys.stderr)
@@ -124,23 +127,39 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     while life is not None:
         launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, say)
         closing_table(launcher)
-        if (end := launcher.ending.end) is not None and end["status"] == 1 and not launcher.ending.interrupted:
-            job = launcher.job
-            if (folder := collect(run_dir, end, job.environ, launcher.processes.host)) is not None:
-                say(f"recycle: events, plans, stacks, the ends of all logs and versions are in {folder}")
+        _gather(launcher, run_dir, say)
         if (life := launcher.next_life(life)) is not None:
             say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
     if args.requeue and hosts.rank == 0 and status == _TERMINATED:
-        say(slurm_control.requeue(os.environ))
+        say(slurm.requeue(os.environ))
     return status
+
+
+def _gather(launcher: Launcher, run_dir: Path, say: Callable[[str], None]) -> None:
+    """Gather what an engineer needs of a life that has failed."""
+    end = launcher.ending.end
+    if end is not None and end["status"] == 1 and not launcher.ending.interrupted:
+        from megatron_recycle.tools.post_mortem import collect
+
+        if (folder := collect(run_dir, end, launcher.job.environ, launcher.processes.host)) is not None:
+            say(f"recycle: events, plans, stacks, the ends of all logs and versions are in {folder}")
+
+
+def _hurting(chaos: str | None, run_dir: Path) -> AbstractContextManager[None]:
+    """A block in which the acts of --chaos happen, if there are any."""
+    if chaos is None:
+        return nullcontext()
+    from megatron_recycle.tools.chaos.script import hurting
+
+    return hurting(chaos, run_dir)
 
 
 def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None]) -> None:
     """Say what Slurm would end this job for. Raises ConfigError if it could not start the job again."""
     if args.requeue:
-        slurm_control.check_requeue(os.environ)
+        slurm.check_requeue(os.environ)
     if hosts.name:
-        for line in slurm_control.unkept(os.environ):
+        for line in slurm.unkept(os.environ):
             say(line)
 
 
@@ -185,7 +204,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
         say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
         launcher = Launcher(job, found.control, found.token, say, coordinator, clock)
         home = run_dir if args.store is None else run_dir / f"node-{hosts.rank}"
-        with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
+        with _hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
                 watched(args, home, found.token, coordinator is not None):
             return launcher, launcher.run()
     finally:
@@ -195,8 +214,8 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
 
 def _at_service(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str, nproc: int,
                 say: Callable[[str], None]) -> Meeting:
-    """Wait for a coordinator that is a service of its own. In a folder that is the service's, too, host 0 tells those
-    that join what is trained. Raises RecycleError."""
+    """Wait for a coordinator that is a service of its own. Host 0 writes the command of the job into the run folder,
+    for hosts that join, if the service uses the same folder. Raises RecycleError."""
     say(f"recycle: waiting for the coordinator at {args.coordinator}")
     await_coordinator(args.coordinator, token, _START_LIMIT, say)
     make(run_dir)
@@ -274,7 +293,7 @@ def run_dir_of(option: Path | None, config: RecycleConfig, folder: str | None = 
 
 
 def _lead_in_time(lead: Callable[[], _Led], limit: float) -> _Led:
-    """What ``lead`` returns, tried again for ``limit`` seconds: between two lives of a job its port may be somebody
+    """The result of ``lead``, tried again for ``limit`` seconds: between two lives of a job its port may be somebody
     else's for a moment. Raises RecycleError."""
     until = time.monotonic() + limit
     while True:

@@ -10,20 +10,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_recycle.environment import COORDINATORS_MODULE, TOKEN
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
-from megatron_recycle.launch.deaths import Deaths
 
 _START_LIMIT = 60.0
 _END_LIMIT = 2.0
 _TOLD_LINES = 5
 DEPOSED = 75
 """Status of a coordinator that leads no more, and is started again to stand by."""
+_MOST = 5
+"""Deaths in a row after which a service is started again."""
+_LIFE = 60.0
+"""Seconds of a life after which its end is not in a row with the one before: an iteration may take that long."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,35 @@ class CoordinatorSpec:
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
 
 
+class Deaths:
+    """The count of one service's deaths without an iteration committed, or a longer life, in between.
+
+    Args:
+        what: the service, in words.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._clock = clock
+        self._count = 0
+        self._born = clock()
+
+    def progress(self) -> None:
+        """An iteration was committed: what was before is forgotten."""
+        self._count = 0
+
+    def died(self, log: object) -> None:
+        """One more; the next life begins. Raises RecycleError if there is to be none."""
+        if self._clock() - self._born > _LIFE:
+            self._count = 0
+        self._count += 1
+        self._born = self._clock()
+        if self._count > _MOST:
+            raise RecycleError(f"{self._what} has died {self._count} times in a row, without an iteration committed in "
+                               f"between: see {log}")
+
+
 @dataclass
 class Service:
     """A coordinator's process and where it listens, "host:port"."""
@@ -80,7 +112,7 @@ class Service:
 
     def restart(self) -> Service:
         """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until
-        it listens: those that connect try until they can. This one is released in any case.
+        it listens: its clients try until they can connect. This one is released in any case.
 
         Raises:
             RecycleError: it has refused to start, or has died too often.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import meeting
-from megatron_recycle.launch.network import knock
+from megatron_recycle.launch.reachability import knock
 
 
 def ill(folders: Iterable[Path]) -> list[str]:

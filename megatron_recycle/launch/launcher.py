@@ -1,7 +1,7 @@
 """One host's part of a job: its workers are started, their ends are reported, and none ends because another died.
 
 One thread waits for everything: process ends (pidfd), messages of the coordinator, signals. Messages to the coordinator
-are queued, and the link's thread sends them. The parts: `processes`, `starting` (again, and for moves), `ending`
+are queued, and the link's thread sends them. The parts: `processes`, `starting` (again, and for moves), `shutdown`
 (signals, time limits), `obeying` (the coordinator's commands), `services` (the coordinator).
 """
 
@@ -18,16 +18,15 @@ from collections.abc import Callable
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.wire import Message
 from megatron_recycle.launch.coordinator_process import Service
-from megatron_recycle.launch.ending import Ending
-from megatron_recycle.launch.last_words import last_words
 from megatron_recycle.launch.life import Life
-from megatron_recycle.launch.log_tail import Follower
 from megatron_recycle.launch.obeying import Obeying
 from megatron_recycle.launch.processes import NOT_JOINED, Job, Processes, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.services import Services
+from megatron_recycle.launch.shutdown import Ending
 from megatron_recycle.launch.starting import Starting, Starts
 from megatron_recycle.launch.summary import Summary
+from megatron_recycle.launch.worker_logs import Follower, last_words
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.messages import TO_LAUNCHER
 from megatron_recycle.observe.text import printable
@@ -217,7 +216,7 @@ class Launcher:
             return
 
     def _receive(self, message: Message) -> None:
-        """The end, a command, or an event: events are told to the user, and nothing follows from them."""
+        """The end, a command, or an event: events are shown to the user, and nothing follows from them."""
         if message["type"] == "end":
             self.ending.finish(message)
         elif message["type"] == "event":

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron_recycle.control import tokens
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch.network import knock
+from megatron_recycle.launch.reachability import knock
 
 FILE = "join.json"
 _FORMAT = {"format": "recycle-join", "version": 2}

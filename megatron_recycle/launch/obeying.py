@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 
 from megatron_recycle.control.wire import Message
-from megatron_recycle.launch.ending import Ending
-from megatron_recycle.launch.log_tail import Follower
 from megatron_recycle.launch.processes import Processes, Say, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.services import Services
+from megatron_recycle.launch.shutdown import Ending
 from megatron_recycle.launch.starting import Starting
+from megatron_recycle.launch.worker_logs import Follower
 from megatron_recycle.membership.failure_kinds import FailureKind
 
 

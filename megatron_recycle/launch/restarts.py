@@ -40,7 +40,7 @@ class Restarts:
 
     def begun(self, most: int, now: float) -> None:
         """Training has begun, and a rank may be started again ``most`` times: also one whose end was faster than this
-        message. May be told more than once."""
+        message. May be called more than once."""
         self.most = most
         early, self._early = self._early or {}, None
         for rank, log in early.items():

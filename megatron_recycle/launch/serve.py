@@ -21,11 +21,11 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import meeting, watching
 from megatron_recycle.launch.command import closing_table, grace_of, run_dir_of
+from megatron_recycle.launch.flags import HIGHEST_PORT
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.launch.network import bare, check_host, check_listening
-from megatron_recycle.launch.options import HIGHEST_PORT
 from megatron_recycle.launch.processes import Job
+from megatron_recycle.launch.reachability import bare, check_host, check_listening
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.worker_command import clock, say_to
 from megatron_recycle.observe.events import read_events

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.coordinator_process import DEPOSED, Service
-from megatron_recycle.launch.ending import Ending
 from megatron_recycle.launch.processes import Say
+from megatron_recycle.launch.shutdown import Ending
 
 
 class Services:

@@ -1,24 +1,31 @@
-"""The Slurm step that a launcher runs in: its launchers, and this one among them."""
+"""Slurm: the step that a launcher runs in, whether Slurm keeps survivors, and that it is to start the job again."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 
 _INTERACTIVE = 4294967290
 """Step of the shell that `salloc` opens on a node; special steps have this number or a higher one."""
-_LIMIT = 5.0
+_LIMIT = 10.0
+_SRUN = "srun --no-kill --kill-on-bad-exit=0 --wait=0"
+_PROGRAM = re.compile(r"(?:.*/)?(?:recycle|python[0-9.]*|bash|sh|env)$")
+
+Ask = Callable[[Sequence[str]], str]
+"""Gives what a command of Slurm's prints; nothing if it fails, or is not there."""
 
 
 @dataclass(frozen=True)
 class Task:
     """A launcher of which a node has several, one per worker, as `srun --ntasks-per-node=8` starts them.
 
-    It is the one number `local` of `count` on the `node`-th of `nodes`.
+    Its number is `local` of `count` on the `node`-th of `nodes`.
     """
 
     nodes: int
@@ -103,18 +110,125 @@ def local_rank(environ: Mapping[str, str], task: Task) -> int:
     return 0 if len(visible) == 1 and task.count > 1 else task.local
 
 
+def ask(command: Sequence[str]) -> str:
+    """The command's output; "" if it fails."""
+    try:
+        done = subprocess.run(list(command), check=False, capture_output=True, text=True, timeout=_LIMIT,
+                              stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
 def towards(environ: Mapping[str, str]) -> list[str]:
     """Names and addresses of the step's nodes and of the one that started it, as far as Slurm tells them here."""
-    nodes: list[str] = []
-    try:
-        done = subprocess.run(["scontrol", "show", "hostnames", environ.get("SLURM_STEP_NODELIST", "")],
-                              check=False, capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL)
-        nodes = done.stdout.split()[::-1] if done.returncode == 0 else []  # the last one is surely not this one
-    except (OSError, subprocess.TimeoutExpired):
-        pass  # in a container there may be no Slurm
+    nodes = ask(["scontrol", "show", "hostnames", environ.get("SLURM_STEP_NODELIST", "")]).split()[::-1]
+    # The last one is surely not this one, and so comes first. In a container there may be no Slurm.
     return [*nodes, *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")])]
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int:
     """The first of these variables that is a number; 1 if there is none."""
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 1)
+
+
+def unkept(environ: Mapping[str, str], asked: Ask = ask) -> list[str]:
+    """Lines for the user: what Slurm would end this step for, though workers are left.
+
+    srun's options stand in no variable of the step; they are read from its command line, if it runs on this node, as
+    it does under sbatch.
+    """
+    job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
+    lines = []
+    found = re.search(r"SrunHost:Pid=(\S+):(\d+)", asked(["scontrol", "show", "step", "-o", f"{job}.{step}"]))
+    if found is not None:
+        host, pid = found[1], found[2]
+        words = _command_line(pid) if host in (environ.get("SLURMD_NODENAME"), os.uname().nodename) else []
+        if not words or Path(words[0]).name != "srun":
+            lines.append(f"recycle: srun runs on {host}, where its options cannot be seen from here: unless it was "
+                         f"started as `{_SRUN}`, Slurm ends the job when a node is lost")
+        elif missing := missing_flags(words, environ, asked(["scontrol", "show", "config"])):
+            lines.append(f"recycle: warning: srun was started without {' '.join(missing)}: Slurm ends the job when a "
+                         f"node or a task is lost. Start it as `{_SRUN} ... recycle run ...`")
+    script = asked(["scontrol", "write", "batch_script", job, "-"])
+    if script and not re.search(r"^#SBATCH\s(?:.*\s)?(?:--no-kill|-k)(?:\s|$)", script, re.MULTILINE):
+        lines.append("recycle: warning: the batch script has no `#SBATCH --no-kill`: unless sbatch itself was given "
+                     "it, Slurm ends the job when a node is lost")
+    return lines
+
+
+def missing_flags(words: Sequence[str], environ: Mapping[str, str], config: str) -> list[str]:
+    """The options without which this srun does not keep survivors: of its command line `words`, its variables, and
+    Slurm's configuration as `scontrol show config` prints it."""
+    given = {"no-kill": "SLURM_NO_KILL" in environ, "kill-on-bad-exit": environ.get("SLURM_KILL_BAD_EXIT"),
+             "wait": environ.get("SLURM_WAIT")}
+    end = next((index for index, word in enumerate(words) if index and _PROGRAM.match(word)), len(words))
+    options = list(words[1:end])
+    for index, word in enumerate(options):
+        name, _, value = word.removeprefix("--").partition("=") if word.startswith("--") else ("", "", "")
+        if name == "no-kill":
+            given["no-kill"] = value != "off"
+        elif word == "-k":
+            given["no-kill"] = True
+        elif name == "kill-on-bad-exit":
+            given[name] = value or "1"
+        elif word.startswith("-K"):
+            given["kill-on-bad-exit"] = word[2:] or "1"
+        elif name == "wait":
+            given[name] = value or (options[index + 1] if index + 1 < len(options) else "")
+        elif word.startswith("-W"):
+            given["wait"] = word[2:] or (options[index + 1] if index + 1 < len(options) else "")
+    bad_exit = given["kill-on-bad-exit"] or _configured(config, "KillOnBadExit")
+    wait = given["wait"] or _configured(config, "WaitTime")
+    return [flag for flag, missing in (("--no-kill", not given["no-kill"]),
+                                       ("--kill-on-bad-exit=0", bad_exit != "0"), ("--wait=0", wait != "0")) if missing]
+
+
+def _configured(config: str, name: str) -> str:
+    """A number of slurm.conf; "0", Slurm's own default, if it is not told."""
+    found = re.search(rf"^{name}\s*=\s*(\d+)", config, re.MULTILINE)
+    return found[1] if found else "0"
+
+
+def _command_line(pid: str) -> list[str]:
+    try:
+        return Path("/proc", pid, "cmdline").read_text().rstrip("\0").split("\0")
+    except OSError:
+        return []
+
+
+def check_requeue(environ: Mapping[str, str], asked: Ask = ask) -> None:
+    """Raises ConfigError if Slurm could not start this job again."""
+    job = environ.get("SLURM_JOB_ID")
+    if not job:
+        raise ConfigError("--requeue asks Slurm to start the job again, and this is no job of Slurm's: leave it out")
+    told = asked(["scontrol", "show", "job", "-o", job])
+    if not told:
+        raise ConfigError("--requeue needs `scontrol`, which does not answer here (in a container it may be missing): "
+                          "let the batch script call `scontrol requeue $SLURM_JOB_ID` after srun instead")
+    if "BatchFlag=1" not in told:
+        raise ConfigError(f"--requeue: Slurm starts batch jobs again only, and job {job} is none: start it by sbatch")
+
+
+def requeue(environ: Mapping[str, str], asked: Ask = ask) -> str:
+    """Ask Slurm to start the job again, after it has saved and ended; returns the line for the user.
+
+    A job that was cancelled is not started again. A job counts as cancelled if Slurm ends it for another reason than
+    its time limit.
+    """
+    job = environ["SLURM_JOB_ID"]
+    told = asked(["scontrol", "show", "job", "-o", job])
+    state, reason = (re.search(rf"\b{name}=(\S+)", told) for name in ("JobState", "Reason"))
+    if state is None or reason is None:
+        return f"recycle: Slurm does not say what has become of job {job}: it is not requeued"
+    if state[1] != "RUNNING" and reason[1] != "TimeLimit":
+        return f"recycle: job {job} is not requeued (--requeue): Slurm ends it as {state[1]}"
+    try:
+        done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True, timeout=_LIMIT,
+                              stdin=subprocess.DEVNULL)
+        failed = done.stderr.strip() if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failed = str(error)
+    if failed:
+        return f"recycle: job {job} cannot be requeued: {failed}"
+    return f"recycle: job {job} is requeued: Slurm starts it again, and it goes on from its last checkpoint"

@@ -12,7 +12,7 @@ from megatron_recycle.control.etcd import Place
 from megatron_recycle.control.etcd_access import Access
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
-from megatron_recycle.launch.network import own_address
+from megatron_recycle.launch.reachability import own_address
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 

@@ -44,7 +44,7 @@ class Failure:
 
 
 class Summary:
-    """Collects events, some of which are told again after a reconnect; `add` returns the line to show now, if any."""
+    """Collects events, some of which come again after a reconnect; `add` returns the line to show now, if any."""
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
@@ -120,7 +120,7 @@ class Summary:
         return next((rank for rank, worker in self.names.items() if worker == event.get("worker")), None)
 
     def _known(self, event: Mapping[str, Any]) -> bool:
-        """Whether this is told again."""
+        """Whether this event has come before."""
         name = event["event"]
         if name not in _AGAIN:
             return False

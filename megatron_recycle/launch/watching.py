@@ -1,4 +1,4 @@
-"""The options for alarms and metrics, and the process beside a job's coordinator that gives them (`operate.watch`)."""
+"""The options for alarms and metrics, and the process beside a job's coordinator that gives them (`recycle watch`)."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def python_command(script: Sequence[str]) -> list[str]:
 
 
 def check_script(script: str, module: bool, no_python: bool = False) -> None:
-    """Raises ConfigError if there is no such script. Of a module only the first name is looked up: further ones would
+    """Raises ConfigError if there is no such script. For a module only the first name is looked up: further ones would
     take an import."""
     if no_python:
         if shutil.which(script) is None:

@@ -46,7 +46,7 @@ def _told(text: str) -> OSError | None:
 
 
 def _probed(folder: Path) -> OSError | None:
-    """What the system says to a file in ``folder``; None if it takes one."""
+    """The error of a test file in ``folder``; None if it can be written."""
     try:
         if os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize < _PROBE:  # a small file may fit all the same
             return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -60,7 +60,7 @@ def _probed(folder: Path) -> OSError | None:
 
 
 def _why(error: OSError, folder: Path) -> str:
-    """What the system says, with the disk of ``folder``."""
+    """The system's message, with the disk of ``folder``."""
     text = error.strerror or str(error)
     if not of_disk(error):
         return f"{text}: {error.filename}" if error.filename else text

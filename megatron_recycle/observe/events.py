@@ -39,7 +39,7 @@ class EventLog:
     Safe to use from several threads. Each event is one `write` in append mode, so that neither a reader nor
     the end of the process by SIGKILL meets half a line. Close it, or use it as a context manager.
 
-    Events are expendable: those that the disk does not take are left out, with one warning, and the caller goes on.
+    Events are expendable: events that the disk does not take are left out, with one warning, and the caller goes on.
 
     Args:
         path: the file, made with its folder if missing; an existing one is continued.

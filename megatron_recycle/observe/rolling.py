@@ -20,8 +20,8 @@ _EVENT = re.compile(rb'\{"t": [^,]*, "event": "(\w+)"(?:, "generation": (\d+))?'
 
 
 def roll(path: Path, ticks: Collection[str]) -> int:
-    """Move old ``ticks`` out of the file, to ticks-N.jsonl beside it; returns the bytes that are left. Whoever reads
-    finds the old file or the new one, whole.
+    """Move old ``ticks`` out of the file, to ticks-N.jsonl beside it; returns the bytes that are left. A reader finds
+    the old file or the new one, whole.
 
     Raises:
         OSError: the disk does not take it; then the file is as it was.
@@ -46,7 +46,7 @@ def roll(path: Path, ticks: Collection[str]) -> int:
 
 
 def divided(lines: Sequence[bytes], ticks: Collection[str]) -> tuple[list[bytes], list[bytes]]:
-    """The lines that stay, and those that go."""
+    """The lines that stay, and the lines that go."""
     stay: list[bytes] = []
     go: list[bytes] = []
     commits: dict[bytes, int] = {}

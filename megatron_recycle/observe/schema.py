@@ -36,8 +36,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """One event: when it is written, which common fields it has, and its own fields, name -> type. Those whose name
-    ends with ``?``, here and there, may be missing. A ``tick`` is written in every iteration or on every worker."""
+    """One event: when it is written, which common fields it has, and its own fields, name -> type. Fields whose name
+    ends with ``?`` may be missing. A ``tick`` is written in every iteration or on every worker."""
 
     when: str
     common: str = ""

@@ -1,4 +1,4 @@
-"""Where all threads of this process stand: told on request, and written into the run's folder when the job fails."""
+"""The stacks of all threads of this process: sent on request, and written into the run's folder when the job fails."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 FOLDER = "post-mortem"
-"""The folder in a run's folder; see `launch.post_mortem`."""
+"""The folder in a run's folder; see `tools.post_mortem`."""
 _MOST = 1 << 16
 """Bytes of the stacks that are told."""
 

@@ -113,7 +113,7 @@ def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:
         except OSError as error:
             raise PlanError(f"{args.output} cannot be written: {error.strerror}") from None
     if args.picture:
-        from megatron_recycle.observe.timeline import draw
+        from megatron_recycle.tools.timeline import draw
 
         draw(plan, args.picture)
     if args.json:

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jobs import Event, Job, JobFailed, exit_on_sigterm
 
-from megatron_recycle.chaos.job import TargetJob
+from megatron_recycle.tools.chaos.target_job import TargetJob
 
 PIPELINES, STAGES, MICROBATCHES, HOSTS = 3, 2, 4, 3
 PARTS = ("detect", "decide", "stop", "plan", "rebuild", "reconcile")

@@ -21,13 +21,13 @@ from types import ModuleType
 from typing import Any
 
 from megatron_recycle.plan import Costs
-from megatron_recycle.simulate.cluster import Cluster, changes
-from megatron_recycle.simulate.job import Job
-from megatron_recycle.simulate.plans import Plans
-from megatron_recycle.simulate.policies.bamboo import Bamboo, BambooConstants
-from megatron_recycle.simulate.policies.base import STANDS, Course, Setting
-from megatron_recycle.simulate.reading import read
-from megatron_recycle.simulate.run import simulate
+from megatron_recycle.tools.simulate.cluster import Cluster, changes
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.plans import Plans
+from megatron_recycle.tools.simulate.policies.bamboo import Bamboo, BambooConstants
+from megatron_recycle.tools.simulate.policies.base import STANDS, Course, Setting
+from megatron_recycle.tools.simulate.reading import read
+from megatron_recycle.tools.simulate.run import simulate
 
 MODELS = ("GPT-2", "ResNet")
 """Those whose table has a row for each number of pipelines that the trace leads to."""

@@ -43,14 +43,14 @@ from rich.table import Table
 
 from megatron_recycle.plan import Costs, Problem
 from megatron_recycle.planner import plan_for, recosted
-from megatron_recycle.simulate.cluster import Cluster
-from megatron_recycle.simulate.cluster import changes as changes_of
-from megatron_recycle.simulate.job import Job as Simulated
-from megatron_recycle.simulate.plans import Figures, Plans
-from megatron_recycle.simulate.policies.base import Setting
-from megatron_recycle.simulate.policies.recycling import Stalls, WithoutMoves
-from megatron_recycle.simulate.run import Outcome, simulate
-from megatron_recycle.simulate.trace import Cleaning, Outage, checked
+from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.cluster import changes as changes_of
+from megatron_recycle.tools.simulate.job import Job as Simulated
+from megatron_recycle.tools.simulate.plans import Figures, Plans
+from megatron_recycle.tools.simulate.policies.base import Setting
+from megatron_recycle.tools.simulate.policies.recycling import Stalls, WithoutMoves
+from megatron_recycle.tools.simulate.run import Outcome, simulate
+from megatron_recycle.tools.simulate.trace import Cleaning, Outage, checked
 
 F, B, W = 20, 22, 18
 LIMIT = 0.03
@@ -106,7 +106,7 @@ def simulated(shape: Shape, costs: Costs, unit: float, events: Sequence[Event], 
     replacement ready as long afterwards."""
     job = Simulated(shape.pipelines, shape.stages, shape.microbatches, costs, unit, cap=shape.cap)
     cluster, plans = Cluster(job.size, 1), AsGiven(job)
-    numbers = {str(worker): place.host for worker, place in cluster.seats(job.pipelines, job.stages).items()}
+    numbers = {str(worker): place.host for worker, place in cluster.slots(job.pipelines, job.stages).items()}
     commits = [event["t"] for event in events if event["event"] == "committed"]
     duration = 2 * (commits[-1] - commits[0]) + 10 * plans.rerouted(()).makespan
 

@@ -34,15 +34,15 @@ from others import environment, free_port
 
 from megatron_recycle.launch.child import Child
 from megatron_recycle.plan import Costs
-from megatron_recycle.simulate.cluster import Cluster
-from megatron_recycle.simulate.cluster import changes as changes_of
-from megatron_recycle.simulate.job import Job
-from megatron_recycle.simulate.plans import Plans
-from megatron_recycle.simulate.policies.base import Setting
-from megatron_recycle.simulate.policies.others import TorchFT
-from megatron_recycle.simulate.policies.recycling import Stalls
-from megatron_recycle.simulate.run import simulate
-from megatron_recycle.simulate.trace import Cleaning, Outage, checked
+from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.cluster import changes as changes_of
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.plans import Plans
+from megatron_recycle.tools.simulate.policies.base import Setting
+from megatron_recycle.tools.simulate.policies.others import TorchFT
+from megatron_recycle.tools.simulate.policies.recycling import Stalls
+from megatron_recycle.tools.simulate.run import simulate
+from megatron_recycle.tools.simulate.trace import Cleaning, Outage, checked
 
 PIPELINES = 3
 LIMIT = 0.05
@@ -116,12 +116,12 @@ def compare(lines: list[Line], kills: list[Line]) -> dict[str, Any]:
     pace = median(b[0] - a[0] for a, b in pairwise(t for t in times if t[0] < kills[0]["t"]))
     job = Job(PIPELINES, 1, 1, Costs.uniform(1, round(pace * 1e6), 0, 0))
     cluster, plans, duration = Cluster(PIPELINES, 1), Plans(job), ended - began
-    seats = {worker.pipeline: place.host for worker, place in cluster.seats(PIPELINES, 1).items()}
+    slots = {worker.pipeline: place.host for worker, place in cluster.slots(PIPELINES, 1).items()}
     outages = []
     for kill in kills:
         back = next((line["t"] for line in lines if line.get("ready") and line["worker"] == kill["worker"]
                      and line["t"] > kill["t"]), ended + 1)
-        outages.append(Outage(kill["t"] - began, back - began, f"host{seats[kill['worker']]}"))
+        outages.append(Outage(kill["t"] - began, back - began, f"host{slots[kill['worker']]}"))
     trace = checked([f"host{number}" for number in range(PIPELINES)], outages, duration, Cleaning())
     happened, _ = changes_of(trace, cluster)
     policy = TorchFT(Stalls(start=0.0, save=0.0, save_every=1e9))

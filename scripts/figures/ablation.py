@@ -16,9 +16,9 @@ from common import CONSOLE, even, picture, write
 from rich.table import Table
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.simulate.pictures import bars
-from megatron_recycle.simulate.plans import Plans
-from megatron_recycle.simulate.report import Estimate
+from megatron_recycle.tools.simulate.charts import bars
+from megatron_recycle.tools.simulate.plans import Plans
+from megatron_recycle.tools.simulate.report import Estimate
 
 GRIDS = ((3, 4, 6), (4, 4, 8), (8, 4, 16), (16, 2, 8), (8, 8, 16), (16, 12, 32))
 TECHNIQUES = ("adaptive", "decoupled", "staggered")

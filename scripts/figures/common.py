@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 
 from megatron_recycle.plan import Costs
-from megatron_recycle.simulate.job import Job
-from megatron_recycle.simulate.model_costs import MODELS, Machine, Model, costs
-from megatron_recycle.simulate.policies.recycling import Stalls
-from megatron_recycle.simulate.report import Row, show
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.model_costs import MODELS, Machine, Model, costs
+from megatron_recycle.tools.simulate.policies.recycling import Stalls
+from megatron_recycle.tools.simulate.report import Row, show
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 CONSOLE = Console(width=None if sys.stdout.isatty() else 150)
@@ -26,8 +26,8 @@ CLAIMS = {"ours over oobleck": "ReCycle paper: up to 1.46", "ours over bamboo": 
 """What others have published; ReCycle's figures are of its own system, as ElasWave's are."""
 ASSUMPTIONS = (
     "throughput is relative to stock 1F1B on all GPUs without failures",
-    "costs of stages follow the formula of megatron_recycle.simulate.model_costs (A100: 140 TFLOPs reached, 20 GB/s per"
-    " GPU between hosts)",
+    "costs of stages follow the formula of megatron_recycle.tools.simulate.model_costs (A100: 140 TFLOPs reached, "
+    "20 GB/s per GPU between hosts)",
     f"our stalls: {STALLS.exit} s after a process's end, {STALLS.host} s after a host's, {STALLS.rejoin} s for a worker"
     " that comes in, beside the copy of its state, as measured on CPU over gloo; NCCL will take longer",
     f"a process starts in {STALLS.start:.0f} s, a checkpoint takes {STALLS.save:.0f} s every hour (Young and Daly's"

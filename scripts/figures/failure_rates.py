@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import STALLS, job_of, picture, ratios, short, tell, write
 
-from megatron_recycle.simulate.cluster import Cluster
-from megatron_recycle.simulate.compare import compare
-from megatron_recycle.simulate.generating import spaced
-from megatron_recycle.simulate.pictures import bars
-from megatron_recycle.simulate.policies.registry import makers
+from megatron_recycle.tools.simulate.charts import bars
+from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.compare import compare
+from megatron_recycle.tools.simulate.generating import spaced
+from megatron_recycle.tools.simulate.policies.registry import makers
 
 GRIDS = (("gpt3-medium", 2, 16), ("gpt3-3.35b", 4, 8), ("gpt3-6.7b", 8, 4))
 RATES = (("6 h", 6 * 3600.0), ("2 h", 2 * 3600.0), ("30 min", 1800.0))

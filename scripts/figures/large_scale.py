@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import STALLS, job_of, picture, ratios, short, tell, write
 
-from megatron_recycle.simulate.cluster import Cluster
-from megatron_recycle.simulate.compare import compare
-from megatron_recycle.simulate.pictures import bars
-from megatron_recycle.simulate.policies.registry import makers
-from megatron_recycle.simulate.trace import HOST, Outage, Trace
+from megatron_recycle.tools.simulate.charts import bars
+from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.compare import compare
+from megatron_recycle.tools.simulate.policies.registry import makers
+from megatron_recycle.tools.simulate.trace import HOST, Outage, Trace
 
 GRIDS = ((256, 8, 4), (512, 8, 8), (1024, 16, 8), (1536, 16, 12))
 SHARES = (0.01, 0.05, 0.10)

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import even, picture, write
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.simulate.pictures import lines
-from megatron_recycle.simulate.plans import Plans
+from megatron_recycle.tools.simulate.charts import lines
+from megatron_recycle.tools.simulate.plans import Plans
 
 SHARES = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
 

@@ -17,7 +17,7 @@ from common import CONSOLE, even, picture, write
 
 from megatron_recycle.plan import Worker
 from megatron_recycle.planner import quick
-from megatron_recycle.simulate.pictures import lines
+from megatron_recycle.tools.simulate.charts import lines
 
 GRIDS = ((3, 4, 8), (8, 4, 16), (8, 8, 16), (16, 8, 16), (16, 12, 32), (64, 8, 16), (128, 16, 16), (512, 12, 16),
          (1024, 12, 16))

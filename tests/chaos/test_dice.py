@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.chaos.dice import Dice
-from megatron_recycle.chaos.job import TargetJob, TargetProcess
-from megatron_recycle.chaos.orders import Order
+from megatron_recycle.tools.chaos.dice import Dice
+from megatron_recycle.tools.chaos.orders import Order
+from megatron_recycle.tools.chaos.target_job import TargetJob, TargetProcess
 
 
 @pytest.fixture

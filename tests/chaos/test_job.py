@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from megatron_recycle import cli
-from megatron_recycle.chaos.acts import Act
-from megatron_recycle.chaos.holds import folder_of, write
-from megatron_recycle.chaos.job import ChaosError, TargetJob, newest
-from megatron_recycle.chaos.orders import read_script
+from megatron_recycle.observe.holds import folder_of, write
+from megatron_recycle.tools.chaos.acts import Act
+from megatron_recycle.tools.chaos.orders import read_script
+from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob, newest
 
 
 @contextmanager

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.chaos import holds
-from megatron_recycle.chaos.holds import Hold
-from megatron_recycle.chaos.observer import ChaosObserver, observer_for
 from megatron_recycle.environment import Launched
+from megatron_recycle.observe import holds
+from megatron_recycle.observe.holds import ChaosObserver, Hold, observer_for
 
 LIMIT = 60.0
 

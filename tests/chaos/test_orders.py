@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_recycle.chaos.orders import PHASES, Moment, Order, read_script
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.tools.chaos.orders import PHASES, Moment, Order, read_script
 
 
 def test_a_script_is_the_acts_of_the_command_line_one_a_line():

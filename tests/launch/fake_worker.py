@@ -24,7 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.chaos.observer import observer_for
 from megatron_recycle.control import Agent, Go, Stop
 from megatron_recycle.control.host_memory import HostMemory
 from megatron_recycle.control.newcomer import ask_record
@@ -34,6 +33,7 @@ from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership import Process
 from megatron_recycle.membership.standing import Standing
 from megatron_recycle.membership.verdict import StepMode, Verdict
+from megatron_recycle.observe.holds import observer_for
 from megatron_recycle.plan import Action
 
 STAGES = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_recycle.launch.log_tail import Follower
+from megatron_recycle.launch.worker_logs import Follower
 
 
 def write(folder: Path, rank: int, *lines: str) -> int:

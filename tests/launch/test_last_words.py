@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.launch.last_words import last_words
+from megatron_recycle.launch.worker_logs import last_words
 
 TRACEBACK = "Traceback (most recent call last):\n  File \"train.py\", line 1, in <module>\n"
 

@@ -19,8 +19,7 @@ import pytest
 from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
-from megatron_recycle.launch.coordinator_process import DEPOSED
-from megatron_recycle.launch.deaths import Deaths
+from megatron_recycle.launch.coordinator_process import DEPOSED, Deaths
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Grace, Job, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts

@@ -15,7 +15,7 @@ import pytest
 from megatron_recycle.control.ports import listen
 from megatron_recycle.control.wire import Session
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import meeting, network, slurm
+from megatron_recycle.launch import meeting, reachability, slurm
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.worker_command import torchrun_environment
 from tests.membership.service import service
@@ -53,15 +53,15 @@ def coordinator(token: str | None) -> Iterator[str]:
 
 
 def test_an_open_port_is_not_taken_for_this_jobs_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_CONNECT_LIMIT", 60.0)
+    monkeypatch.setattr(reachability, "_CONNECT_LIMIT", 60.0)
     with coordinator(TOKEN) as ours, coordinator(ANOTHER) as theirs, coordinator(None) as store:
-        assert network.knock(ours, TOKEN) is None
-        assert "does not have this job's token" in str(network.knock(theirs, TOKEN))
-        monkeypatch.setattr(network, "_CONNECT_LIMIT", 0.2)
-        assert "it is no coordinator" in str(network.knock(store, TOKEN))
+        assert reachability.knock(ours, TOKEN) is None
+        assert "does not have this job's token" in str(reachability.knock(theirs, TOKEN))
+        monkeypatch.setattr(reachability, "_CONNECT_LIMIT", 0.2)
+        assert "it is no coordinator" in str(reachability.knock(store, TOKEN))
         with pytest.raises(RecycleError, match="does not answer within 0 s .*recycle run --node-rank 0"):
-            network.await_coordinator(store, TOKEN, 0.0, print)
-    assert "refused" in str(network.knock(ours, TOKEN))
+            reachability.await_coordinator(store, TOKEN, 0.0, print)
+    assert "refused" in str(reachability.knock(ours, TOKEN))
 
 
 def test_a_file_of_an_earlier_job_is_waited_out(tmp_path: Path) -> None:
@@ -102,12 +102,12 @@ def test_a_coordinator_may_have_an_ipv6_address(tmp_path: Path) -> None:
         pytest.skip(f"no IPv6 here: {error}")
     with service(tmp_path, token=TOKEN, listener=listener) as running:
         assert running.address.startswith("[::1]:")
-        assert network.knock(running.address, TOKEN) is None
+        assert reachability.knock(running.address, TOKEN) is None
         assert Meeting("x", running.address).host == "::1"
-        network.check_address("--join", running.address)
+        reachability.check_address("--join", running.address)
         environ = torchrun_environment({}, running.address, 1, 0)
         assert environ["MASTER_ADDR"] == "::1" and environ["MASTER_PORT"] == running.address.rpartition(":")[2]
-    assert network.interface_towards("::1") == "lo"
+    assert reachability.interface_towards("::1") == "lo"
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
@@ -152,15 +152,15 @@ def test_a_host_whose_name_is_loopback_is_refused_where_others_must_reach_it(mon
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1" if host == "n3" else host, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", debian)
-    network.check_host("n3", several=False)
-    network.check_host("127.0.0.1", several=True)
+    reachability.check_host("n3", several=False)
+    reachability.check_host("127.0.0.1", several=True)
     with pytest.raises(ConfigError, match=r"on this host n3 is 127\.0\.1\.1 .*--master-addr"):
-        network.check_host("n3", several=True)
+        reachability.check_host("n3", several=True)
 
 
 def test_the_own_address_is_never_loopback() -> None:
-    assert network.own_address(["127.0.0.1", "no.such.host.invalid"]) in (None, network.own_address([]))
-    assert not str(network.own_address([])).startswith("127.")
+    assert reachability.own_address(["127.0.0.1", "no.such.host.invalid"]) in (None, reachability.own_address([]))
+    assert not str(reachability.own_address([])).startswith("127.")
 
 
 def test_slurm_without_its_commands_still_names_the_node_that_started_the_step(

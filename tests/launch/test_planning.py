@@ -11,7 +11,7 @@ import pytest
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning, problem_of
-from megatron_recycle.measure.job import Measured, Memory
+from megatron_recycle.measure.measurements import Measured, Memory
 from megatron_recycle.membership.lending import lending
 from megatron_recycle.plan import Costs, Plan, PlanError, Worker, violations
 from megatron_recycle.planner import recosted

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from megatron_recycle.launch import post_mortem
 from megatron_recycle.observe.stacks import write_stacks
+from megatron_recycle.tools import post_mortem
 
 END = {"status": 1, "message": "stage 1 has lost its last worker"}
 ENVIRON = {"RECYCLE_TOKEN": "0123456789abcdef", "RECYCLE_GUARD": "memory", "HOME": "/root", "NCCL_DEBUG": "INFO"}

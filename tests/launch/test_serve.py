@@ -18,7 +18,7 @@ import pytest
 from megatron_recycle import cli
 from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.launch import network
+from megatron_recycle.launch import reachability
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Job
 from tests.launch.running import FAKE_WORKER, ROOT, Running
@@ -139,6 +139,6 @@ def test_a_service_that_takes_a_job_up_waits_until_the_port_of_the_one_before_is
     with listen("127.0.0.1", 0) as before:
         port = before.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} .*in use"):
-            network.check_listening("127.0.0.1", port)
-        monkeypatch.setattr(network.time, "sleep", lambda seconds: before.close())
-        network.check_listening("127.0.0.1", port, patience=60.0)
+            reachability.check_listening("127.0.0.1", port)
+        monkeypatch.setattr(reachability.time, "sleep", lambda seconds: before.close())
+        reachability.check_listening("127.0.0.1", port, patience=60.0)

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.launch import heal, slurm, slurm_control
+from megatron_recycle.launch import slurm
+from megatron_recycle.launch.flags import add_arguments
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.launch.options import add_arguments
 from megatron_recycle.launch.other_launchers import refuse, variables_of_srun
 from megatron_recycle.launch.worker_command import python_command, script_command
+from megatron_recycle.tools import heal
 
 DEFAULTS = "KillOnBadExit           = 0\nWaitTime                = 0 sec\n"
 STRICT = "KillOnBadExit           = 1\nWaitTime                = 30 sec\n"
@@ -41,10 +42,10 @@ def test_what_would_end_the_step_is_named(
     words: list[str], environ: dict[str, str], config: str, missing: list[str]
 ) -> None:
     line = ["srun", "-N", "2", *words, "/opt/venv/bin/recycle", "run", "--no-kill", "train.py", "-k"]
-    assert slurm_control.missing_flags(line, environ, config) == missing
+    assert slurm.missing_flags(line, environ, config) == missing
 
 
-def slurms(answers: Mapping[str, str]) -> slurm_control.Ask:
+def slurms(answers: Mapping[str, str]) -> slurm.Ask:
     """Slurm's commands: the answer to the first of these that stands in the command line."""
 
     def asked(command: Sequence[str]) -> str:
@@ -57,7 +58,7 @@ def slurms(answers: Mapping[str, str]) -> slurm_control.Ask:
 def test_a_step_and_a_batch_script_without_the_options_are_told_so_in_a_line_each(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_control, "_command_line", {"11": ["srun", "recycle"], "12": []}.__getitem__)
+    monkeypatch.setattr(slurm, "_command_line", {"11": ["srun", "recycle"], "12": []}.__getitem__)
     here, gone, login = ({"show step": f"StepId=7.0 SrunHost:Pid={at}"} for at in ("n1:11", "n1:12", "login:11"))
     script = "#!/bin/bash\n#SBATCH --nodes=2\n# --no-kill\nsrun recycle run"
     for answers, told in [
@@ -69,17 +70,17 @@ def test_a_step_and_a_batch_script_without_the_options_are_told_so_in_a_line_eac
         ({"batch_script": script.replace("# --no", "#SBATCH -J x --no")}, []),
         ({"batch_script": script.replace("# --no-kill", "#SBATCH -k")}, []),
     ]:
-        lines = slurm_control.unkept(ENVIRON, slurms({**answers, "show config": DEFAULTS}))
+        lines = slurm.unkept(ENVIRON, slurms({**answers, "show config": DEFAULTS}))
         assert [part in line for part, line in zip(told, lines, strict=True)] == [True] * len(told)
 
 
 def test_only_a_batch_job_can_be_started_again() -> None:
     batch = {"show job": "JobId=7 JobState=RUNNING BatchFlag=1"}
-    slurm_control.check_requeue(ENVIRON, slurms(batch))
+    slurm.check_requeue(ENVIRON, slurms(batch))
     for environ, answers, why in [({}, batch, "no job of Slurm's"), (ENVIRON, {}, "`scontrol`"),
                                   (ENVIRON, {"show job": "BatchFlag=0"}, "start it by sbatch")]:
         with pytest.raises(ConfigError, match=why):
-            slurm_control.check_requeue(environ, slurms(answers))
+            slurm.check_requeue(environ, slurms(answers))
 
 
 @pytest.mark.parametrize(("told", "again"), [
@@ -99,7 +100,7 @@ def test_a_job_that_was_cancelled_is_not_started_again(
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert again in slurm_control.requeue(ENVIRON, slurms({"show job": told}))
+    assert again in slurm.requeue(ENVIRON, slurms({"show job": told}))
     assert ran == ([["scontrol", "requeue", "7"]] if again == "is requeued" else [])
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megatron_recycle.control.agent import Agent
-from megatron_recycle.control.in_memory import Heap, InMemory
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership import inputs
+from tests.fakes.coordinator import Heap, InMemory
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, fake_plan
 

@@ -1,4 +1,4 @@
-"""The coordinator of a job in memory: `control.in_memory`, in a thread of its own and in real time.
+"""The coordinator of a job in memory: `tests.fakes.coordinator`, in a thread of its own and in real time.
 
 Messages take a while, by a seed. A coordinator that dies is started again from its journal.
 """
@@ -18,13 +18,13 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_recycle.control.clocks import Timeouts
-from megatron_recycle.control.in_memory import InMemory, InMemoryLink
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.state import Phase, State
 from megatron_recycle.plan import Plan
+from tests.fakes.coordinator import InMemory, InMemoryLink
 
 LIMITS = Timeouts(heartbeat_interval=0.0, heartbeat_timeout=0.5, report_timeout=10.0)
 """Reports count as late after 10 s, and a hint that no failure explains brings a new generation after 0.5 s."""

@@ -30,9 +30,6 @@ from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership import Process as Position
 from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.comm.memory import Killed as Gone
-from megatron_recycle.runtime.comm.memory import MemoryNetwork
-from megatron_recycle.runtime.comm.memory.schedule import frames
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
@@ -43,6 +40,9 @@ from megatron_recycle.runtime.registered import Registered
 from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.worker import StageWorker
+from tests.fakes.network import Killed as Gone
+from tests.fakes.network import MemoryNetwork
+from tests.fakes.network.schedule import frames
 from tests.memory.collecting import Ring, collect
 from tests.memory.control import Control
 from tests.memory.model import LENGTH, Block, Data, SmallStage

@@ -37,12 +37,12 @@ from megatron_recycle.runtime.comm import abort, comm, ledger, rendezvous
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.memory.ends import Host, InMemory
 from megatron_recycle.runtime.comm.rendezvous import CONNECTING
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, WORLD
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.halting import Halt
 from megatron_recycle.runtime.worker import StageWorker
+from tests.fakes.network.ends import Host, InMemory
 from tests.memory import control
 from tests.memory.job import LIMIT, Job, Shape, check
 from tests.memory.wires import Wires

@@ -13,8 +13,8 @@ import torch
 
 from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.attempt import Attempt
-from megatron_recycle.runtime.comm.memory import MemoryNetwork
 from megatron_recycle.runtime.stepper import Stepper
+from tests.fakes.network import MemoryNetwork
 from tests.memory.job import Job, Moment, check
 from tests.memory.model import SmallStage
 from tests.memory.scenes import SHAPES

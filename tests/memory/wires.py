@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_recycle.runtime.comm.comm import Comm
-from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
-from megatron_recycle.runtime.comm.memory.ends import Board, End, Host, Operation
 from megatron_recycle.runtime.comm.rendezvous import CONNECTING
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
+from tests.fakes.network import Fabric, MemoryNetwork
+from tests.fakes.network.ends import Board, End, Host, Operation
 
 FirstPairs = Literal["refused", "block", "free"]
 _Way = tuple[Board, int, str, int]

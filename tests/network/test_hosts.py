@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.chaos.network import find, set_link
+from megatron_recycle.tools.chaos.network_faults import find, set_link
 from tests.launch.running import FAKE_WORKER, ROOT, Running, end
 from tests.network.hosts import Hosts, hosts, ip
 

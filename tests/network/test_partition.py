@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.chaos.network import find, lose, set_link
+from megatron_recycle.tools.chaos.network_faults import find, lose, set_link
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors
 from tests.harness import Hold, Job, Result

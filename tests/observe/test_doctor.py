@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from megatron_recycle import RecycleConfig, cli, doctor
+from megatron_recycle import RecycleConfig, cli
+from megatron_recycle.tools import doctor
 
 torch = pytest.importorskip("torch")
 

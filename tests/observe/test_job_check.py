@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle import cli, doctor, job_check
-from megatron_recycle.job_check import Finding, check_job, check_json
+from megatron_recycle import cli
+from megatron_recycle.tools import doctor, job_check
+from megatron_recycle.tools.job_check import Finding, check_job, check_json
 
 FITS = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
 

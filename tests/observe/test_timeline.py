@@ -11,9 +11,9 @@ import pytest
 
 from megatron_recycle import cli
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.observe.timeline import COLOURS, FAILED, boxes, draw, draw_pair
 from megatron_recycle.plan import Action, DeadlockError, Worker, lower_bound, replay
 from megatron_recycle.planner.merge_bw import merged
+from megatron_recycle.tools.timeline import COLOURS, FAILED, boxes, draw, draw_pair
 from tests.observe.plans import simple_plan
 
 

@@ -16,12 +16,12 @@ import pytest
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import watching
-from megatron_recycle.operate.alarms import ALARMS, Alarm, Alarms, Rate, to_json
-from megatron_recycle.operate.hook import Hook
-from megatron_recycle.operate.metrics import METRICS, Exporter, Watched, table, write_discovery
-from megatron_recycle.operate.outlook import Facts
-from megatron_recycle.operate.seen import Seen
-from megatron_recycle.operate.watch import Watcher
+from megatron_recycle.tools.operate.alarm_hook import Hook
+from megatron_recycle.tools.operate.alarms import ALARMS, Alarm, Alarms, Rate, to_json
+from megatron_recycle.tools.operate.metrics import METRICS, Exporter, Watched, table, write_discovery
+from megatron_recycle.tools.operate.outlook import Facts
+from megatron_recycle.tools.operate.seen import Seen
+from megatron_recycle.tools.operate.watch import Watcher
 from tests.operate.test_status import DEGRADED, began, commits, lost
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -152,7 +152,7 @@ def test_alerts_and_dashboard_name_metrics_and_labels_that_are_exported() -> Non
 
 def test_the_page_has_the_tables_of_the_code() -> None:
     page = (DOCS / "monitoring.md").read_text()
-    assert table() in page, "paste the output of python -c 'from megatron_recycle.operate.metrics import table; ...'"
+    assert table() in page, "paste the output of megatron_recycle.tools.operate.metrics.table()"
     for name, text in ALARMS.items():
         assert f"| `{name}` | {text} |" in page
 

@@ -16,10 +16,10 @@ from megatron_recycle.control.wire import for_joining
 from megatron_recycle.errors import ConfigError, JobEnded
 from megatron_recycle.launch import meeting
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.operate import logs
-from megatron_recycle.operate.ask import Refused, Unreachable, ask, ask_stacks
-from megatron_recycle.operate.seen import Seen
-from megatron_recycle.operate.stacks import split
+from megatron_recycle.tools.operate import logs
+from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, ask_stacks
+from megatron_recycle.tools.operate.seen import Seen
+from megatron_recycle.tools.operate.stacks import split
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 from tests.operate.test_status import DEGRADED, NAMES

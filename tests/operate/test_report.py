@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle import cli
-from megatron_recycle.operate.report import account, markdown
+from megatron_recycle.tools.operate.report import account, markdown
 from tests.operate.test_status import DEGRADED, NAMES, began, commits, lost
 
 PLANNED = {"t": 1021.1, "event": "planned", "generation": 2, "plan_ms": 1.0}

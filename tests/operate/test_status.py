@@ -10,9 +10,9 @@ import pytest
 
 from megatron_recycle import cli
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.operate.outlook import Facts, Level, Outlook, duration, judge
-from megatron_recycle.operate.seen import Seen
-from megatron_recycle.operate.status import to_json
+from megatron_recycle.tools.operate.outlook import Facts, Level, Outlook, duration, judge
+from megatron_recycle.tools.operate.seen import Seen
+from megatron_recycle.tools.operate.status import to_json
 
 NAMES = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
 START = 1000.0

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.runtime.comm.memory.schedule import frames
+from tests.fakes.network.schedule import frames
 from tests.ordered.queues import Link, OrderedWork, Queue, Transfer, bytes_of, fill
 from tests.ordered.rules import Rules
 

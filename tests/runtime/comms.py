@@ -15,10 +15,10 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.backend import GLOO, Backend
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
 from megatron_recycle.runtime.comm.waits import Wait
 from megatron_recycle.runtime.place import Place
+from tests.fakes.network import Fabric, MemoryNetwork
 from tests.ordered.group import OrderedGroup
 from tests.ordered.rules import Rules
 

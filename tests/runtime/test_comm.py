@@ -17,9 +17,9 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm import tags
 from megatron_recycle.runtime.comm.abort import abort
 from megatron_recycle.runtime.comm.comm import Comm
-from megatron_recycle.runtime.comm.memory import Fabric, Killed, Stuck
 from megatron_recycle.runtime.comm.tags import COMMITS, CONTROL, LOSSES, Table
 from megatron_recycle.runtime.comm.threads import Threads
+from tests.fakes.network import Fabric, Killed, Stuck
 from tests.runtime.comms import gloo, ordered
 from tests.runtime.test_transport import Plain
 

@@ -11,9 +11,9 @@ from megatron_recycle.errors import DataError
 from megatron_recycle.membership import Process, Standing, Verdict
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.memory import Fabric, Killed
 from megatron_recycle.runtime.commit import Commit, Committer, Held, _compare
 from megatron_recycle.runtime.stepper import Stepper
+from tests.fakes.network import Fabric, Killed
 from tests.runtime.comms import connected
 
 GRID = Grid(2, (2, 2))

@@ -13,8 +13,8 @@ from megatron_recycle.plan import Costs, Grid, Message, Plan, Problem, Worker, c
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.memory import Fabric
 from megatron_recycle.runtime.comm.messages import boundary
+from tests.fakes.network import Fabric
 from tests.runtime.comms import connected
 
 GRID = Grid(3, (4, 4, 4))

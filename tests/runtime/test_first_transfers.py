@@ -14,8 +14,8 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm import comm
 from megatron_recycle.runtime.comm.first_transfers import make_first_transfers
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.memory.ends import Host
 from megatron_recycle.runtime.partners import _given
+from tests.fakes.network.ends import Host
 from tests.memory.wires import Wires
 from tests.runtime.comms import connected
 

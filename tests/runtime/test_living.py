@@ -22,8 +22,8 @@ from megatron_recycle.runtime.comm.living.calls import AllGather, AllReduce, Bro
 from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll, pass_over
 from megatron_recycle.runtime.comm.living.results import Results, as_row, recall
 from megatron_recycle.runtime.comm.living.torch_calls import METHODS
-from megatron_recycle.runtime.comm.memory import Fabric
 from megatron_recycle.runtime.place import Place
+from tests.fakes.network import Fabric
 
 SUM, PIECE = dist.ReduceOp.SUM, 3
 

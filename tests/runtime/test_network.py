@@ -18,11 +18,11 @@ from megatron_recycle.runtime.comm import rendezvous
 from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
 from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, CONTROL
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
+from tests.fakes.network import Fabric, MemoryNetwork
 from tests.runtime.comms import connected
 from tests.runtime.test_comm import Liar, Lying
 

@@ -19,11 +19,11 @@ from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
-from megatron_recycle.runtime.comm.memory import Fabric, Killed, Stuck
 from megatron_recycle.runtime.comm.reduction import ExactReduction, FastReduction
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.stage import Tie
 from megatron_recycle.runtime.state_copy import give, take
+from tests.fakes.network import Fabric, Killed, Stuck
 from tests.runtime.comms import connected
 from tests.runtime.test_accumulate import contribution, logical
 

@@ -19,11 +19,11 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.ledger import Ledger, agree
-from megatron_recycle.runtime.comm.memory import Killed, MemoryNetwork
 from megatron_recycle.runtime.comm.rendezvous import heard, meet
 from megatron_recycle.runtime.comm.reuse import Fate, Rested, Turn, fate
 from megatron_recycle.runtime.comm.tags import SLICES
 from megatron_recycle.runtime.place import Place
+from tests.fakes.network import Killed, MemoryNetwork
 from tests.memory.wires import Asked, Deaths, Wires
 from tests.runtime.comms import gloo
 from tests.seeds import seeds

@@ -11,10 +11,10 @@ from torch import nn
 
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.memory import Fabric
 from megatron_recycle.runtime.comm.reduction import FastReduction
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Layout
 from megatron_recycle.runtime.stage import Tie
+from tests.fakes.network import Fabric
 from tests.runtime.comms import connected
 
 WORDS, PLACES = (0, 1), (0, 2)  # the stages of two tied parameters

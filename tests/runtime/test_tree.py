@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.runtime.comm.memory import Fabric
 from megatron_recycle.runtime.comm.tags import COMMITS
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
+from tests.fakes.network import Fabric
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 9])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_recycle.plan import Costs
-from megatron_recycle.simulate.cluster import Cluster, changes
-from megatron_recycle.simulate.job import Job
-from megatron_recycle.simulate.plans import Plans
-from megatron_recycle.simulate.policies.base import Policy, Setting
-from megatron_recycle.simulate.run import Outcome, simulate
-from megatron_recycle.simulate.trace import Outage, Trace
+from megatron_recycle.tools.simulate.cluster import Cluster, changes
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.plans import Plans
+from megatron_recycle.tools.simulate.policies.base import Policy, Setting
+from megatron_recycle.tools.simulate.run import Outcome, simulate
+from megatron_recycle.tools.simulate.trace import Outage, Trace
 
 JOB = Job(3, 2, 4, Costs.uniform(2, 20, 22, 18, 1, 5), unit=0.01)
 CLUSTER = Cluster(6, 1)

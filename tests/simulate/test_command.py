@@ -9,11 +9,11 @@ import pytest
 
 from megatron_recycle.cli import main
 from megatron_recycle.plan import Costs, PlanError
-from megatron_recycle.simulate.job import profiled
-from megatron_recycle.simulate.model_costs import Machine, Model, costs
-from megatron_recycle.simulate.policies.recycling import Stalls
-from megatron_recycle.simulate.report import Estimate
-from megatron_recycle.simulate.trace import TraceError
+from megatron_recycle.tools.simulate.job import profiled
+from megatron_recycle.tools.simulate.model_costs import Machine, Model, costs
+from megatron_recycle.tools.simulate.policies.recycling import Stalls
+from megatron_recycle.tools.simulate.report import Estimate
+from megatron_recycle.tools.simulate.trace import TraceError
 
 GRID = ["--grid", "3x2x4", "--gpus", "1", "--quick"]
 

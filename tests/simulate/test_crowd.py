@@ -10,18 +10,18 @@ from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership.state import State
-from megatron_recycle.simulate.crowd import Crowd
+from megatron_recycle.tools.simulate.members import Members
 from tests.membership.cluster import Cluster
 
 DESCRIPTION: dict[str, Any] = {"grid": {"stages": 2, "microbatches": [4] * 3}, "block": 2, "reduction": "exact"}
 
 
-def crowd(**other: Any) -> Crowd:
+def crowd(**other: Any) -> Members:
     positions = {f"{d}:{s}": "host" for d in range(3) for s in range(2)}
     plans = Plans(lambda description, failed: {"source": "greedy", "digest": "sha256:0", "failed": sorted(failed),
                                                "period": 9, "makespan": 12, "lower_bound": 9},
                   None, lambda description, failed: moves_of(problem_of(description, failed), description))
-    return Crowd(positions, {**DESCRIPTION, **other}, plans)
+    return Members(positions, {**DESCRIPTION, **other}, plans)
 
 
 def shape(state: State) -> tuple[Any, ...]:

@@ -9,15 +9,15 @@ from hypothesis import strategies as some
 from megatron_recycle.membership.policies import WHOLE
 from megatron_recycle.plan import Costs, PlanError, Worker
 from megatron_recycle.planner import plan_for
-from megatron_recycle.simulate.cluster import Cluster, Unit
-from megatron_recycle.simulate.job import Job
-from megatron_recycle.simulate.plans import Plans
-from megatron_recycle.simulate.policies.bamboo import Bamboo, BambooConstants, redundant
-from megatron_recycle.simulate.policies.base import Setting
-from megatron_recycle.simulate.policies.lending import LentLayers
-from megatron_recycle.simulate.policies.oobleck import Oobleck, OobleckConstants
-from megatron_recycle.simulate.policies.others import MovedLayers, TorchFT, recut
-from megatron_recycle.simulate.policies.recycling import (
+from megatron_recycle.tools.simulate.cluster import Cluster, Unit
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.plans import Plans
+from megatron_recycle.tools.simulate.policies.bamboo import Bamboo, BambooConstants, redundant
+from megatron_recycle.tools.simulate.policies.base import Setting
+from megatron_recycle.tools.simulate.policies.lent_layers import LentLayers
+from megatron_recycle.tools.simulate.policies.oobleck import Oobleck, OobleckConstants
+from megatron_recycle.tools.simulate.policies.others import MovedLayers, TorchFT, recut
+from megatron_recycle.tools.simulate.policies.recycling import (
     CheckpointRestart,
     Dropping,
     LossyForward,
@@ -26,9 +26,9 @@ from megatron_recycle.simulate.policies.recycling import (
     Stalls,
     WithoutMoves,
 )
-from megatron_recycle.simulate.policies.registry import ORDER, makers
-from megatron_recycle.simulate.seats import Seats
-from megatron_recycle.simulate.trace import HOST, Outage, TraceError
+from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
+from megatron_recycle.tools.simulate.slots import Slots
+from megatron_recycle.tools.simulate.trace import HOST, Outage, TraceError
 from tests.simulate.small import JOB, PLANS, run, trace
 
 FOR_GOOD = float("inf")
@@ -210,10 +210,10 @@ def test_a_policy_that_is_none_is_named():
 
 
 def test_a_unit_takes_its_old_place_if_it_can():
-    seats = Seats({Worker(0, 0): Unit(0, 0), Worker(0, 1): Unit(1, 0)}, [Unit(2, 0)])
-    assert seats.lose([Unit(0, 0)]) == [Worker(0, 0)]
-    assert seats.fill([Worker(0, 0)]) == {Worker(0, 0): Unit(2, 0)}
-    seats.gain([Unit(0, 0)])
-    assert seats.fill([]) == {} and [*seats.spare] == [Unit(0, 0)]
-    seats.lose([Unit(1, 0), Unit(2, 0)])
-    assert seats.fill([Worker(0, 1), Worker(0, 0)]) == {Worker(0, 0): Unit(0, 0)}
+    slots = Slots({Worker(0, 0): Unit(0, 0), Worker(0, 1): Unit(1, 0)}, [Unit(2, 0)])
+    assert slots.lose([Unit(0, 0)]) == [Worker(0, 0)]
+    assert slots.fill([Worker(0, 0)]) == {Worker(0, 0): Unit(2, 0)}
+    slots.gain([Unit(0, 0)])
+    assert slots.fill([]) == {} and [*slots.spare] == [Unit(0, 0)]
+    slots.lose([Unit(1, 0), Unit(2, 0)])
+    assert slots.fill([Worker(0, 1), Worker(0, 0)]) == {Worker(0, 0): Unit(0, 0)}

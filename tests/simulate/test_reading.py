@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from megatron_recycle.simulate.generating import Failures, generate, spaced
-from megatron_recycle.simulate.reading import read
-from megatron_recycle.simulate.trace import Outage, Trace, TraceError
+from megatron_recycle.tools.simulate.generating import Failures, generate, spaced
+from megatron_recycle.tools.simulate.reading import read
+from megatron_recycle.tools.simulate.trace import Outage, Trace, TraceError
 
 INFINITY = float("inf")
 

@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.simulate.cluster import Cluster
-from megatron_recycle.simulate.generating import Failures, generate, spaced
-from megatron_recycle.simulate.policies.ideals import FaultScaled, Ideal
-from megatron_recycle.simulate.policies.recycling import Recycling, Stalls
-from megatron_recycle.simulate.policies.registry import ORDER, makers
-from megatron_recycle.simulate.trace import HOST, Cleaning, Outage, Trace, checked
+from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.generating import Failures, generate, spaced
+from megatron_recycle.tools.simulate.policies.ideals import FaultScaled, Ideal
+from megatron_recycle.tools.simulate.policies.recycling import Recycling, Stalls
+from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
+from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, checked
 from tests.simulate.small import CLUSTER, JOB, PLANS, run, total, trace
 
 FREE = Stalls(exit=0, host=0, rejoin=0, start=0, save=0, restart=0)
@@ -143,9 +143,9 @@ def test_every_member_has_a_unit_and_no_unit_is_idle_while_a_place_is_empty(seed
     calm = Trace(made.hosts, tuple(replace(one, up=min(one.up, 15_000)) for one in made.outages), 16_500)
     policy = Recycling(Stalls(start=10.0, save=0))
     run(policy, calm, wide)
-    assert policy.crowd is not None and not policy.crowd.empty
-    assert {str(worker) for worker in policy.seats.of.values()} == policy.crowd.state.members.keys()
-    assert len(policy.seats.of) + len(policy.seats.spare) == 8
+    assert policy.members is not None and not policy.members.empty
+    assert {str(worker) for worker in policy.slots.of.values()} == policy.members.state.members.keys()
+    assert len(policy.slots.of) + len(policy.slots.spare) == 8
 
 
 def test_tensor_parallel_workers_are_lost_with_any_of_their_gpus():

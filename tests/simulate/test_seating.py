@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from megatron_recycle.plan import Costs, Worker
-from megatron_recycle.simulate.cluster import Change, Cluster, Unit, changes
-from megatron_recycle.simulate.compare import compare
-from megatron_recycle.simulate.job import Job
-from megatron_recycle.simulate.policies.ideals import FaultScaled, Ideal
-from megatron_recycle.simulate.policies.oobleck import Oobleck
-from megatron_recycle.simulate.policies.recycling import CheckpointRestart, Recycling, Stalls
-from megatron_recycle.simulate.reading import read
-from megatron_recycle.simulate.seating import most_at_once
-from megatron_recycle.simulate.trace import HOST, Cleaning, Outage, Trace, checked
+from megatron_recycle.tools.simulate.cluster import Change, Cluster, Unit, changes
+from megatron_recycle.tools.simulate.compare import compare
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.policies.ideals import FaultScaled, Ideal
+from megatron_recycle.tools.simulate.policies.oobleck import Oobleck
+from megatron_recycle.tools.simulate.policies.recycling import CheckpointRestart, Recycling, Stalls
+from megatron_recycle.tools.simulate.reading import read
+from megatron_recycle.tools.simulate.seating import most_at_once
+from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, checked
 from tests.simulate.small import CLUSTER, JOB, PLANS, run, trace
 
 A, B = Unit(0, 0), Unit(1, 0)

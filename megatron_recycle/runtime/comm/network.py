@@ -1,7 +1,7 @@
 """The network as one process of the job has it: who builds a generation's communicators.
 
 A worker is given one, and asks nobody else: torch's in a job (`TorchNetwork`), one in memory in tests
-(:mod:`megatron_recycle.runtime.comm.memory`).
+(`tests/fakes/network`).
 """
 
 from __future__ import annotations

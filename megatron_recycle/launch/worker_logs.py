@@ -1,0 +1,105 @@
+"""Workers' log files: shown while they grow, and the last words of a process that has failed.
+
+Files, not pipes: a worker never waits for somebody to read what it prints.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_recycle.observe.text import one_line
+
+_CHUNK = 1 << 16
+_TAIL = 8192
+_LONGEST = 300
+_ENDS = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)(?::.*)?)")
+"""A line that ends a traceback; torch puts the rank before it."""
+_REFUSES = re.compile(r"(?:(?:python -m )?megatron[-_]recycle|\S+\.py: error): (.+)")
+"""A line in which this plugin, or argparse in the script, says why it does not begin."""
+
+
+class Follower:
+    """Shows log files of workers as they grow.
+
+    `show` is "none", "all", or "first": the first rank that lives, the next one when it has ended, and besides the rank
+    that writes the job's log lines (Megatron's are not the first rank's).
+    """
+
+    def __init__(self, folder: Path, show: str, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._show = show
+        self._say = say
+        self._read: dict[int, int] = {}
+        self._rest: dict[int, bytes] = {}
+        self._begun = False
+        self._speaker: int | None = None
+
+    def speaks(self, rank: int, offset: int) -> None:
+        """From now on `rank` writes the log lines, in its file from byte `offset` on."""
+        if self._show == "first":
+            self._speaker = rank
+            self._read[rank] = max(self._read.get(rank, 0), offset)
+
+    def poll(self, live: Sequence[int]) -> None:
+        """Show new lines; `live` are the ranks that may be shown, in order."""
+        if self._show == "none" or not live:
+            return
+        if self._show == "all":
+            for rank in live:
+                self._forward(rank, f"[rank {rank}] ")
+            return
+        shown = {min(live)} if self._speaker is None else {min(live), self._speaker}
+        for rank in self._read.keys() - shown:
+            self._forward(rank, "")  # its last words
+            del self._read[rank]
+        for rank in sorted(shown):
+            if self._begun:
+                # Earlier lines of the next rank are not shown.
+                self._read.setdefault(rank, self._size(rank))
+            self._forward(rank, "")
+        self._begun = True
+
+    def _path(self, rank: int) -> Path:
+        return self._folder / f"worker-{rank}.log"
+
+    def _size(self, rank: int) -> int:
+        try:
+            return self._path(rank).stat().st_size
+        except OSError:
+            return 0
+
+    def _forward(self, rank: int, prefix: str) -> None:
+        try:
+            file = self._path(rank).open("rb")
+        except OSError:  # not there, where the disk was full when it was to be made
+            return
+        with file:
+            file.seek(self._read.get(rank, 0))
+            while data := file.read(_CHUNK):
+                self._read[rank] = file.tell()
+                *lines, rest = (self._rest.get(rank, b"") + data).split(b"\n")
+                self._rest[rank] = rest
+                for line in lines:
+                    self._say(prefix + line.decode(errors="replace"))
+        self._read.setdefault(rank, 0)
+
+
+def last_words(log: Path) -> str:
+    """The error that ended the process of this log, e.g. ``ModuleNotFoundError: No module named 'x'``; empty without a
+    traceback or a refusal in its last line."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    last = next((line for line in reversed(lines) if line.strip()), "").rstrip()
+    if (refusal := _REFUSES.fullmatch(last)) is not None:
+        return one_line(refusal[1], _LONGEST)
+    if not any("Traceback (most recent call last)" in line for line in lines):
+        return ""
+    return next((one_line(match[1], _LONGEST) for line in reversed(lines) if (match := _ENDS.fullmatch(line.rstrip()))),
+                "")

@@ -1,0 +1,96 @@
+"""`recycle chaos`: hurts a running job on purpose. See docs/chaos.md."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_recycle.environment import Launched
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.observe import holds
+from megatron_recycle.tools.chaos.dice import KINDS, Dice
+from megatron_recycle.tools.chaos.director import Director
+from megatron_recycle.tools.chaos.orders import add_acts, order_of, read_script
+from megatron_recycle.tools.chaos.target_job import ChaosError, newest
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `recycle chaos`."""
+    parser.add_argument("--run-dir", type=Path, metavar="DIR",
+                        help="the job's run directory (default: RECYCLE_RUN_DIR, or the newest under runs/)")
+    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT")
+    add_acts(acts)
+    script = acts.add_parser("script", help="the acts in a file, one a line, each at its own moment")
+    script.add_argument("file", type=Path, metavar="FILE")
+    dice = acts.add_parser("random", help="random acts; the same seed draws the same ones")
+    dice.add_argument("--seed", type=int, default=0)
+    dice.add_argument("--rate", type=float, default=6.0, metavar="R", help="acts in a minute (default 6)")
+    dice.add_argument("--count", type=int, metavar="N", help="how many (default: until the job ends, or Ctrl-C)")
+    dice.add_argument("--last", action="store_true", help="hit the last worker of a stage too, which ends the job")
+    dice.add_argument("--kinds", type=_kinds, default=None, metavar="A,B",
+                      help=f"of {','.join(KINDS)} (default: all that the job's workers listen for)")
+    for act in acts.choices.values():  # it may also stand behind the act
+        act.add_argument("--run-dir", type=Path, metavar="DIR", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the acts; returns 0, 1 if a moment never came, 2 if an act was refused.
+
+    Raises:
+        ChaosError: nothing runs there, or the first order is refused.
+        ConfigError: orders that make no sense.
+    """
+    run_dir = _run_dir(args.run_dir)
+    orders = [] if args.act == "random" else _orders(args)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with Director(run_dir, _say) as director:
+            if args.act == "random":
+                return _random(director, args)
+            return director.run(orders)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _orders(args: argparse.Namespace) -> list:
+    if args.act != "script":
+        return [order_of(args)]
+    try:
+        return read_script(args.file.read_text(errors="replace").splitlines(), str(args.file))
+    except OSError as error:
+        raise ConfigError(f"{args.file}: {error.strerror}") from error
+
+
+def _random(director: Director, args: argparse.Namespace) -> int:
+    if not 0 < args.rate < math.inf:
+        raise ConfigError(f"random: --rate is {args.rate:g}; give more than 0 acts in a minute")
+    if args.count is not None and args.count < 1:
+        raise ConfigError(f"random: --count is {args.count}; give 1 or more")
+    director.await_start()
+    observed = (director.job.run_dir / holds.FOLDER).is_dir()
+    kinds = args.kinds or [kind for kind in KINDS if observed or kind != "stall"]
+    return director.run_dice(Dice(args.seed, args.rate, kinds, observed, args.last), args.count)
+
+
+def _run_dir(given: Path | None) -> Path:
+    named = given or Launched.read().run_dir
+    folder = Path(named).absolute() if named else newest(Path("runs")).absolute()
+    if not folder.is_dir():
+        raise ChaosError(f"there is no run directory {folder}")
+    return folder
+
+
+def _kinds(text: str) -> Sequence[str]:
+    kinds = text.split(",")
+    unknown = [kind for kind in kinds if kind not in KINDS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {','.join(KINDS)}")
+    return kinds
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

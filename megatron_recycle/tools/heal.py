@@ -1,0 +1,161 @@
+"""`recycle slurm`: batch scripts to begin with, and new hosts for the lost ones of a job that runs under Slurm.
+
+A lost node that is in the job's allocation and up gets a step of its own there; for one that is gone another job of one
+node is submitted. Either way the host joins by the job's run folder, as `recycle run --join` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch import meeting
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.launch.slurm import Ask, ask
+from megatron_recycle.observe.events import read_events
+from megatron_recycle.tools import examples
+
+SCRIPTS = {"deepspeed": "deepspeed.sbatch", "megatron": "megatron.sbatch", "apart": "apart.sh"}
+"""What `recycle slurm script` takes -> the file."""
+_USABLE = re.compile(r"State=(?:ALLOCATED|MIXED|IDLE|COMPLETING)(?:\+\S*)?(?:\s|$)")
+_BAD = re.compile(r"State=\S*(?:DOWN|DRAIN|FAIL|NOT_RESPONDING|\*)")
+
+
+class _BeforeDashes(argparse.ArgumentParser):
+    """Reads what stands before ``--``; what stands behind it are `options`. argparse alone takes those of a command
+    with an option in the middle (``heal 7 --dry-run -- --gres=gpu:8``) for nobody's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        dashes = given.index("--") if "--" in given else len(given)
+        found, unknown = super().parse_known_args(given[:dashes], namespace)
+        found.options = given[dashes + 1:]
+        return found, unknown
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recycle slurm`."""
+    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT", parser_class=_BeforeDashes)
+    script = acts.add_parser("script", help="print a batch script: recycle slurm script deepspeed > job.sbatch",
+                             epilog="example: recycle slurm script megatron > job.sbatch")
+    script.add_argument("name", choices=tuple(SCRIPTS), help="the framework; apart: for a job without a batch script")
+    heal = acts.add_parser("heal", help="start hosts in place of those that a running job has lost",
+                           epilog="Options after -- are srun's and sbatch's, as in: -- --gres=gpu:8")
+    heal.add_argument("job", nargs="?", help="the job's number (default: SLURM_JOB_ID)")
+    heal.add_argument("--run-dir", type=Path,
+                      help="the job's run folder (default: runs/slurm-JOB where it was submitted)")
+    heal.add_argument("--dry-run", action="store_true", help="print the commands, and start nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a batch script, or start what is missing; returns 0 if all of it could be started.
+
+    Raises:
+        ConfigError: Slurm knows no such job, or none of ours runs in its folder.
+    """
+    if args.act == "script":
+        print((examples.folder() / "slurm" / SCRIPTS[args.name]).read_text(encoding="utf-8"), end="")
+        return 0
+    job = args.job or os.environ.get("SLURM_JOB_ID")
+    if not job:
+        raise ConfigError("recycle slurm heal: give the number of the job; `squeue --me` has it")
+    there = allocation(job, ask)
+    run_dir = args.run_dir or Path(there.folder, f"runs/slurm-{job}")
+    found = meeting.read(run_dir) if run_dir.is_dir() else None
+    if found is None or not found.control or not found.command:
+        raise ConfigError(f"no job of `recycle run` runs in {run_dir}: give its run folder with --run-dir")
+    losses, partial = lost(read_events(run_dir / "events.jsonl"))
+    for host, ranks in partial.items():
+        print(f"{host}: rank {', '.join(map(str, ranks))} missing, while others there live: `max_restarts` starts such "
+              "workers again; a host is healed as a whole")
+    if not losses:
+        print("no host is missing")
+        return 0
+    return _start([healing(host, len(ranks), there, run_dir, found, args.options) for host, ranks in losses.items()],
+                  args.dry_run)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A running job of Slurm's: its number, partition and the folder that it was submitted from; nodes that it has, and
+    those of them that are up; `left` is the time that it still has, as sbatch takes it ("": no limit)."""
+
+    job: str
+    folder: str
+    partition: str
+    nodes: Sequence[str]
+    up: Sequence[str]
+    left: str
+    exclusive: bool
+
+
+def allocation(job: str, asked: Ask) -> Allocation:
+    """Ask Slurm for it. Raises ConfigError if it does not run."""
+    told = asked(["scontrol", "show", "job", "-o", job])
+    if "JobState=RUNNING" not in told:
+        raise ConfigError(f"job {job} does not run, or Slurm does not answer here")
+    nodes = asked(["scontrol", "show", "hostnames", _field(told, "NodeList")]).split()
+    states = {node: asked(["scontrol", "show", "node", "-o", node]) for node in nodes}
+    left = asked(["squeue", "-h", "-j", job, "-o", "%L"]).strip()
+    return Allocation(job, _field(told, "WorkDir"), _field(told, "Partition"), nodes,
+                      [node for node, state in states.items() if _USABLE.search(state) and not _BAD.search(state)],
+                      left if re.fullmatch(r"[0-9:-]+", left) else "", _field(told, "OverSubscribe") == "NO")
+
+
+def lost(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    """The ranks without a worker, by the node that they were on at the start: first for nodes without any worker left,
+    then for nodes with some."""
+    ranks: dict[str, int] = {}
+    hosts: dict[str, str] = {}
+    members: set[str] = set()
+    for event in events:
+        if event["event"] == "started":
+            ranks, hosts, members = dict(event["ranks"]), dict(event["hosts"]), set(event["members"])
+        elif event["event"] == "decided":
+            members = set(event["members"])
+    whole: dict[str, list[int]] = {}
+    partial: dict[str, list[int]] = {}
+    for host in dict.fromkeys(hosts.values()):
+        mine = [worker for worker, where in hosts.items() if where == host]
+        missing = sorted(ranks[worker] for worker in mine if worker not in members)
+        if missing:
+            (whole if len(missing) == len(mine) else partial)[host.partition("/")[0]] = missing
+    return whole, partial
+
+
+def healing(host: str, count: int, there: Allocation, run_dir: Path, found: Meeting,
+            options: Sequence[str]) -> list[str]:
+    """The command that starts a host with this many workers in place of `host`."""
+    join = [sys.executable, "-m", "megatron_recycle.cli", "run", "--join", str(run_dir), "--nproc", str(count),
+            *found.command]
+    if host in there.up:
+        return ["srun", f"--jobid={there.job}", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1",
+                f"--nodelist={host}", f"--chdir={found.folder}", *options, *join]
+    return ["sbatch", "--nodes=1", "--ntasks=1", f"--partition={there.partition}", "--job-name=recycle-heal",
+            f"--exclude={','.join(dict.fromkeys((*there.nodes, host)))}", f"--chdir={found.folder}",
+            f"--output={run_dir}/heal-%j.out", *(["--exclusive"] if there.exclusive else []),
+            *([f"--time={there.left}"] if there.left else []), *options, "--wrap", f"exec srun {shlex.join(join)}"]
+
+
+def _start(commands: Sequence[Sequence[str]], dry: bool) -> int:
+    """Start all of them; a step of the job itself lasts as long as its srun, which is waited for."""
+    running = []
+    for command in commands:
+        print(shlex.join(command), flush=True)
+        if not dry:
+            running.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    return int(any(process.wait() for process in running))
+
+
+def _field(told: str, name: str) -> str:
+    found = re.search(rf"(?:^|\s){name}=(\S*)", told)
+    return found[1] if found else ""

@@ -1,0 +1,149 @@
+"""`recycle doctor -- SCRIPT ARGUMENTS`: would this job be refused? Nothing is trained.
+
+DeepSpeed's JSON is judged by its keys. Then the script runs as rank 0, up to where it would meet the other ranks
+(`tools.rehearsal`), which is where Megatron-LM's options have been judged. What depends on the model is
+judged at the job's start alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_recycle.config import SECTION, RecycleConfig
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.tools.rehearsal import REACHED
+
+LIMIT = 300.0
+"""Seconds that a script may take to where it meets the others."""
+_KEPT = 12
+"""Lines of a script that failed."""
+
+
+class Finding(NamedTuple):
+    """`state` is "ok", "warn" or "fail", as of `tools.doctor.Check`."""
+
+    name: str
+    state: str
+    text: str
+
+
+def _on(section: Any) -> bool:
+    return bool(section.get("enabled")) if isinstance(section, Mapping) else bool(section)
+
+
+REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("zero_optimization.stage", lambda stage: stage not in (0, 1), "set it to 1 or 0"),
+    ("zero_optimization.offload_optimizer", bool, "leave it out"),
+    ("zero_optimization.round_robin_gradients", bool, "leave it out"),
+    ("zero_optimization.elastic_checkpoint", bool, "leave it out"),
+    ("optimizer.type", lambda name: str(name).lower() in ("onebitadam", "onebitlamb", "zerooneadam", "muon"),
+     'use one of torch.optim, for instance {"type": "Adam", "params": {"torch_adam": true}}'),
+    ("torch_autocast", _on, "remove the section, use bf16 or fp32"),
+    ("fp16.auto_cast", bool, "leave it out"),
+    ("fp16.fp16_master_weights_and_grads", bool, "leave it out"),
+    ("curriculum_learning", _on, "turn it off"),
+    ("data_efficiency", _on, "turn it off"),
+    ("prescale_gradients", bool, "leave it at its default"),
+    ("gradient_predivide_factor", lambda factor: factor != 1.0, "leave it at its default"),
+    ("checkpoint.writer", bool, "leave it out: checkpoints are written at once"),
+    ("checkpoint.use_node_local_storage", bool, "save to a folder that all hosts share"),
+    ("datastates", bool, "leave it out: checkpoints are written at once"),
+    ("flops_profiler", _on, "turn it off: DeepSpeed prints no profile under pipelines"),
+)
+"""Keys of DeepSpeed's JSON that are refused, for which values, and the remedy."""
+
+
+def check_job(command: Sequence[str], size: int, limit: float = LIMIT) -> Iterator[Finding]:
+    """Everything that can be known of the job ``command`` (script and arguments, or -m and a module) of ``size``
+    processes before it starts."""
+    module = command[0] in ("-m", "--module")
+    script = Path(command[module])
+    if not module and not script.exists():
+        yield Finding("script", "fail", f"there is no script {script}")
+        return
+    for path in _json_files(command[1:]):
+        yield from check_json(path)
+    if not module and (text := _text(script)) is not None and re.search(r"\bdeepspeed\.initialize\b", text) and (
+            "PipelineModule" not in text):
+        yield Finding("pipeline", "warn", f"{script} calls deepspeed.initialize() and does not name PipelineModule: an "
+                      "engine without pipeline stages is not protected (a model that another file builds is not seen)")
+    yield _rehearse(command, size, limit)
+
+
+def check_json(path: Path) -> Iterator[Finding]:
+    """What DeepSpeed's JSON at ``path`` asks for that is refused."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        yield Finding("JSON", "fail", f"{path} is no JSON: {error}")
+        return
+    found = 0
+    for key, wrong, remedy in REFUSED:
+        value: Any = content
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None and wrong(value):
+            found += 1
+            yield Finding("JSON", "fail", f"{path}: {key} is {json.dumps(value)}, which is refused: {remedy}")
+    if content.get("wall_clock_breakdown") and content.get("steps_per_print") is None:
+        found += 1
+        yield Finding("JSON", "fail", f"{path}: wall_clock_breakdown without steps_per_print: set that as well")
+    try:
+        settings = RecycleConfig.resolve(content.get(SECTION))
+    except ConfigError as error:
+        found += 1
+        yield Finding("JSON", "fail", f"{path}: {error}")
+    else:
+        if not settings.enabled:
+            yield Finding("JSON", "warn", f"{path} or RECYCLE_ENABLED switches the plugin off: nothing is protected")
+    if not found:
+        yield Finding("JSON", "ok", f"{path}: no key of it is refused")
+
+
+def _json_files(arguments: Sequence[str]) -> Iterator[Path]:
+    """DeepSpeed's JSON files among a script's arguments."""
+    for word in arguments:
+        path = Path(word.partition("=")[2] if word.startswith("--") else word)
+        if path.suffix == ".json" and path.is_file():
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:
+                yield path
+                continue
+            if isinstance(content, Mapping) and {"train_batch_size", "train_micro_batch_size_per_gpu",
+                                                 "gradient_accumulation_steps", "zero_optimization"} & content.keys():
+                yield path
+
+
+def _text(script: Path) -> str | None:
+    try:
+        return script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _rehearse(command: Sequence[str], size: int, limit: float) -> Finding:
+    environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    try:
+        done = subprocess.run([sys.executable, "-m", "megatron_recycle.tools.rehearsal", *command], env=environ,
+                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding("script", "warn", f"it did not get to its process group within {limit:.0f} s: not judged")
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    otherwise = [line.partition("megatron-recycle: ")[2] for line in lines if " is off under recycle" in line]
+    if done.returncode == REACHED:
+        text = "nothing is refused up to where ranks meet; what depends on the model is judged at the start"
+        return Finding("script", "warn" if otherwise else "ok", "; ".join([text, *otherwise]))
+    if done.returncode == 0:
+        return Finding("script", "warn", "it ended without making a process group: nothing of it is protected")
+    start = next((number for number, line in enumerate(lines) if "megatron-recycle" in line), max(0, len(lines) - 1))
+    return Finding("script", "fail", f"it ended with status {done.returncode}: "
+                   + "\n".join(line.strip() for line in lines[start:start + _KEPT]))

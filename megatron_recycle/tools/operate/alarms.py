@@ -1,0 +1,178 @@
+"""The events that somebody wants to be woken for, out of all that happens to a job. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.tools.operate.outlook import Facts, duration, judge
+from megatron_recycle.tools.operate.seen import Absence, Event, Seen
+
+VERSION = 1
+"""Of the JSON that a command gets: a field that goes away or changes its meaning makes it another one."""
+ALARMS: Mapping[str, str] = {
+    "lost": "workers were lost, and the others go on without them",
+    "resumed": "all that are left train again",
+    "last_copy": "a stage has come down to one worker",
+    "last_host": "a host has come to hold all that is left of a stage, or of a shard of its optimizer's state",
+    "degraded": "the job has trained without some worker for longer than --degraded-after",
+    "whole": "all positions have a worker again",
+    "stalled": "no iteration was committed for a minute and ten iterations' time",
+    "restored": "all workers have gone back to a copy or a checkpoint",
+    "unreachable": "the coordinator has not answered for a minute",
+    "restarted": "the script was started again (--job-restarts)",
+    "ended": "the job is over",
+}
+"""Name -> the occasion."""
+_MOST = 10
+"""Alarms in a row without a pause."""
+_REFILL = 30.0
+"""Seconds until there is room for one more."""
+_ALWAYS = ("ended",)
+"""Alarms that no rate limit holds back."""
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """``name`` is one of ALARMS, ``summary`` one line for people; ``worker`` names the workers concerned."""
+
+    name: str
+    t: float
+    summary: str
+    workers: tuple[str, ...] = ()
+    cause: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Alarms:
+    """Add each event together with what is seen after it, and tick now and then; both return the alarms that follow.
+
+    Args:
+        degraded_after: seconds.
+    """
+
+    def __init__(self, degraded_after: float = 600.0) -> None:
+        self._degraded_after = degraded_after
+        self._lost: list[Absence] = []
+        self._degraded = self._stalled = self._unreachable = False
+
+    def add(self, event: Event, seen: Seen) -> list[Alarm]:
+        """The alarms of one event, which ``seen`` has taken in already."""
+        name = event["event"]
+        if name == "suspected" and event.get("removed") is not False:
+            self._lost.append(seen.out[event["worker"]])
+            return []
+        found = self._flush(event, seen) if name in ("decided", "finished") else []
+        if name in _OF_EVENTS:
+            found.append(Alarm(_OF_EVENTS[name], event["t"], _SUMMARIES[name](event, seen), cause=event))
+        if name == "decided" and not seen.out and self._degraded:
+            self._degraded = False
+            found.append(Alarm("whole", event["t"], "all positions have a worker again", cause=event))
+        if name == "committed":
+            self._stalled = False
+        return found
+
+    def tick(self, facts: Facts) -> list[Alarm]:
+        """The alarms of time that passes."""
+        seen, found = facts.seen, list[Alarm]()
+        if seen.finished:
+            return found
+        since = seen.degraded_since
+        if since is not None and not self._degraded and facts.now - since > self._degraded_after:
+            self._degraded = True
+            found.append(Alarm("degraded", facts.now, f"{', '.join(seen.out)} out for {duration(facts.now - since)}: "
+                               f"{len(seen.members)} of {seen.size} workers train", tuple(seen.out)))
+        outlook = judge(facts)
+        if outlook.word == "STALLED" and not self._stalled:
+            self._stalled = True
+            found.append(Alarm("stalled", facts.now, outlook.line))
+        away = outlook.word == "UNREACHABLE"
+        if away and not self._unreachable:
+            found.append(Alarm("unreachable", facts.now, outlook.line))
+        self._unreachable = away
+        return found
+
+    def _flush(self, event: Event, seen: Seen) -> list[Alarm]:
+        lost, self._lost = self._lost, []
+        if not lost:
+            return []
+        named = ", ".join(f"{one.worker} ({one.kind}{' on ' + one.host if one.host else ''})" for one in lost[:8])
+        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
+        rest = f"; {len(seen.members)} of {seen.size} workers go on" if event["event"] == "decided" else ""
+        return [Alarm("lost", event["t"], f"lost {named}{more} in iteration {lost[0].iteration}{rest}",
+                      tuple(one.worker for one in lost), event)]
+
+
+def _resumed(event: Event, seen: Seen) -> str:
+    return f"{event.get('survivors', len(seen.members))} workers train again after {float(event.get('ms') or 0):.0f} ms"
+
+
+def _last_copy(event: Event, seen: Seen) -> str:
+    return "; ".join(f"{worker} on {event.get('hosts', {}).get(stage, '?')} is the last worker of stage {stage}"
+                     for stage, worker in event.get("stages", {}).items())
+
+
+def _last_host(event: Event, seen: Seen) -> str:
+    hosts = ", ".join({**event.get("hosts", {}), **event.get("shards", {})})
+    return f"without {hosts} the job cannot go on, until workers have joined"
+
+
+def _restored(event: Event, seen: Seen) -> str:
+    return f"all have gone back to iteration {event.get('iteration')}: {event.get('lost', 0)} iterations are lost"
+
+
+def _restarted(event: Event, seen: Seen) -> str:
+    return f"started again ({event.get('restart')} of {event.get('of')}): {event.get('reason', '')}"
+
+
+def _ended(event: Event, seen: Seen) -> str:
+    return f"ended with status {event.get('status')}: {event.get('message', '')}"
+
+
+_SUMMARIES = {"resumed": _resumed, "last_copy": _last_copy, "last_host": _last_host, "restored": _restored,
+              "started_again": _restarted, "finished": _ended}
+_OF_EVENTS = {**dict(zip(_SUMMARIES, _SUMMARIES)), "started_again": "restarted", "finished": "ended"}
+"""Event -> the alarm that it is."""
+
+
+def to_json(alarm: Alarm, facts: Facts, suppressed: int = 0) -> dict[str, Any]:
+    """The JSON that a command gets on its standard input. Times are Unix seconds."""
+    seen, outlook = facts.seen, judge(facts)
+    return {"v": VERSION, "event": alarm.name, "t": alarm.t, "run": facts.run, "summary": alarm.summary,
+            "workers": list(alarm.workers), "verdict": outlook.word.lower().replace(" ", "_"),
+            "level": int(outlook.level), "next_end": outlook.next_end, "repair": outlook.repair,
+            "iteration": seen.iteration, "generation": seen.generation, "out": sorted(seen.out),
+            "workers_now": len(seen.members), "workers_whole": seen.size, "suppressed": suppressed,
+            "cause": {key: value for key, value in alarm.cause.items() if key not in ("members", "pids", "ranks")}}
+
+
+class Rate:
+    """Lets through a few at once, and then one each half minute: a job that fails all the time wakes nobody a hundred
+    times.
+
+    Attributes:
+        suppressed: those that were held back since the last one that was let through.
+        held_back: all of them.
+    """
+
+    def __init__(self) -> None:
+        self.suppressed = self.held_back = 0
+        self._room, self._at = float(_MOST), -math.inf
+
+    def lets(self, alarm: Alarm, now: float) -> int | None:
+        """How many were held back before this one, which may go; None: so is this one."""
+        self._room = min(float(_MOST), self._room + max(0.0, now - self._at) / _REFILL)
+        self._at = now
+        if self._room < 1 and alarm.name not in _ALWAYS:
+            self.suppressed += 1
+            self.held_back += 1
+            return None
+        self._room = max(0.0, self._room - 1)
+        before, self.suppressed = self.suppressed, 0
+        return before
+
+
+def worth(alarms: Iterable[Alarm], now: float, oldest: float) -> list[Alarm]:
+    """The alarms that are no older than so many seconds: a watcher that has just begun tells no old stories."""
+    return [alarm for alarm in alarms if now - alarm.t <= oldest]

@@ -1,0 +1,159 @@
+"""A question or an order to a job's coordinator, from a command line: its address, one connection, the answers.
+
+Those who give orders have the owner's token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.control.addresses import targets
+from megatron_recycle.control.tokens import given
+from megatron_recycle.control.wire import GUEST, Message, Session, WireError
+from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch import meeting
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.membership.messages import TO_OPERATOR, check
+from megatron_recycle.tools.operate.runs import add_run, folder_of
+
+_LIMIT = 5.0
+"""Seconds that a coordinator has to answer."""
+
+
+class Unreachable(RecycleError):
+    """No coordinator of this job answers; the message says why."""
+
+
+class Refused(RecycleError):
+    """The coordinator does not do what it was asked to; the message says why."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where the coordinator of the run in ``folder`` listens, and the job's token."""
+
+    folder: Path
+    control: str
+    token: str
+
+
+def add_door(parser: argparse.ArgumentParser, named: bool = True) -> None:
+    """Add the arguments that name a run and its token; the run as an option, unless it is ``named`` first."""
+    if named:
+        add_run(parser)
+    else:
+        parser.add_argument("--run", type=Path, metavar="RUN",
+                            help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE",
+                        help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
+
+
+def find(args: argparse.Namespace) -> Door:
+    """The door of the run that is named. Raises ConfigError."""
+    folder = folder_of(args.run)
+    home = folder if (folder / meeting.FILE).exists() else folder.parent  # one of several coordinators: node-K
+    found = meeting.read(home)
+    if found is None or not found.control:
+        raise ConfigError(f"no job runs in {folder} (it has no {meeting.FILE}): `recycle status {folder}` says how it "
+                          "ended")
+    return Door(folder, found.control, secret(found, os.environ, args.token_file))
+
+
+def secret(found: Meeting | None, environ: Any, file: Any) -> str:
+    """The owner's token: as the user gives it, or as the run's folder has it.
+
+    Raises:
+        ConfigError: there is none, or it is only the secret of hosts that join.
+    """
+    token = given(environ, file) or (None if found is None else found.token)
+    if not token:
+        raise ConfigError("the job's token is needed: give --token-file, or RECYCLE_TOKEN, as the job was started with")
+    if token.startswith(GUEST):
+        raise ConfigError("join.token lets hosts join, and commands nothing: give the job's own token (--token-file, "
+                          "RECYCLE_TOKEN), or the run's folder")
+    return token
+
+
+def ask(control: str, token: str, what: str, workers: Sequence[str] = (), host: str = "", limit: float = _LIMIT
+        ) -> dict[str, Any]:
+    """The facts that the coordinator at ``control`` ("host:port", or several with commas) answers.
+
+    Raises:
+        Unreachable: nobody of this job answers there.
+        Refused: it says no.
+    """
+    return next(_talk(control, token, _message(what, workers, host), limit))["facts"]
+
+
+def ask_stacks(control: str, token: str, workers: Sequence[str], host: str, limit: float) -> dict[str, str | None]:
+    """The stacks of these workers (of all, if none is named) by name; None for workers that do not answer within
+    ``limit`` seconds. Raises as `ask` does."""
+    talk = _talk(control, token, _message("stacks", workers, host), limit)
+    found: dict[str, str | None] = dict.fromkeys(next(talk)["facts"]["workers"])
+    try:
+        while None in found.values():
+            message = next(talk)
+            found[message["worker"]] = message["text"]
+    except Unreachable:
+        pass  # those that have said nothing stay without
+    return found
+
+
+def _message(what: str, workers: Sequence[str], host: str) -> Message:
+    return {"type": "ask", "what": what, "workers": list(workers), "host": host, "by": _who()}
+
+
+def _who() -> str:
+    try:
+        return f"{getpass.getuser()} on {socket.gethostname()}"
+    except (KeyError, OSError):  # a container's user without a name
+        return f"somebody on {socket.gethostname()}"
+
+
+def _talk(control: str, token: str, message: Message, limit: float) -> Iterator[Message]:
+    """All answers, until ``limit`` seconds have passed. One of several addresses leads."""
+    why = ""
+    for host, port in targets(control):
+        try:
+            yield from _talk_to(host, port, token, message, limit)
+        except (OSError, WireError) as error:
+            why = _why(error, limit)
+    raise Unreachable(f"the coordinator at {control} does not answer: {why}")
+
+
+def _talk_to(host: str, port: int, token: str, message: Message, limit: float) -> Iterator[Message]:
+    until = time.monotonic() + limit
+    with socket.create_connection((host, port), limit) as connection:
+        if connection.getsockname() == connection.getpeername():
+            raise ConnectionRefusedError("nobody listens there")
+        session, asked = Session.client(token), False
+        while True:
+            connection.settimeout(max(0.001, until - time.monotonic()))
+            if not (data := connection.recv(1 << 16)):
+                raise ConnectionResetError("it hangs up: is it another job's, or of an older version that cannot be "
+                                           "asked?")
+            for told in session.feed(data):
+                check(told, TO_OPERATOR)
+                if told.get("refusal"):
+                    raise Refused(str(told["refusal"]))
+                if told["type"] != "lives":
+                    yield told
+            if session.open and not asked:
+                connection.sendall(session.seal({"type": "hello", "role": "operator"}) + session.seal(message))
+                asked = True
+
+
+def _why(error: Exception, limit: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {limit:.0f} s"
+    if isinstance(error, WireError):
+        return "who answers there does not have this job's token, or is of another version"
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,18 @@
+"""`recycle drain HOST`: all workers of a host leave the job at the end of an iteration, without loss, as by SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_recycle.tools.operate import orders
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recycle drain`."""
+    parser.add_argument("host", metavar="HOST", help="its name, as `recycle status` shows it; n3/2 or n3 or 2")
+    orders.add_order(parser, 300.0, named=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drain the host; returns 0 once its workers have left. Raises RecycleError."""
+    return orders.lose(args, "leave", [], args.host)

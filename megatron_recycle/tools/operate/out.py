@@ -1,0 +1,18 @@
+"""`recycle out WORKER ...`: declare workers out at once, as one that has stalled; the others go on without them."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron_recycle.tools.operate import orders
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recycle out`."""
+    parser.add_argument("workers", nargs="+", metavar="WORKER", help="by its position, 1:2")
+    orders.add_order(parser, 60.0, named=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Declare them out; returns 0 once they are. Raises RecycleError."""
+    return orders.lose(args, "out", args.workers, "")

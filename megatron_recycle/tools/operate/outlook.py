@@ -1,0 +1,248 @@
+"""The verdict on a job: how it is, what would end it next, and what repairs it. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.membership import survival
+from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.state import State
+from megatron_recycle.tools.operate.seen import Seen
+
+_STALLED, _STALLED_ITERATIONS = 60.0, 10
+"""Seconds, and iterations, without a commit after which a job that trains counts as stalled."""
+_FORMING = 900.0
+"""Seconds after which a job that has not begun to train is at risk."""
+_ASKED = (130, 143)
+"""Statuses of a job that was asked to end: by Ctrl-C or `recycle stop`, by SIGTERM."""
+_TOLD = 3
+"""Workers or hosts that a line names."""
+
+
+class Level(IntEnum):
+    """How a job is; the number is the exit status of `recycle status`."""
+
+    HEALTHY = 0
+    DEGRADED = 1
+    AT_RISK = 2
+    OVER = 3
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of a job at a moment.
+
+    Attributes:
+        now: Unix seconds.
+        run: the run's folder, as commands name it.
+        state: what the journal says; None where it cannot be read.
+        told: what the coordinator has answered; None if it has not, and then `silent` says why.
+        event_age: seconds since the last event; None: there is none.
+    """
+
+    seen: Seen
+    now: float
+    run: str
+    state: State | None = None
+    told: Mapping[str, Any] | None = None
+    silent: str = ""
+    meeting: Meeting | None = None
+    event_age: float | None = None
+
+    @property
+    def hosts(self) -> dict[str, str]:
+        """The host of each process that is a member now."""
+        if self.told is not None:
+            return {name: one["host"] for name, one in self.told["workers"].items()}
+        if self.state is not None and self.state.members:
+            return {name: one.host for name, one in self.state.members.items()}
+        return {name: self.seen.hosts.get(name, "") for name in self.seen.members}
+
+    @property
+    def commit_age(self) -> float | None:
+        """Seconds since the last commit; None: there was none."""
+        return None if self.seen.last_commit is None else max(0.0, self.now - self.seen.last_commit)
+
+    @property
+    def against_whole(self) -> float | None:
+        """Throughput now over that without failures."""
+        return _ratio(self.seen.whole_seconds, self.seen.seconds)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """`word` and `line` are the verdict, `next_end` says what would end the job next, `repair` what helps; either may
+    be empty. `fatal_hosts` are the hosts whose loss ends the job, `copies` the workers of each stage."""
+
+    level: Level
+    word: str
+    line: str
+    next_end: str = ""
+    repair: str = ""
+    fatal_hosts: Sequence[str] = ()
+    copies: Sequence[int] = field(default_factory=tuple)
+
+
+def judge(facts: Facts) -> Outlook:
+    """The verdict."""
+    seen, state = facts.seen, facts.state
+    if seen.finished or (state is not None and state.ended is not None):
+        return _ended(facts)
+    if facts.told is None and facts.silent:
+        old = "" if facts.event_age is None else f"; its last event is {duration(facts.event_age)} old"
+        return Outlook(Level.OVER, "UNREACHABLE", f"{facts.silent}{old}",
+                       "any failure: without a coordinator nobody decides who goes on",
+                       "see whether `recycle run` (or `recycle serve`) still runs on "
+                       f"{facts.meeting.host if facts.meeting else 'the first host'}; if not, start the job again from "
+                       f"its last checkpoint{_checkpoint(seen)}")
+    if not seen.started:
+        return _begins(facts.event_age)
+    copies, fatal, next_end, single = _exposure(facts)
+    pipelines, _ = seen.grid
+    training = (facts.told or {}).get("phase", "training") == "training"
+    age, usual = facts.commit_age, seen.seconds or seen.whole_seconds
+    out, members = len(seen.out), len(facts.hosts)
+    words = [f"{members} of {seen.size} workers", *_speed(facts), f"iteration {seen.iteration}",
+             *([] if age is None else [f"last commit {duration(age)} ago"])]
+    line = ", ".join(words)
+    repair = _repair(facts)
+    limit = max(_STALLED, _STALLED_ITERATIONS * (usual or 0.0))
+    since = seen.last_commit or float(seen.started.get("t", facts.now))
+    if facts.now - since > limit:
+        return Outlook(Level.AT_RISK, "STALLED", f"no iteration committed for {duration(facts.now - since)}; {line}",
+                       next_end, f"recycle stacks {facts.run}   (where all threads stand), then recycle out WORKER",
+                       fatal, copies)
+    if not training or seen.recovering_since is not None:
+        begun = seen.recovering_since or facts.now
+        return Outlook(Level.DEGRADED, "RECOVERING", f"for {duration(facts.now - begun)}; {line}", next_end, repair,
+                       fatal, copies)
+    if pipelines > 1 and (single or _newly_fatal(facts, fatal)):
+        how_long = seen.degraded_since and f"degraded for {duration(facts.now - seen.degraded_since)}; "
+        return Outlook(Level.AT_RISK, "AT RISK", f"{how_long or ''}{line}", next_end, repair, fatal, copies)
+    if out:
+        begun = seen.degraded_since or facts.now
+        return Outlook(Level.DEGRADED, "DEGRADED", f"for {duration(facts.now - begun)}; {line}", next_end, repair,
+                       fatal, copies)
+    return Outlook(Level.HEALTHY, "HEALTHY", line, next_end, "", fatal, copies)
+
+
+def duration(seconds: float) -> str:
+    """A duration for people: 1.4 s, 12 min, 3.2 h, 5 d."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.0f} d"
+
+
+def _ended(facts: Facts) -> Outlook:
+    seen, state = facts.seen, facts.state
+    status, message = 1, ""
+    if seen.finished:
+        status, message = int(seen.finished.get("status", 1)), str(seen.finished.get("message", ""))
+    elif state is not None and state.ended is not None:
+        status, message = state.ended[0], state.ended[1]
+    moment = float(seen.finished.get("t", facts.now))
+    line = f"{duration(facts.now - moment)} ago with status {status}: {message} "
+    line += f"({seen.committed} iterations committed, {len(seen.failures)} workers lost)"
+    repair = "" if not status else f"start the job again from its last checkpoint{_checkpoint(seen)}"
+    word = "ENDED" if not status else "STOPPED" if status in _ASKED else "FAILED"
+    return Outlook(Level.OVER, word, line, "", repair)
+
+
+def _begins(age: float | None) -> Outlook:
+    """A job whose workers have not all come yet, with the age of its last event."""
+    late = age is not None and age > _FORMING
+    text = "the coordinator waits for all workers: they load, build their models and connect"
+    return Outlook(Level.AT_RISK if late else Level.HEALTHY, "STARTING", text, "any failure: training has not begun",
+                   "recycle logs --failed   (the ends of the logs of those that have failed)" if late else "")
+
+
+def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
+    """The workers of each stage, the hosts whose loss ends the job, that in words, and the stages with one worker."""
+    seen, hosts = facts.seen, facts.hosts
+    _, stages = seen.grid
+    workers: list[dict[str, set[str]]] = [{} for _ in range(stages)]
+    for name, host in hosts.items():
+        worker = Process.parse(name).worker
+        workers[worker.stage].setdefault(str(worker), set()).add(host)
+    copies = [len(of) for of in workers]
+    single = [stage for stage, of in enumerate(workers) if len(of) == 1]
+    places = sorted(set(hosts.values()))
+    fatal = [host for host in places if any(of and all(host in parts for parts in of.values()) for of in workers)]
+    if single:
+        stage = single[0]
+        ((name, of),) = workers[stage].items()
+        more = f" (so is that of stage {', '.join(map(str, single[1:1 + _TOLD]))})" if single[1:] else ""
+        consequence = _consequence(facts, stage)
+        return copies, fatal, (f"the loss of {name} on {', '.join(sorted(of))}, the last copy of stage {stage}{more}: "
+                               f"{consequence}"), single
+    if not hosts:
+        return copies, fatal, "", single
+    tables = () if facts.state is None or facts.state.resume is None else facts.state.resume.shards
+    coordinator = (facts.told or {}).get("host", "")
+    text = survival.judge(hosts, coordinator, tables=tables).text.removeprefix("warning: ")
+    least = min(copies)
+    stage = copies.index(least)
+    less = f"{least - 1} worker{'s' * (least > 2)} of stage {stage} may go, and no more"
+    return copies, fatal, f"{text}; {less}", single
+
+
+def _consequence(facts: Facts, stage: int) -> str:
+    """The consequence of a lost stage."""
+    guard = ((facts.state.description if facts.state is not None else None) or {}).get("guard", "checkpoint")
+    kept = (facts.seen.last_copy.get("kept_by") or {}).get(str(stage))
+    if guard == "memory" and kept:
+        return f"all go back to the copy that {kept} keeps (guard: memory)"
+    iteration = facts.seen.checkpoint.get("iteration")
+    if guard != "none" and iteration is not None:
+        lost = max(0, facts.seen.iteration - iteration)
+        return f"all go back to the checkpoint of iteration {iteration}, {lost} iterations are lost"
+    return "it ends the job, which has no checkpoint of this run to go back to"
+
+
+def _newly_fatal(facts: Facts, fatal: Sequence[str]) -> list[str]:
+    """Hosts whose loss ends the job now, and did not when it began."""
+    if len(set(facts.hosts.values())) < 2:
+        return []
+    return [host for host in fatal if host not in facts.seen.started.get("fatal_hosts", {})]
+
+
+def _repair(facts: Facts) -> str:
+    """The command that fills empty positions."""
+    seen, state, found = facts.seen, facts.state, facts.meeting
+    if not seen.out:
+        return ""
+    waiting = [*(facts.told or {}).get("joiners", ())]
+    if waiting:
+        return f"nothing: {', '.join(waiting[:_TOLD])} {'is' if len(waiting) == 1 else 'are'} about to join"
+    given_up = state.given_up if state is not None else frozenset()
+    if seen.started.get("max_restarts") and not seen.out.keys() <= given_up:
+        return "nothing yet: the launcher starts them again (max_restarts)"
+    if found is None:
+        return ""
+    if found.name.startswith("slurm-"):
+        return f"recycle slurm heal {found.name.removeprefix('slurm-').partition('.')[0]}"
+    script = shlex.join(found.command) if found.command else "SCRIPT ARGUMENTS"
+    go = f"cd {shlex.quote(found.folder)} && " if found.folder else ""
+    return f"{go}recycle run --join {shlex.quote(facts.run)} --nproc {len(seen.out)} {script}"
+
+
+def _checkpoint(seen: Seen) -> str:
+    return f" ({seen.checkpoint['place']})" if seen.checkpoint.get("place") else ""
+
+
+def _speed(facts: Facts) -> list[str]:
+    ratio = facts.against_whole
+    return [] if ratio is None or not facts.seen.out else [f"{ratio:.2f} of fault-free throughput"]
+
+
+def _ratio(whole: float | None, now: float | None) -> float | None:
+    return None if not whole or not now else whole / now

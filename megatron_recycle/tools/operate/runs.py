@@ -1,0 +1,116 @@
+"""The folder of a run, as it is named on a command line, and what its files say."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.config import variable
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch import meeting
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.membership.records import restore
+from megatron_recycle.membership.state import State
+from megatron_recycle.observe.events import read_events
+from megatron_recycle.tools.operate.seen import Seen
+
+EVENTS, JOURNAL = "events.jsonl", "journal.jsonl"
+_WORTHLESS = ('"event": "rolled_back"', '"event": "rebuilt"', '"event": "hint"')
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as its files describe it.
+
+    Attributes:
+        folder: the run's folder.
+        seen: what its events add up to.
+        state: what its journal says; None where the journal is not a file (`--store`) or is damaged.
+        meeting: where its coordinator listens, and its token; None once the job is over.
+        problems: what could not be read, one line each.
+    """
+
+    folder: Path
+    seen: Seen
+    state: State | None
+    meeting: Meeting | None
+    problems: tuple[str, ...] = field(default=())
+
+
+def add_run(parser: Any) -> None:
+    """Add the argument that names a run."""
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN",
+                        help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)")
+
+
+def folder_of(given: Path | None) -> Path:
+    """The folder of a run: the one that is named, or that of RECYCLE_RUN_DIR, or the one in runs/ that was written to
+    last.
+
+    Raises:
+        ConfigError: there is none, or it is no run's.
+    """
+    if given is None and (named := os.environ.get(variable("run_dir"))):
+        given = Path(named)
+    if given is None:
+        found = [path.parent for path in Path("runs").glob(f"*/{EVENTS}")]
+        if not found:
+            raise ConfigError("there is no run in runs/: name the folder of one, as its launcher has printed it "
+                              "(\"logs and events in ...\")")
+        given = max(found, key=lambda path: (path / EVENTS).stat().st_mtime)
+    folder = given.parent if given.name == EVENTS else given
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: name the folder of a run, as its launcher has printed it "
+                          "(\"logs and events in ...\")")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"{folder} cannot be read: it is for the user alone who has started the job (uid "
+                          f"{folder.stat().st_uid}): ask as that user")
+    nodes = sorted(folder.glob(f"node-*/{EVENTS}"))
+    if not (folder / EVENTS).exists() and nodes:  # a coordinator on each host
+        return max(nodes, key=lambda path: path.stat().st_mtime).parent
+    if not any((folder / name).exists() for name in (EVENTS, JOURNAL, meeting.FILE, "coordinator.log")):
+        raise ConfigError(f"{folder} is no run's: it has neither {EVENTS} nor {JOURNAL}; name the folder that the "
+                          "job's launcher has printed")
+    return folder
+
+
+def read(folder: Path) -> Run:
+    """All that the files in ``folder`` say; what cannot be read is left out. Raises ConfigError where that is all."""
+    problems: list[str] = []
+    events: list[dict[str, Any]] = []
+    try:
+        events = [event for event in read_events(folder / EVENTS, skip=_WORTHLESS)
+                  if isinstance(event.get("event"), str)]
+    except (OSError, ValueError) as error:
+        problems.append(f"events cannot be read: {error}")
+    try:
+        seen = Seen(events)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / EVENTS} was written by another version of megatron-recycle (it lacks {error}): "
+                          "use the version that runs the job") from error
+    state = None
+    try:
+        state = _journal(folder / JOURNAL, seen.size)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        problems.append(f"the journal cannot be read: {error}")
+    found = None
+    try:
+        home = folder if (folder / meeting.FILE).exists() else folder.parent  # one of several coordinators: node-K
+        found = meeting.read(home)
+    except (ConfigError, OSError) as error:
+        problems.append(str(error))
+    if not events and state is None and found is None:
+        raise ConfigError(f"{folder}: {'; '.join(problems) or 'nothing has happened yet'}")
+    return Run(folder, seen, state, found, tuple(problems))
+
+
+def _journal(path: Path, size: int) -> State | None:
+    """The state that follows from a journal, also while it is written: a last line that is cut short does not count."""
+    if not path.exists():
+        return None
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    records = [json.loads(line) for line in whole.splitlines() if line.strip()]
+    return restore(size, [record for record in records if record])

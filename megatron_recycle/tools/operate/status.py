@@ -1,0 +1,257 @@
+"""`recycle status [RUN]`: how a job is, what would end it next, and what repairs it.
+
+It asks the coordinator, and where nobody answers it reads the run's events and journal and says how old they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.observe.text import one_line
+from megatron_recycle.plan import Costs, Worker
+from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, secret
+from megatron_recycle.tools.operate.outlook import Facts, Level, Outlook, duration, judge
+from megatron_recycle.tools.operate.runs import Run, add_run, folder_of, read
+from megatron_recycle.tools.profile import planned_seconds
+
+VERSION = 1
+"""Of the JSON that `--json` prints: a field that goes away or changes its meaning makes it another one."""
+_SHOWN = 32
+"""Workers that are shown one by one, unless all are asked for."""
+_OFTEN = 2.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recycle status`. An error of usage has status 3: 2 is a job at risk."""
+    def error(message: str) -> NoReturn:
+        parser.print_usage(sys.stderr)
+        parser.exit(int(Level.OVER), f"{parser.prog}: error: {message}\n")
+
+    parser.error = error  # type: ignore[method-assign]
+    add_run(parser)
+    parser.epilog = f"{parser.epilog}; exit status: 0 healthy, 1 degraded, 2 at risk, 3 ended or unreachable"
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    parser.add_argument("--watch", nargs="?", type=float, const=_OFTEN, metavar="SECONDS",
+                        help=f"again every so often (default {_OFTEN:g}), until the job is over")
+    parser.add_argument("--workers", action="store_true", help=f"each worker, also where there are more than {_SHOWN}")
+    parser.add_argument("--token-file", type=Path, metavar="FILE",
+                        help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the status, once or again and again; returns the level of the last one, or 3 where there is none."""
+    try:
+        if args.watch is not None and not 0.1 <= args.watch < float("inf"):
+            raise ConfigError(f"--watch is {args.watch:g}; give seconds, 0.1 or more")
+        folder = folder_of(args.run)
+        while True:
+            status = _once(folder, args)
+            if args.watch is None or status == Level.OVER:
+                return int(status)
+            time.sleep(args.watch)
+    except RecycleError as error:
+        print(f"recycle status: {error}", file=sys.stderr)
+        return int(Level.OVER)
+
+
+def facts_of(found: Run, token_file: Path | None = None, asks: bool = True) -> Facts:
+    """All that is known of a run at this moment. Raises ConfigError for a token that cannot be read."""
+    now, told, silent = time.time(), None, ""
+    over = found.seen.finished or (found.state is not None and found.state.ended is not None)
+    if not over and asks:
+        told, silent = _ask(found.meeting, token_file)
+    age = None if not found.seen.last else max(0.0, now - float(found.seen.last["t"]))
+    return Facts(found.seen, now, str(found.folder), found.state, told, silent, found.meeting, age)
+
+
+def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any] | None, str]:
+    if found is None or not found.control:
+        return None, "the run's folder does not say where its coordinator listens (it has no join.json)"
+    try:
+        return ask(found.control, secret(found, os.environ, token_file), "status"), ""
+    except (Unreachable, Refused) as error:
+        return None, str(error)
+
+
+def _once(folder: Path, args: argparse.Namespace) -> Level:
+    found = read(folder)
+    facts = facts_of(found, args.token_file)
+    outlook = judge(facts)
+    if args.json:
+        print(json.dumps(to_json(facts, outlook, found.problems)), flush=True)
+        return outlook.level
+    if args.watch is not None and sys.stdout.isatty():
+        print("\x1b[H\x1b[2J", end="")
+    show(facts, outlook, found.problems, args.workers)
+    return outlook.level
+
+
+def plan_seconds(facts: Facts) -> float | None:
+    """Seconds of an iteration of the plan in force: with the costs of the latest breakdown, if it is of this plan, or
+    as it was planned; None: nobody has measured yet."""
+    seen = facts.seen
+    if seen.spent and seen.spent.get("digest") == seen.digest and seen.spent.get("costs"):
+        try:
+            found = planned_seconds(Path(facts.run), seen.digest, Costs.from_json(seen.spent["costs"]))
+        except (KeyError, TypeError, ValueError):
+            found = None
+        if found is not None:
+            return found
+    return seen.period
+
+
+def to_json(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The status as `--json` prints it. Times are Unix seconds, durations seconds."""
+    seen, planned = facts.seen, plan_seconds(facts)
+    return {
+        "v": VERSION, "t": facts.now, "run": facts.run, "verdict": outlook.word.lower().replace(" ", "_"),
+        "exit_status": int(outlook.level), "line": outlook.line, "next_end": outlook.next_end, "repair": outlook.repair,
+        "generation": seen.generation, "iteration": seen.iteration, "last_commit_age_s": facts.commit_age,
+        "loss": seen.loss, "degraded_since": seen.degraded_since, "recovering_since": seen.recovering_since,
+        "throughput": {"iteration_s": seen.seconds, "fault_free_s": seen.whole_seconds, "plan_s": planned,
+                       "against_fault_free": facts.against_whole,
+                       "against_plan": None if not planned or not seen.seconds else planned / seen.seconds},
+        "cost": {"stood_still_s": seen.stood_still, "slower_s": max(0.0, seen.slower),
+                 "lost_iterations": seen.lost_iterations, "workers_lost": len(seen.failures)},
+        "workers": workers(facts), "out": [asdict(one) for one in seen.out.values()],
+        "slow": seen.slow, "copies": list(outlook.copies), "fatal_hosts": list(outlook.fatal_hosts),
+        "checkpoint": {key: seen.checkpoint[key] for key in ("iteration", "place", "t") if key in seen.checkpoint},
+        "coordinator": {"reachable": facts.told is not None, "why": facts.silent, "events_age_s": facts.event_age,
+                        "control": facts.meeting.control if facts.meeting else ""},
+        "problems": list(problems),
+    }
+
+
+def workers(facts: Facts) -> list[dict[str, Any]]:
+    """Each position of the grid: state, host, and what it does as far as the coordinator has told."""
+    seen, live = facts.seen, (facts.told or {}).get("workers", {})
+    rows = []
+    for name in in_order({*seen.ranks, *live, *seen.out}):
+        there, gone = live.get(name, {}), seen.out.get(name)
+        state = gone.kind if gone is not None else "slow" if name in seen.slow else "up"
+        if gone is None and name in (facts.told or {}).get("leaving", ()):
+            state = "leaving"
+        rows.append({"worker": name, "state": state, "rank": there.get("rank", seen.ranks.get(name)),
+                     "host": there.get("host", seen.hosts.get(name, "")), "pid": there.get("pid", seen.pids.get(name)),
+                     "iteration": there.get("iteration"), "silent_s": there.get("silent_s"),
+                     "doing": _doing(there.get("progress")), "since": None if gone is None else gone.since})
+    return rows
+
+
+def _doing(progress: Mapping[str, Any] | None) -> str:
+    """A worker's activity in words: `waiting 0.3 s for F1.0`."""
+    if not progress:
+        return ""
+    doing = progress.get("doing") or {}
+    state, what, seconds = doing.get("state"), doing.get("what", ""), doing.get("for_s")
+    if not state:
+        return str(progress.get("action", ""))
+    long = f" {seconds:.1f} s" if isinstance(seconds, (int, float)) else ""
+    return f"waiting{long} for {what}" if state == "waiting" else f"{what}{long}"
+
+
+def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: bool = False) -> None:
+    """Print the status for people."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = sys.stdout.isatty()
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=None if terminal else 120)
+    colour = {Level.HEALTHY: "bold green", Level.DEGRADED: "bold yellow"}.get(outlook.level, "bold red")
+    if outlook.word == "ENDED":
+        colour = "bold"
+    print_line = partial(console.print, soft_wrap=True)
+    print_line(Text.assemble((outlook.word, colour), "  ", one_line(outlook.line)))
+    for title, text in (("next", outlook.next_end), ("repair", outlook.repair), *_numbers(facts)):
+        if text:
+            print_line(f"{title:9} {one_line(text)}")
+    over = outlook.word in ("ENDED", "STOPPED", "FAILED")
+    for one in facts.seen.out.values() if not over else ():
+        print_line(f"{'out':9} {_absent(one, facts.now)}")
+    for problem in problems:
+        print_line(f"{'warning':9} {one_line(problem)}")
+    rows = workers(facts)
+    if over and not every:
+        return
+    if rows and facts.seen.grid[0]:
+        print_line(f"{'grid':9} {_legend(rows)}")
+        for line in _grid(facts, rows):
+            print_line(f"{'':9} {line}")
+    if not rows or (len(rows) > _SHOWN and not every):
+        return
+    table = Table("worker", "state", "host", "rank", "pid", "iteration", "doing", box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(row["worker"], row["state"], row["host"], *(("" if row[key] is None else str(row[key])) for key in
+                                                                 ("rank", "pid", "iteration")), row["doing"])
+    console.print(table)
+
+
+def _numbers(facts: Facts) -> list[tuple[str, str]]:
+    seen, planned = facts.seen, plan_seconds(facts)
+    speed = []
+    if seen.seconds:
+        speed = [f"an iteration takes {seen.seconds:.3f} s"]
+        speed += [f"fault-free {seen.whole_seconds:.3f} s ({facts.against_whole:.2f} of its throughput)"
+                  if seen.whole_seconds and facts.against_whole else "fault-free unknown"]
+        speed += [f"plan {planned:.3f} s ({planned / seen.seconds:.2f})"] if planned else []
+    cost = []
+    if seen.failures:
+        cost = [f"{len(seen.failures)} workers lost", f"{duration(seen.stood_still)} standing still",
+                f"{duration(max(0.0, seen.slower))} by slower iterations"]
+        cost += [f"{seen.lost_iterations} iterations made again"] if seen.lost_iterations else []
+    saved = seen.checkpoint
+    behind = f", {seen.iteration - saved['iteration']} iterations ago" if saved else ""
+    place = [f"{saved['place']} (iteration {saved['iteration']}{behind})"] if saved else []
+    talk = [] if facts.told is not None or seen.finished else [
+        "not asked" if not facts.silent else f"from files alone: {facts.silent}"]
+    talk += [] if facts.event_age is None or facts.told is not None else [
+        f"last event {duration(facts.event_age)} ago"]
+    return [("speed", "; ".join(speed)), ("cost", ", ".join(cost)), ("saved", "; ".join(place)),
+            ("source", "; ".join(talk) if facts.told is None else "")]
+
+
+def _absent(one: Any, now: float) -> str:
+    where = f" on {one.host}" if one.host else ""
+    rank = "" if one.rank is None else f" (rank {one.rank}, pid {one.pid})"
+    at = "" if one.iteration is None else f" in iteration {one.iteration}"
+    why = f": {one_line(one.why, 200)}" if one.why else ""
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
+    return f"{one.worker}{rank}{where}: {one.kind}{at}, since {clock}, {duration(now - one.since)} ago{why}"
+
+
+_MARKS = {"up": "#", "slow": "s", "leaving": "l", "exit": "X", "frozen": "F", "stalled": "S", "unreachable": "U",
+          "corrupt": "C", "leave": "-", "move": "m", "stranded": "o"}
+
+
+def _legend(rows: list[dict[str, Any]]) -> str:
+    states = sorted({row["state"] for row in rows}, key=lambda state: state != "up")
+    return "a line for each pipeline, stages from left to right: " + ", ".join(
+        f"{_MARKS.get(state, '?')} {state}" for state in states)
+
+
+def _grid(facts: Facts, rows: list[dict[str, Any]]) -> list[str]:
+    """One line for each pipeline; of a worker with several parts the worst counts."""
+    pipelines, stages = facts.seen.grid
+    marks: dict[Worker, str] = {}
+    for row in rows:
+        worker = Process.parse(row["worker"]).worker
+        if marks.get(worker, "up") in ("up", "stranded"):
+            marks[worker] = row["state"]
+    width = len(str(pipelines - 1))
+    return [f"{pipeline:>{width}} " + "".join(
+        _MARKS.get(next((state for worker, state in marks.items()
+                         if (worker.pipeline, worker.stage) == (pipeline, stage)), ""), "?")
+        for stage in range(stages)) for pipeline in range(pipelines)]

@@ -1,0 +1,201 @@
+"""`recycle watch [RUN]`: alarms (`--on-event`) and metrics of a job, from its run folder.
+
+A process of its own, which reads the events as they come, and asks the coordinator now and then whether it is there.
+`recycle run` and `recycle serve` start one themselves where the job's coordinator is, so that there is one for each
+job; it can as well be started by hand, for a job that runs already, on any host that sees the run's folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch import meeting, watching
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.launch.worker_command import say_to
+from megatron_recycle.observe.events import EventReader
+from megatron_recycle.tools.operate.alarm_hook import Hook
+from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json, worth
+from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, secret
+from megatron_recycle.tools.operate.metrics import Exporter, Watched, check_library, write_discovery
+from megatron_recycle.tools.operate.outlook import Facts
+from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of
+from megatron_recycle.tools.operate.seen import Seen
+
+_PAUSE = 0.25
+"""Seconds between looks at the events."""
+_ASK = 15.0
+"""Seconds between questions to the coordinator."""
+_UNANSWERED = 4
+"""Questions in a row that must stay without an answer before it counts as unreachable: a minute."""
+_FILE = 5.0
+"""Seconds between two files for a node exporter."""
+_OLD = 60.0
+"""Seconds: older events are no alarm. A watcher may begin in the midst of a job, or again."""
+_AFTERWARDS = 30.0
+"""Seconds that the script may take to be started again after the end of a job's life."""
+_NICE = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recycle watch`."""
+    add_run(parser)
+    watching.add_arguments(parser)
+    parser.add_argument("--token-file", type=Path, metavar="FILE",
+                        help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Watch until the job is over, or SIGTERM comes; returns 0. Raises ConfigError."""
+    watching.check(args)
+    if not watching.wanted(args):
+        raise ConfigError("there is nothing to do: give --on-event, --metrics or --textfile")
+    os.nice(_NICE)
+    done = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: done.set())
+    watcher = Watcher(folder_of(args.run), args, say_to(sys.stderr))
+    try:
+        watcher.watch(done)
+    finally:
+        watcher.close()
+    return 0
+
+
+class Watcher:
+    """See the module. ``say`` gets a line where something goes wrong. Raises ConfigError."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._args = args
+        self._say = say
+        self._seen = Seen()
+        self._reader = EventReader(folder / EVENTS)
+        self._alarms = Alarms(60 * args.degraded_after)
+        self._rate = Rate()
+        self._counts: Counter[str] = Counter()
+        self._hook = None if args.on_event is None else Hook(args.on_event, say)
+        self._lock = threading.Lock()
+        self._silent, self._unanswered = "", 0
+        self._meeting: Meeting | None = None
+        self._asked, self._written = time.monotonic() - _ASK + 1.0, time.monotonic()
+        self._odd = self._unwritten = False
+        self._exporter = None
+        self._discovery: Path | None = None
+        if args.metrics is not None or args.textfile is not None:
+            check_library("--metrics" if args.metrics is not None else "--textfile")
+            self._exporter = Exporter(folder.name, self._watched)
+        if self._exporter is not None and args.metrics is not None:
+            host, port = watching.address(args.metrics)
+            port = self._exporter.serve(host, port)
+            say(f"recycle: metrics at http://{host}:{port}/metrics")
+            if args.metrics_sd is not None:
+                write_discovery(args.metrics_sd, f"{watching.name_of(host)}:{port}", {"run": folder.name})
+                self._discovery = args.metrics_sd
+
+    def watch(self, done: threading.Event) -> None:
+        """Until ``done`` is set, or the job is over; what has happened by then is told."""
+        while not done.wait(_PAUSE):
+            self.look()
+            moment = self._seen.finished.get("t")
+            if moment is not None and not self._args.until_told and time.time() - moment > _AFTERWARDS:
+                break
+        self.look()
+        self._write()
+
+    def look(self) -> None:
+        """Take in what has happened since the last look."""
+        self._ask()
+        found: list[Alarm] = []
+        with self._lock:
+            for event in self._new():
+                try:
+                    self._seen.add(event)
+                    found += self._alarms.add(event, self._seen)
+                except (KeyError, TypeError, ValueError) as error:
+                    self._strange(error)
+            facts = self._facts()
+            found += self._alarms.tick(facts)
+        self._tell(found, facts)
+        if time.monotonic() - self._written >= _FILE:
+            self._write()
+
+    def _new(self) -> list[dict[str, Any]]:
+        try:
+            return self._reader.new()
+        except (OSError, ValueError) as error:
+            self._strange(error)
+            return []
+
+    def _strange(self, error: Exception) -> None:
+        if not self._odd:
+            self._odd = True
+            self._say(f"recycle: some events of {self._folder} cannot be read and are left out: {error!r:.200}")
+
+    def close(self) -> None:
+        """Wait for the last commands."""
+        if self._hook is not None:
+            self._hook.close()
+        if self._exporter is not None:
+            self._exporter.close()
+        if self._discovery is not None:
+            self._discovery.unlink(missing_ok=True)
+
+    def _tell(self, alarms: Iterable[Alarm], facts: Facts) -> None:
+        now = time.time()
+        for alarm in worth(alarms, now, _OLD):
+            self._counts[alarm.name] += 1
+            if self._hook is not None and (before := self._rate.lets(alarm, now)) is not None:
+                self._hook.tell(to_json(alarm, facts, before))
+
+    def _ask(self) -> None:
+        """Ask the coordinator whether it is there, now and then."""
+        if time.monotonic() - self._asked < _ASK or self._seen.finished or not self._seen.started:
+            return
+        self._asked = time.monotonic()
+        try:
+            found = self._meeting = self._met()
+            if found is None:
+                return
+            ask(found.control, secret(found, os.environ, self._args.token_file), "status")
+            self._silent, self._unanswered = "", 0
+        except (Unreachable, Refused, ConfigError) as error:
+            self._unanswered += 1
+            self._silent = str(error) if self._unanswered >= _UNANSWERED else ""
+
+    def _met(self) -> Meeting | None:
+        home = self._folder if (self._folder / meeting.FILE).exists() else self._folder.parent
+        return meeting.read(home)
+
+    def _facts(self) -> Facts:
+        now = time.time()
+        age = max(0.0, now - float(self._seen.last["t"])) if self._seen.last else None
+        return Facts(self._seen, now, str(self._folder), silent=self._silent,
+                     meeting=self._meeting, event_age=age)
+
+    def _watched(self) -> Watched:
+        with self._lock:
+            facts = self._facts()
+            return Watched(facts, dict(self._counts), self._rate.held_back, 0 if self._hook is None else
+                           self._hook.failed)
+
+    def _write(self) -> None:
+        self._written = time.monotonic()
+        if self._exporter is None or self._args.textfile is None:
+            return
+        try:
+            self._exporter.write(self._args.textfile)
+            self._unwritten = False
+        except (OSError, RecycleError) as error:
+            if not self._unwritten:
+                self._unwritten = True
+                self._say(f"recycle: --textfile {self._args.textfile} cannot be written: {error}")

@@ -1,0 +1,143 @@
+"""`recycle profile RUN`: where the time of a running or ended job's iterations goes, worker by worker.
+
+Every 25 iterations the coordinator writes down what each worker's training thread did in the latest 12 (event `spent`):
+the parts of a row add up to an iteration. Below stands what the plan takes with the costs measured in them, if it was
+in force in all 12.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.observe.events import read_events
+from megatron_recycle.plan import Costs, Plan, PlanError, Worker, replay
+
+PARTS = {"actions": "forwards, backwards and weight gradients themselves",
+         "full backwards": "backwards with both gradients in one",
+         "between": "this plugin's and Python's time between two actions, reading data",
+         "messages": "waiting for activations and gradients of other stages: the schedule's idle time",
+         "reduction": "waiting for the stage's gradient: for the last of its workers, and for the transfer",
+         "verdict": "waiting for the commit of the iteration before, the loss, gradient norms",
+         "own": "the optimizer's step, and what is done once an iteration",
+         "script": "the script's and the framework's own code between iterations",
+         "other": "recoveries, boundaries, checkpoints, evaluations"}
+"""Parts of an iteration, and what each is."""
+_LATEST = 12
+"""Iterations that a breakdown is of."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """One event `spent`.
+
+    Attributes:
+        iteration: the last one that it is of.
+        seconds: worker -> part -> seconds of an iteration, the mean.
+        costs: measured in them, in microseconds.
+        planned: seconds of an iteration of the plan in force with those costs; None: its file is not there.
+        since: the first iteration of that plan.
+    """
+
+    iteration: int
+    seconds: Mapping[Worker, Mapping[str, float]]
+    costs: Costs
+    planned: float | None
+    since: int = 0
+
+    @property
+    def measured(self) -> float:
+        """Seconds of an iteration."""
+        return mean(sum(parts.values()) for parts in self.seconds.values())
+
+
+def breakdowns(run: Path) -> list[Breakdown]:
+    """All breakdowns of the job in the folder ``run``. Raises ConfigError."""
+    path = run / "events.jsonl" if run.is_dir() else run
+    try:
+        events = read_events(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}: give the folder of a run, or its events") from None
+    except ValueError as error:
+        raise ConfigError(f"{error}: give the folder of a run, or its events") from None
+    found, digest, generation, since = [], "", None, 0
+    for event in events:
+        if event["event"] == "planned" and generation is not None and event.get("generation") == generation:
+            continue  # a better one, which is in force once it is adopted
+        if event["event"] in ("planned", "adopted"):
+            digest, generation = event.get("digest", digest), event.get("generation", generation)
+        if event["event"] in ("resumed", "adopted"):
+            since = event.get("iteration", since)
+        elif event["event"] == "spent" and "seconds" in event:
+            costs = Costs.from_json(event.get("costs"))
+            found.append(Breakdown(event["iteration"],
+                                   {Worker.parse(name): parts for name, parts in event["seconds"].items()},
+                                   costs, planned_seconds(path.parent, digest, costs), since))
+    return found
+
+
+def planned_seconds(folder: Path, digest: str, costs: Costs) -> float | None:
+    """Seconds of an iteration of the plan with this digest (`control.plan_folder`), with other costs."""
+    try:
+        plan = Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")
+    except PlanError:
+        return None
+    again = replace(plan, problem=replace(plan.problem, costs=costs.by_chunk(plan.problem.placement)))
+    return replay(again).period / 1e6
+
+
+def rows(told: Breakdown) -> Iterable[tuple[str, Sequence[float]]]:
+    """A row for each worker and one for their mean: milliseconds of an iteration and of its parts."""
+    every = [(str(worker), parts) for worker, parts in sorted(told.seconds.items())]
+    every.append(("mean", {part: mean(parts.get(part, 0.0) for _, parts in every) for part in PARTS}))
+    for name, parts in every:
+        yield name, [1000 * sum(parts.values()), *(1000 * parts.get(part, 0.0) for part in PARTS)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recycle profile`."""
+    parser.add_argument("run", type=Path, help="folder of a run (runs/...), or its events.jsonl")
+    parser.add_argument("--all", action="store_true", help="every breakdown, instead of the last one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print and return 0. Raises ConfigError."""
+    found = breakdowns(args.run)
+    if not found:
+        raise ConfigError(f"{args.run}: no event `spent` is in it; a job tells of its time after 16 iterations, and "
+                          "then every 25")
+    for told in found if args.all else found[-1:]:
+        show(told)
+    return 0
+
+
+def show(told: Breakdown) -> None:
+    """Print one breakdown."""
+    used = [part for number, part in enumerate(PARTS) if any(row[1 + number] >= 0.05 for _, row in rows(told))]
+    chosen = [0, *(1 + number for number, part in enumerate(PARTS) if part in used)]
+    titles = ["iteration", *used]
+    print(f"after iteration {told.iteration}: milliseconds of an iteration, mean of the latest 12")
+    print(f"{'worker':8}" + "".join(f"{title:>{max(11, len(title) + 2)}}" for title in titles))
+    for name, row in rows(told):
+        print(f"{name:8}" + "".join(f"{row[at]:>{max(11, len(title) + 2)}.1f}" for at, title in zip(chosen, titles)))
+    for part in used:
+        print(f"{part}: {PARTS[part]}")
+    costs = told.costs
+    chunks = "chunk of the model" if len(costs.forward) > len(costs.step) else "stage"
+    print(f"costs of the plan, ms by {chunks}: F {_of(costs.forward)}, B {_of(costs.backward_input)}, "
+          f"W {_of(costs.backward_weight)}, step {_of(costs.step)}, a transfer {costs.hop / 1000:.1f}")
+    if told.since > told.iteration - _LATEST + 1:
+        print(f"an iteration takes {told.measured:.3f} s; the plan has changed with iteration {told.since}, so that "
+              "these are of two plans: not compared")
+    elif told.planned is not None:
+        off = 100 * (told.planned / told.measured - 1)
+        print(f"an iteration takes {told.measured:.3f} s; the plan with these costs {told.planned:.3f} s "
+              f"({off:+.1f} %)")
+
+
+def _of(row: Sequence[int]) -> str:
+    return " ".join(f"{value / 1000:.1f}" for value in row)

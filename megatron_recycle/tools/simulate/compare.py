@@ -1,0 +1,58 @@
+"""Several policies through the same traces, with the two marks that they are measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from megatron_recycle.tools.simulate.cluster import Cluster, changes, most_live
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.plans import Plans
+from megatron_recycle.tools.simulate.policies.base import Policy, Setting
+from megatron_recycle.tools.simulate.policies.ideals import FaultScaled, Ideal
+from megatron_recycle.tools.simulate.report import Row
+from megatron_recycle.tools.simulate.run import Outcome, simulate
+from megatron_recycle.tools.simulate.trace import Trace
+
+Progress = Callable[[str, int, float], None]
+"""(policy, number of the trace, share of it)."""
+
+
+def compare(makers: Mapping[str, Callable[[], Policy]], job: Job, cluster: Cluster, traces: Sequence[Trace], *,
+            technique: str = "staggered", shapes: str = "auto", work: int | None = None,
+            progress: Progress = lambda name, number, share: None) -> tuple[list[Row], tuple[str, ...]]:
+    """A row for each policy, and, in sentences, what was left out of the traces and what policies say.
+
+    Plans of a policy are kept from one trace to the next. Raises TraceError if the job does not fit the cluster.
+    """
+    cluster.slots(job.pipelines, job.stages)
+    notes: dict[str, None] = {}
+    found: dict[str, list[Outcome]] = {name: [] for name in makers}
+    said: dict[str, list[str]] = {}
+    free: list[float] = []
+    scaled: list[float] = []
+    plans = {name: Plans(job, technique, shapes, work) for name in makers}
+    marks = Plans(job, technique, shapes, work)
+    for number, trace in enumerate(traces):
+        happened, told = changes(trace, cluster)
+        notes.update(dict.fromkeys((*trace.cleaned, *told)))
+        at_start = {unit for change in happened if change.at == 0 for unit in change.lost}
+        units = [unit for unit in cluster.units() if unit not in at_start]
+        mtbf = trace.duration / max(1, sum(bool(change.lost) and change.at > 0 for change in happened))
+        one = Setting(job, cluster, marks, units, mtbf, most_live(happened, cluster) >= job.size)
+        free.append(simulate(Ideal(), one, happened, trace.duration).throughput)
+        scaled.append(simulate(FaultScaled(), one, happened, trace.duration).throughput)
+        for name, make in makers.items():
+            setting = replace(one, plans=plans[name])
+            end = trace.duration
+
+            def told_of(now: float, name: str = name, number: int = number, end: float = end) -> None:
+                progress(name, number, now / end)
+
+            found[name].append(simulate(make(), setting, happened, trace.duration, told_of))
+            progress(name, number, 1.0)
+    for name, outcomes in found.items():
+        for text in dict.fromkeys(text for outcome in outcomes for text in outcome.said):
+            said.setdefault(text, []).append(name)
+    notes.update(dict.fromkeys(f"{', '.join(names)}: {text}" for text, names in said.items()))
+    return [Row(name, outcomes, free, scaled) for name, outcomes in found.items()], tuple(notes)

@@ -1,0 +1,206 @@
+"""The members of a job as the membership machine hears them, all at once: its decisions, without processes.
+
+The machine is fed what launchers and workers would tell (`membership.inputs`), and what it decides is answered as
+they would. Where every member says the same, all but the last say it in one change of the state, as the machine
+itself would note it: it decides with the last one. So a generation of thousands of workers takes some dozen steps
+instead of thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.control import searches
+from megatron_recycle.control.searches import Plans
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.state import Member, Phase, State
+
+Report = dict[str, Any]
+
+
+@dataclass
+class Asked:
+    """Requests of the machine since the last look.
+
+    ``switch``: all are to stand at the next boundary. ``starts``: processes for empty positions, beside other workers.
+    ``found``: moves are to be looked for. ``end``: the job's.
+    """
+
+    switch: bool = False
+    starts: list[tuple[str, int]] = field(default_factory=list)
+    moves: do.FindMoves | None = None
+    end: do.End | None = None
+
+
+class Members:
+    """A life of a job, from its first hello to its end.
+
+    Args:
+        positions: all workers of the grid, in the order of their ranks, with the host of each.
+        description: the job's, as workers give it; see `control.planning.problem_of`.
+        plan: the plan without these workers, as little of it as the machine looks at.
+    """
+
+    def __init__(self, positions: Mapping[str, str], description: Mapping[str, Any], plans: Plans) -> None:
+        self.state = State(size=len(positions))
+        self.plans = plans
+        self.plan: Mapping[str, Any] = {}
+        """The plan in use."""
+        self.asked = Asked()
+        self.generations = 0
+        self._names = list(positions)
+        self._ranks = {name: rank for rank, name in enumerate(positions)}
+        self._lives: dict[str, int] = {}
+        self._now = 0.0
+        self._wanted: do.MakePlan | None = None
+        self._form(positions, description)
+
+    @property
+    def training(self) -> bool:
+        return self.state.phase is Phase.TRAINING
+
+    @property
+    def empty(self) -> list[str]:
+        """Positions that nobody has or is about to take, in order of their ranks."""
+        taken = {*self.state.members, *self.state.joiners, *self.state.moves}
+        return [name for name in self._names if name not in taken]
+
+    def lose(self, positions: Collection[str], whole_host: bool, now: float, committed: int) -> None:
+        """These members or joiners are lost together, after ``committed`` iterations."""
+        self._now = now
+        self._commit(committed)
+        kind = FailureKind.UNREACHABLE if whole_host else FailureKind.EXIT
+        present = {**self.state.joiners, **self.state.members}
+        losses = tuple(inputs.Loss(present[name].incarnation, kind) for name in positions if name in present)
+        if losses:
+            self._feed(inputs.Lost(losses, now))
+            self._settle(committed)
+
+    def come(self, position: str, host: str, now: float, committed: int) -> bool:
+        """A process for an empty position has built its model and waits to come in; whether it may."""
+        self._now = now
+        self._commit(committed)
+        life = self._lives[position] = self._lives.get(position, 0) + 1
+        rank = self._ranks[position]
+        member = Member(position, rank, f"{position}/{life}", rank + life * len(self._names), host)
+        self._feed(inputs.Hello(member))
+        if self.state.joiners.get(position) != member:
+            return False  # another process waits for it
+        description = dict(self.state.description or {})
+        self._feed(inputs.Ready(member.incarnation, description, _report(committed)))
+        return True
+
+    def stand(self, now: float, committed: int) -> None:
+        """All members stand at the boundary that they were asked to make."""
+        self._now, self.asked.switch = now, False
+        self._commit(committed)
+        if not self.training or not self.state.switch:
+            return
+        *most, last = self.state.members
+        self.state = self.state.with_(standing=dict.fromkeys(most, now))
+        member = self.state.members[last]
+        self._feed(inputs.Boundary(member.incarnation, self.state.generation, committed, now))
+        self._settle(committed)
+
+    def at_rank(self, rank: int) -> str:
+        """The position of this rank."""
+        return self._names[rank]
+
+    def find_moves(self) -> None:
+        """Ask the planner which workers had better move, and tell the machine."""
+        order, self.asked.moves = self.asked.moves, None
+        if order is None or order.generation != self.state.generation:
+            return
+        answer = searches.find_moves(self.plans, self.state.description or {}, order)
+        if answer is not None:
+            self._feed(answer)
+
+    def commit(self, committed: int, now: float) -> None:
+        """All have committed so many iterations: a move may be over with it."""
+        self._now = now
+        self._commit(committed, feed=True)
+
+    # What members do
+
+    def _form(self, positions: Mapping[str, str], description: Mapping[str, Any]) -> None:
+        members = [Member(name, rank, f"{name}/0", rank, host)
+                   for rank, (name, host) in enumerate(positions.items())]
+        *most, last = members
+        told, report = dict(description), {**_report(0), "attempt": 0}
+        # All but the last: as `forming.hello` and `forming.ready` note them.
+        self.state = self.state.with_(
+            known={member.incarnation: member for member in most},
+            descriptions={member.worker: told for member in most}, reports={member.worker: report for member in most},
+            learnt={str(member.rank): () for member in most},
+            samples={str(stage): f"0:{stage}" for stage in range(int(description["grid"]["stages"]))
+                     if f"0:{stage}" != last.worker})
+        self._feed(inputs.Hello(last))
+        self._feed(inputs.Ready(last.incarnation, told, report))
+        self._settle(0)
+
+    def _settle(self, committed: int) -> None:
+        """Everybody reports, the plan is made, all go on and resume, until nothing more is decided."""
+        while self.state.phase is Phase.RECOVERING:
+            self.generations += 1
+            generation = self.state.generation
+            proven = [name for name in self.state.members if name not in self.state.unproven]
+            waits = [name for name in proven if name not in self.state.reports]
+            if waits:
+                report = _report(committed)
+                self.state = self.state.with_(reports={**self.state.reports, **dict.fromkeys(waits[:-1], report)})
+                self._feed(inputs.Reported(self.state.members[waits[-1]].incarnation, generation, report))
+            if self._wanted is not None and self._wanted.generation == self.state.generation:
+                order, self._wanted = self._wanted, None
+                answer = searches.make_plan(self.plans, self.state.description or {}, order)
+                self.plan = getattr(answer, "plan", {})
+                self._feed(answer)
+            if self.state.generation != generation or not self.training:
+                break
+            for name in [*self.state.unproven]:
+                self._feed(inputs.Holds(self.state.members[name].incarnation, generation, {}))
+            *most, last = self.state.members
+            self.state = self.state.with_(resumed=dict.fromkeys(most, self._now))
+            self._feed(inputs.Resumed(self.state.members[last].incarnation, generation, self._now))
+
+    def _commit(self, committed: int, feed: bool = False) -> None:
+        """Iterations up to this one are committed by all: as `training.committed` notes them."""
+        last = committed - 1
+        if not self.training or last <= self.state.committed:
+            return
+        *most, final = self.state.members
+        if not feed:
+            by = dict.fromkeys(self.state.members, last)
+            self.state = self.state.with_(committed=last, committed_by=by, behind=0, losses={}, mended=0, restores=0,
+                                          retries=0)
+            return
+        self.state = self.state.with_(committed=last - 1, behind=1,
+                                      committed_by={**dict.fromkeys(most, last), final: last - 1})
+        self._feed(inputs.Committed(self.state.members[final].incarnation, last))
+
+    def _feed(self, happened: inputs.Input) -> None:
+        self.state, decided = step(self.state, happened, self._now)
+        for one in decided:
+            if isinstance(one, do.MakePlan):
+                self._wanted = one
+            elif isinstance(one, do.Tell) and one.message["type"] == "offer" and one.message["plan"] is None:
+                self.asked.switch = True
+            elif isinstance(one, do.FindMoves):
+                self.asked.moves = one
+            elif isinstance(one, do.Command) and one.message["type"] == "start":
+                self.asked.starts.append((self._names[one.message["rank"]], int(one.message["beside"])))
+            elif isinstance(one, do.End):
+                self.asked.end = one
+
+
+def _report(committed: int) -> Report:
+    """Where a worker stands that has committed so many iterations; what it has done of the next one does not count."""
+    last = committed - 1
+    return {"iteration": committed, "attempt": 1, "holds": last, "stepped": last, "committed": last, "verdict": None,
+            "actions": 0, "earlier": 0}
+
+

@@ -1,0 +1,90 @@
+"""What a policy is: it hears of changes, and says how training goes on. The clock and all counting are `run`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from megatron_recycle.tools.simulate.cluster import Change, Cluster, Unit
+from megatron_recycle.tools.simulate.job import Job
+from megatron_recycle.tools.simulate.plans import Figures, Plans
+
+NEVER = float("inf")
+CHECKPOINT, RECOVERY, REJOIN, RESTART, RECONFIGURE = "checkpoint", "recovery", "rejoin", "restart", "reconfigure"
+"""Causes of pauses."""
+
+
+@dataclass(frozen=True)
+class Course:
+    """Iterations take ``period`` seconds, the first one ``first``, and have ``samples`` samples. ``period`` infinite:
+    training stands, since too few workers are left."""
+
+    period: float
+    first: float
+    samples: int
+
+    @classmethod
+    def of(cls, figures: Figures, samples: int) -> Course:
+        return cls(figures.period, figures.makespan, samples)
+
+
+STANDS = Course(NEVER, NEVER, 0)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How training goes on from now.
+
+    Attributes:
+        course: None: as before.
+        pauses: causes and seconds in which nothing is computed, one after the other.
+        again: the iteration in flight is begun anew; otherwise what is done of it stays done.
+        back: training goes back to the last `saved` point.
+        saved: the point of now is what a later `back` leads to.
+        fatal: the job could not go on in its processes.
+        survived: losses that were got over without going back.
+        wakes: (seconds from now, token): the policy is woken then. All wakes of before are kept.
+        boundary: the policy is woken at the end of the iteration in flight, with the token "boundary".
+        said: for people, of now; it goes on after the policy's name.
+    """
+
+    course: Course | None = None
+    pauses: tuple[tuple[str, float], ...] = ()
+    again: bool = False
+    back: bool = False
+    saved: bool = False
+    fatal: bool = False
+    survived: int = 0
+    wakes: tuple[tuple[float, object], ...] = ()
+    boundary: bool = False
+    said: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The knowledge of a policy at the start, the same as an operator's. ``mtbf``: mean seconds between failures.
+    ``whole``: that the cluster will have workers for the whole grid, now or later."""
+
+    job: Job
+    cluster: Cluster
+    plans: Plans
+    units: Sequence[Unit]
+    """The live units at the start."""
+    mtbf: float
+    whole: bool = True
+
+
+class Policy(Protocol):
+    """One way to deal with failures. A policy is made anew for every run."""
+
+    name: ClassVar[str]
+
+    def begin(self, setting: Setting) -> Answer:
+        """Training begins with the setting's units."""
+
+    def changed(self, change: Change, iteration: int) -> Answer:
+        """Units are lost or gained; so many iterations are committed."""
+
+    def woken(self, now: float, token: object, iteration: int) -> Answer:
+        """A wake that was asked for."""

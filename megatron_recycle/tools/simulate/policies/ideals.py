@@ -1,0 +1,47 @@
+"""Marks to measure by: training without failures, and throughput in proportion to what is alive."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from megatron_recycle.tools.simulate.cluster import Change
+from megatron_recycle.tools.simulate.policies.base import STANDS, Answer, Course, Setting
+
+
+class Ideal:
+    """Stock 1F1B on the whole grid, whatever fails. Throughputs are given relative to it."""
+
+    name: ClassVar[str] = "fault-free"
+
+    def begin(self, setting: Setting) -> Answer:
+        return Answer(Course.of(setting.plans.stock(), setting.job.batch))
+
+    def changed(self, change: Change, iteration: int) -> Answer:
+        return Answer()
+
+    def woken(self, now: float, token: object, iteration: int) -> Answer:
+        return Answer()
+
+
+class FaultScaled(Ideal):
+    """Stock 1F1B, slower in proportion to the units that are lost, without any stall: what a perfect system without
+    idle time to use would reach."""
+
+    name = "fault-scaled"
+
+    def begin(self, setting: Setting) -> Answer:
+        self.live = len(setting.units)
+        self.setting = setting
+        return Answer(self._course())
+
+    def changed(self, change: Change, iteration: int) -> Answer:
+        self.live += len(change.gained) - len(change.lost)
+        return Answer(self._course())
+
+    def _course(self) -> Course:
+        job = self.setting.job
+        live = min(self.live, job.size)
+        if not live:
+            return STANDS
+        seconds = self.setting.plans.stock().period * job.size / live
+        return Course(seconds, seconds, job.batch)

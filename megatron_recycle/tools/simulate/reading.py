@@ -1,0 +1,233 @@
+"""Traces from files: two public formats and our own.
+
+* ``time_ms,add|remove,node``: as Bamboo published its traces of preemptible machines.
+* ``date, time, count``: as the traces of cloud capacity are; how many machines there are, not which.
+* JSON lines: one about the trace (``duration``, ``hosts``), then one for each outage (``host``, ``kind``, ``down``,
+  ``up``, ``gpu``).
+
+The first line decides the format. A line that cannot be read is refused with its number. Impossible entries are
+corrected, and each correction is reported (`Trace.cleaned`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.tools.simulate.trace import EXIT, HOST, KINDS, Cleaning, Outage, Trace, TraceError, checked
+
+FOR_GOOD = float("inf")
+LONG_GAP = 3600.0
+"""Seconds without a reading after which a gap is reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of a file that is not blank, with its number."""
+
+    path: str
+    number: int
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}, line {self.number}"
+
+    def fault(self, what: str) -> TraceError:
+        return TraceError(f"{self.where}: {what}: {self.text[:60]!r}")
+
+
+def read(path: str | Path, *, seed: int = 0, longest_gap: float | None = None, tail: float = 0.0) -> Trace:
+    """The trace in this file.
+
+    Args:
+        seed: which machines a trace that only counts them has lost.
+        longest_gap: in such a trace, time between two readings beyond so many seconds is cut out; None: the last count
+            holds, and gaps above an hour are reported.
+        tail: seconds after the last line that still count.
+
+    Raises TraceError, with the number of the line, for what cannot be read.
+    """
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            lines = [Line(str(path), number, text.strip()) for number, text in enumerate(file, 1)
+                     if text.strip() and not text.lstrip().startswith("#")]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: the trace cannot be read: {error}") from None
+    if not lines:
+        raise TraceError(f"{path}: the trace is empty")
+    try:
+        return _reader(lines[0], seed, longest_gap, tail)(lines)
+    except TraceError as error:
+        if str(path) in str(error):
+            raise
+        raise TraceError(f"{path}: {error}") from None
+
+
+def _reader(first: Line, seed: int, longest_gap: float | None, tail: float) -> Callable[[Sequence[Line]], Trace]:
+    if first.text.startswith("{"):
+        return _own
+    parts = [part.strip() for part in first.text.split(",")]
+    if len(parts) == 3 and parts[1] in ("add", "remove"):
+        return lambda lines: _added_and_removed(lines, tail)
+    if len(parts) == 3 and "-" in parts[0] and ":" in parts[1]:
+        return lambda lines: _counted(lines, seed, longest_gap, tail)
+    raise first.fault("neither 'time_ms,add|remove,node' nor 'date, time, count' nor a JSON object")
+
+
+# time_ms,add|remove,node
+
+
+def _added_and_removed(lines: Sequence[Line], tail: float) -> Trace:
+    cleaning = Cleaning()
+    told: list[tuple[float, bool, str, Line]] = []
+    for line in lines:
+        parts = [part.strip() for part in line.text.split(",")]
+        if len(parts) != 3 or parts[1] not in ("add", "remove") or not parts[2]:
+            raise line.fault("not 'time_ms,add|remove,node'")
+        told.append((_number(parts[0], line) / 1000, parts[1] == "add", parts[2], line))
+    if any(later[0] < earlier[0] for earlier, later in pairwise(told)):
+        back = next(later[3] for earlier, later in pairwise(told) if later[0] < earlier[0])
+        cleaning.note("lines that go back in time were sorted", back.where)
+        told.sort(key=lambda one: one[0])
+    begin, end = told[0][0], told[-1][0]
+    absent: dict[str, float] = {}  # since when
+    hosts: dict[str, bool] = {}  # whether it is there
+    outages: list[Outage] = []
+    for at, added, host, line in told:
+        if hosts.get(host, False) is added:
+            cleaning.note("a machine was added that was there, or removed that was not; the line was left out",
+                          line.where)
+            continue
+        since = absent.pop(host, 0.0)
+        if added and at - begin > since:
+            outages.append(Outage(since, at - begin, host, HOST))
+        elif not added:
+            absent[host] = at - begin
+        hosts[host] = added
+    outages += [Outage(since, FOR_GOOD, host, HOST) for host, since in absent.items()]
+    return checked([*hosts], outages, end - begin + tail, cleaning)
+
+
+# date, time, count
+
+
+def _counted(lines: Sequence[Line], seed: int, longest_gap: float | None, tail: float) -> Trace:
+    cleaning = Cleaning()
+    readings: list[tuple[float, int]] = []
+    first: datetime | None = None
+    skipped = 0.0
+    last = 0.0
+    for line in lines:
+        parts = [part.strip() for part in line.text.split(",")]
+        if len(parts) != 3:
+            raise line.fault("not 'date, time, count'")
+        try:
+            at = datetime.fromisoformat(f"{parts[0]} {parts[1]}")
+        except ValueError:
+            raise line.fault("not a date and a time") from None
+        count = _whole(parts[2], line)
+        first = first or at
+        seconds = (at - first).total_seconds()
+        if readings and seconds <= last:
+            cleaning.note("a reading that is not later than the one before was left out", line.where)
+            continue
+        if readings and seconds - last > LONG_GAP and longest_gap is None:
+            hours = (seconds - last) / 3600
+            cleaning.note(f"no reading for {hours:.1f} h: the last count was taken to hold", line.where)
+        if readings and longest_gap is not None and seconds - last > longest_gap:
+            cleaning.note(f"a gap was cut down to {longest_gap:.0f} s", line.where)
+            skipped += seconds - last - longest_gap
+        last = seconds
+        readings.append((seconds - skipped, count))
+    return _named(readings, tail, random.Random(seed), cleaning)
+
+
+def _named(readings: Sequence[tuple[float, int]], tail: float, draw: random.Random, cleaning: Cleaning) -> Trace:
+    """Names for machines that were only counted: the ones that go are drawn, the ones that come back were away
+    longest."""
+    most = max(count for _, count in readings)
+    hosts = [f"host{number}" for number in range(most)]
+    there = hosts[:readings[0][1]]
+    away = dict.fromkeys(hosts[readings[0][1]:], 0.0)
+    outages: list[Outage] = []
+    for at, count in readings:
+        while len(there) > count:
+            away[there.pop(draw.randrange(len(there)))] = at
+        while len(there) < count:
+            host = next(iter(away))
+            outages.append(Outage(away.pop(host), at, host, HOST))
+            there.append(host)
+    outages += [Outage(since, FOR_GOOD, host, HOST) for host, since in away.items()]
+    return checked(hosts, outages, readings[-1][0] + tail, cleaning)
+
+
+# JSON lines
+
+
+def _own(lines: Sequence[Line]) -> Trace:
+    about = _object(lines[0])
+    hosts, duration = about.get("hosts"), about.get("duration")
+    if isinstance(hosts, bool) or not isinstance(hosts, (int, list)) or (isinstance(hosts, list) and not all(
+            isinstance(one, str) for one in hosts)):
+        raise lines[0].fault("the first line needs \"hosts\", a number or a list of names")
+    names = [f"host{number}" for number in range(hosts)] if isinstance(hosts, int) else hosts
+    if len(set(names)) < len(names):
+        raise lines[0].fault("a host is named twice")
+    known = set(names)
+    outages = [_outage(line, known) for line in lines[1:]]
+    return checked(names, outages, _seconds(duration, "duration", lines[0]), Cleaning())
+
+
+def _outage(line: Line, known: set[str]) -> Outage:
+    told = _object(line)
+    if told.get("host") not in known:
+        raise line.fault(f"\"host\" is {told.get('host')!r}, which the first line does not name")
+    if told.get("kind", EXIT) not in KINDS:
+        raise line.fault(f"\"kind\" is none of {', '.join(KINDS)}")
+    gpu = told.get("gpu")
+    if gpu is not None and (not isinstance(gpu, int) or isinstance(gpu, bool) or gpu < 0):
+        raise line.fault("\"gpu\" is no number of a GPU")
+    down = _seconds(told.get("down"), "down", line)
+    up = FOR_GOOD if told.get("up") is None else _seconds(told["up"], "up", line)
+    if up < down:
+        raise line.fault("it is up before it is down")
+    return Outage(down, up, told["host"], told.get("kind", EXIT), gpu)
+
+
+def _object(line: Line) -> dict[str, Any]:
+    try:
+        told = json.loads(line.text)
+    except ValueError as error:
+        raise line.fault(f"not JSON ({error})") from None
+    if not isinstance(told, dict):
+        raise line.fault("no JSON object")
+    return told
+
+
+def _seconds(value: Any, name: str, line: Line) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < FOR_GOOD:
+        raise line.fault(f"\"{name}\" is {value!r}: seconds from 0 on are needed")
+    return float(value)
+
+
+def _number(text: str, line: Line) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise line.fault("its time is no number") from None
+    if not 0 <= value < FOR_GOOD:
+        raise line.fault("its time is before 0, or none")
+    return value
+
+
+def _whole(text: str, line: Line) -> int:
+    if not text.isdecimal():
+        raise line.fault("its count is no number of machines")
+    return int(text)

@@ -1,0 +1,250 @@
+"""One run of a policy through a trace: an event heap, and the account of where the time went.
+
+Time is spent on iterations that stay (useful), on parts of iterations that were begun anew (redone), on iterations
+that a return to a checkpoint took back (rolled back), on pauses by cause, and without enough workers (stopped). These
+add up to the duration. Samples are those of committed iterations that stay.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.tools.simulate.cluster import Change
+from megatron_recycle.tools.simulate.policies.base import STANDS, Answer, Course, Policy, Setting
+
+USEFUL, REDONE, ROLLED_BACK, STOPPED, UNFINISHED = "useful", "redone", "rolled back", "stopped", "unfinished"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a simulated job.
+
+    Attributes:
+        samples: of iterations that stay.
+        spent: seconds by cause; they add up to `duration`.
+        lost: iterations that were begun or done, and are not in `iterations`, in parts of one.
+        rate: (second, samples per second from then on).
+        failures: moments at which the cluster lost machines or GPUs; several outages of a trace may begin at one.
+        marks: seconds of failures; of fatal events.
+        plans: distinct plans that were needed.
+        cpu: seconds of processor time that the simulation took.
+    """
+
+    name: str
+    duration: float
+    iterations: int
+    samples: int
+    spent: dict[str, float]
+    lost: float
+    failures: int
+    survived: int
+    fatal: int
+    rate: list[tuple[float, float]]
+    marks: list[float]
+    fatal_marks: list[float]
+    plans: int
+    cpu: float
+    commits: list[float] = field(default_factory=list)
+    """Seconds of commits, where they were asked for."""
+    said: list[str] = field(default_factory=list)
+    """By the policy, for people."""
+
+    @property
+    def throughput(self) -> float:
+        """Samples per second of the whole duration."""
+        return self.samples / self.duration
+
+    @property
+    def useful(self) -> float:
+        """Share of the time that was spent on iterations that stay."""
+        return self.spent.get(USEFUL, 0.0) / self.duration
+
+    def to_json(self) -> dict[str, Any]:
+        return {"policy": self.name, "duration": self.duration, "iterations": self.iterations,
+                "samples": self.samples, "throughput": self.throughput, "spent": dict(self.spent),
+                "iterations_lost": self.lost, "failures": self.failures, "survived": self.survived,
+                "fatal": self.fatal, "plans": self.plans, "cpu_seconds": round(self.cpu, 3),
+                "rate": self.rate, "failed_at": self.marks, "fatal_at": self.fatal_marks, "said": self.said}
+
+
+class Run:
+    """A policy's run. Use `simulate`."""
+
+    def __init__(self, policy: Policy, setting: Setting, commits: bool = False) -> None:
+        self.policy = policy
+        self.setting = setting
+        self.now = 0.0
+        self.iterations = self.samples = 0
+        self.spent: dict[str, float] = {}
+        self.lost = 0.0
+        self.fatal_marks: list[float] = []
+        self.survived = 0
+        self.rate: list[tuple[float, float]] = []
+        self.said: list[str] = []
+        self._course: Course = STANDS
+        self._elapsed, self._length = 0.0, float("inf")  # of the iteration in flight
+        self._pauses: list[list[Any]] = []
+        self._kept = (0, 0, 0.0)  # iterations, samples and useful seconds at the last saved point
+        self._wakes: list[tuple[float, int, object]] = []
+        self._number = itertools.count()
+        self._boundary = False
+        self._commits: list[float] | None = [] if commits else None
+
+    def go(self, changes: Sequence[Change], end: float, progress: Callable[[float], None] | None = None) -> None:
+        """Everything from the start to ``end``."""
+        self._follow(self.policy.begin(self.setting))
+        due = [change for change in changes if 0 < change.at < end]
+        at = 0
+        while True:
+            commit = self.next_commit() if self._boundary else float("inf")
+            change = due[at].at if at < len(due) else float("inf")
+            wake = self._wakes[0][0] if self._wakes else float("inf")
+            moment = min(commit, change, wake, end)
+            self._advance(moment, commit <= moment)
+            if moment >= end:
+                break
+            if commit <= moment:
+                self._boundary = False
+                self._follow(self.policy.woken(self.now, "boundary", self.iterations))
+            elif change <= moment:
+                self._follow(self.policy.changed(due[at], self.iterations))
+                at += 1
+                if progress is not None:
+                    progress(self.now)
+            else:
+                _, _, token = heapq.heappop(self._wakes)
+                self._follow(self.policy.woken(self.now, token, self.iterations))
+        self._spend(UNFINISHED, self._elapsed)
+        self.commits = self._commits or []
+
+    def next_commit(self) -> float:
+        """When the iteration in flight is committed, if nothing happens before."""
+        return self.now + sum(seconds for _, seconds in self._pauses) + self._length - self._elapsed
+
+    def _advance(self, to: float, committing: bool) -> None:
+        """Let time pass, in which nothing changes. ``committing``: an iteration ends exactly then."""
+        left = to - self.now
+        while self._pauses and left > 0:
+            cause, seconds = self._pauses[0]
+            passed = min(left, seconds)
+            self._spend(cause, passed)
+            left -= passed
+            if passed == seconds:
+                self._pauses.pop(0)
+                self._told(to - left)
+            else:
+                self._pauses[0][1] -= passed
+        self.now = to
+        if committing:
+            self._pauses.clear()
+            self._commit(1, self._length, to)
+            self._elapsed, self._length = 0.0, self._course.period
+        elif left > 0 and self._length == float("inf"):
+            self._spend(STOPPED, left)
+        elif left > 0:
+            self._train(left)
+
+    def _train(self, left: float) -> None:
+        if left < self._length - self._elapsed:
+            self._elapsed += left
+            return
+        left -= self._length - self._elapsed
+        self._commit(1, self._length, self.now - left)
+        period = self._course.period
+        whole = int(left / period)
+        if whole:
+            self._commit(whole, whole * period, self.now - left + whole * period)
+        self._elapsed, self._length = max(0.0, left - whole * period), period
+
+    def _commit(self, count: int, seconds: float, at: float) -> None:
+        self.iterations += count
+        self.samples += count * self._course.samples
+        self._spend(USEFUL, seconds)
+        if self._commits is not None:
+            self._commits += [at - (count - 1 - number) * self._course.period for number in range(count)]
+
+    def _spend(self, cause: str, seconds: float) -> None:
+        if seconds:
+            self.spent[cause] = self.spent.get(cause, 0.0) + seconds
+
+    def _follow(self, answer: Answer) -> None:
+        if answer.fatal:
+            self.fatal_marks.append(self.now)
+        self.survived += answer.survived
+        if answer.said:
+            self.said.append(f"{answer.said} after {self.now:.0f} s")
+        if answer.back:
+            self._go_back()
+        elif answer.again:
+            self._redo()
+        if answer.saved:
+            self._kept = (self.iterations, self.samples, self.spent.get(USEFUL, 0.0))
+        if answer.course is not None:
+            self._change_to(answer.course)
+        if answer.again or answer.back:
+            self._pauses = []
+        self._pauses += [[cause, seconds] for cause, seconds in answer.pauses if seconds > 0]
+        self._boundary |= answer.boundary
+        for seconds, token in answer.wakes:
+            heapq.heappush(self._wakes, (self.now + seconds, next(self._number), token))
+        self._told(self.now)
+
+    def _redo(self) -> None:
+        if self._elapsed:
+            self.lost += self._elapsed / self._length
+            self._spend(REDONE, self._elapsed)
+        self._elapsed = 0.0
+        self._length = self._course.first
+
+    def _go_back(self) -> None:
+        """To the last saved point: what was useful since was not."""
+        self._redo()
+        iterations, samples, useful = self._kept
+        self.lost += self.iterations - iterations
+        taken = self.spent.get(USEFUL, 0.0) - useful
+        if taken:
+            self.spent[USEFUL] -= taken
+            self._spend(ROLLED_BACK, taken)
+        self.iterations, self.samples = iterations, samples
+
+    def _change_to(self, course: Course) -> None:
+        """A part of an iteration that is done is as large a part of a longer one, and takes the time that it took."""
+        before, self._course = self._length, course
+        if not self._elapsed:
+            self._length = course.first
+        elif course.period == float("inf") or before == float("inf"):
+            self._redo()
+        else:
+            left = (1 - self._elapsed / before) * course.period
+            self._length = self._elapsed + left
+
+    def _told(self, at: float) -> None:
+        """Note the rate from now on, if it is another one."""
+        course = self._course
+        rate = 0.0 if self._pauses or course.period == float("inf") else course.samples / course.period
+        if not self.rate or self.rate[-1][1] != rate:
+            if self.rate and self.rate[-1][0] == at:
+                self.rate.pop()
+            self.rate.append((at, rate))
+
+
+def simulate(policy: Policy, setting: Setting, changes: Sequence[Change], duration: float,
+             progress: Callable[[float], None] | None = None, commits: bool = False) -> Outcome:
+    """A policy's job through these changes, for ``duration`` seconds.
+
+    Args:
+        progress: is told how far it is, in simulated seconds.
+        commits: keep the time of every commit, to compare with a real run.
+    """
+    began, plans = time.process_time(), len(setting.plans)
+    run = Run(policy, setting, commits)
+    run.go(changes, duration, progress)
+    marks = [change.at for change in changes if change.lost and 0 < change.at < duration]
+    return Outcome(policy.name, duration, run.iterations, run.samples, run.spent, run.lost, len(marks), run.survived,
+                   len(run.fatal_marks), run.rate, marks, run.fatal_marks, len(setting.plans) - plans,
+                   time.process_time() - began, run.commits, run.said)

@@ -1,0 +1,259 @@
+"""`recycle timeline PLAN [PLAN] [-o PICTURE]`: one plan file as a picture, or two of them one above the other.
+
+A picture has one row per worker, time from left to right, as the replay runs them from a cold start. Forward,
+input-gradient and weight-gradient work, full backwards and the step have a colour each; work done for another pipeline
+(a guest) is hatched; failed workers are grey rows. Small grids carry the micro-batch numbers inside the boxes, large
+ones are drawn smaller and without. Matplotlib is loaded when something is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.plan import Plan, PlanError, Timeline, Worker, check, replay
+
+FORMATS = (".png", ".svg", ".pdf")
+
+COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "FB": "#f0e442", "S": "#cc79a7"}
+"""Okabe and Ito's, which colour-blind readers can tell apart too."""
+NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient", "FB": "both gradients in one",
+         "S": "reduce and step"}
+FAILED = "#bdbdbd"
+
+_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+_ROW = 0.8  # height of a box, in rows
+_LARGE = 48  # from this many rows on, rows shrink and only some are labelled
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recycle timeline`."""
+    parser.add_argument("plan", help="plan file (JSON)")
+    parser.add_argument("after", nargs="?", help="a second plan file, drawn below the first")
+    parser.add_argument("-o", "--output", metavar="FILE",
+                        help="picture: .png, .svg or .pdf (default: the last plan's name with .png, in this folder)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw and return 0. Raises PlanError or ConfigError, which the dispatcher tells in one line."""
+    output = args.output or Path(args.after or args.plan).with_suffix(".png").name
+    if args.after is None:
+        draw(_legal(args.plan), output)
+    else:
+        draw_pair(_legal(args.plan), _legal(args.after), output, (args.plan, args.after))
+    print(output)
+    return 0
+
+
+def _legal(path: str) -> Plan:
+    """The plan of a file, checked: a picture of a plan that breaks the rules would show what cannot be."""
+    if Path(path).is_dir():
+        raise ConfigError(f"{path} is a folder: give a plan file; those of a job are in plans/ in its run folder")
+    try:
+        return check(Plan.load(path))
+    except PlanError as error:
+        text = str(error)
+        raise PlanError(text if path in text else f"{path}: {text}") from None
+
+
+@dataclass(frozen=True)
+class Style:
+    """A picture's looks: `width` in inches; `facts`: whether a title has the plan's figures behind it; `ink`: of words
+    and lines; `clear`: on no ground of its own, for pages that are light or dark."""
+
+    width: float = 13.0
+    facts: bool = True
+    ink: str = "black"
+    clear: bool = False
+
+
+PAGE = Style(width=8.3, facts=False, ink="#808080", clear=True)
+"""For a page of documentation, 830 pixels wide."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """One action in the picture: `start` and `end` in the unit of the plan's costs."""
+
+    worker: Worker
+    kind: str
+    start: int
+    end: int
+    guest: bool
+    text: str
+
+
+def draw(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
+    """Draw `plan` into `path` (.png, .svg or .pdf).
+
+    Raises:
+        DeadlockError: the plan's orders can never finish.
+        ConfigError: the file name has another ending, or the file cannot be written.
+    """
+    _draw([(plan, title)], path, Style())
+
+
+def draw_pair(
+    before: Plan,
+    after: Plan,
+    path: str | os.PathLike[str],
+    titles: tuple[str, str] = ("before", "after"),
+    style: Style | None = None,
+) -> None:
+    """Draw two plans one above the other on the same time axis; errors as for `draw`."""
+    _draw([(before, titles[0]), (after, titles[1])], path, style or Style())
+
+
+def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
+    """A plan's actions as boxes, by worker and in their order, without actions done before the plan began."""
+    found = []
+    for worker in sorted(plan.workers):
+        for action, (start, end) in zip(plan.rest(worker), timeline.times[worker][plan.done.get(worker, 0):]):
+            guest = action.kind != "S" and action.pipeline != worker.pipeline
+            number = f"{action.pipeline}.{action.microbatch}" if guest else f"{action.microbatch}"
+            number += f"/{action.chunk}" if action.chunk else ""
+            found.append(Box(worker, action.kind, start, end, guest, "" if action.kind == "S" else number))
+    return tuple(found)
+
+
+def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style: Style) -> None:
+    target = Path(path)
+    if target.suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot draw {target}: give a file name that ends in {', '.join(FORMATS)}")
+    timelines = [replay(plan) for plan, _ in parts]
+
+    # Figure without pyplot: no global state, no window system.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    rows = [len(plan.problem.grid.workers()) for plan, _ in parts]
+    heights = [count * (0.13 if count >= _LARGE else 0.27) for count in rows]
+    span = max(1, *(timeline.makespan for timeline in timelines))
+    with rc_context(
+        {"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none", "font.size": 9,
+         **dict.fromkeys(_INKED, style.ink)}
+    ):
+        figure = Figure(figsize=(style.width, sum(heights) + 0.75 * len(parts) + 0.85), layout="constrained")
+        axes: Any = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights, sharex=True)
+        for axis, (plan, title), timeline, height in zip(axes[:, 0], parts, timelines, heights):
+            _panel(axis, plan, timeline, title, span, height, style)
+        axes[-1, 0].set_xlabel("time from a cold start, in the unit of the plan's costs")
+        _legend(figure, (plan for plan, _ in parts), style)
+        quiet = {"Date": None} if target.suffix.lower() == ".svg" else None
+        try:
+            figure.savefig(target, dpi=120, metadata=quiet, transparent=style.clear)
+        except OSError as error:
+            raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
+
+
+def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, height: float, style: Style) -> None:
+    """One plan on one pair of axes; `span` is the common length of the time axis, `height` in inches."""
+    workers = plan.problem.grid.workers()
+    row = {worker: number for number, worker in enumerate(workers)}
+    failed = set(plan.problem.failed)
+    for worker in workers:
+        if worker in failed:
+            axis.axhspan(row[worker] - _ROW / 2, row[worker] + _ROW / 2, color=FAILED, lw=0)
+    shown = boxes(plan, timeline)
+    _boxes(axis, shown, row)
+    points = height * 72 / len(workers) * _ROW
+    _numbers(axis, shown, row, points_per_unit=style.width * 0.9 * 72 / span, points_per_row=points)
+    if points > 9:
+        for worker in failed:
+            axis.text(span * 0.005, row[worker], "failed", va="center", color="#555555", style="italic")
+    for first in range(1, plan.problem.grid.pipelines):
+        axis.axhline(first * plan.problem.grid.stages - 0.5, color="#888888", lw=0.5)
+    large = len(workers) >= _LARGE
+    named = [worker for worker in workers if not large or worker.stage == 0 or worker in failed]
+    axis.set_yticks([row[worker] for worker in named], [str(worker) for worker in named])
+    axis.tick_params(axis="y", labelsize=6 if large else 9)
+    axis.set_ylim(len(workers) - 0.5, -0.5)
+    axis.set_xlim(0, span * 1.01)
+    axis.set_ylabel("worker (pipeline:stage)")
+    axis.set_title(_headline(plan, timeline, title) if style.facts else title, loc="left", fontsize=10)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def _boxes(axis: Any, shown: Sequence[Box], row: dict[Worker, int]) -> None:
+    """All boxes, as one collection per look: thousands of single patches would take seconds."""
+    from matplotlib.collections import PolyCollection
+
+    looks: dict[tuple[str, bool], list[list[tuple[float, float]]]] = {}
+    instants: list[Box] = []
+    for box in shown:
+        if box.end == box.start:
+            instants.append(box)
+            continue
+        low, high = row[box.worker] - _ROW / 2, row[box.worker] + _ROW / 2
+        corners = [(box.start, low), (box.end, low), (box.end, high), (box.start, high)]
+        looks.setdefault((box.kind, box.guest), []).append([(float(x), y) for x, y in corners])
+    for (kind, guest), polygons in looks.items():
+        hatch = "/////" if guest else None
+        edge = "#303030" if guest else "white"
+        axis.add_collection(
+            PolyCollection(polygons, facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, hatch=hatch)
+        )
+    for box in instants:  # a step of no cost is still there
+        middle = row[box.worker]
+        axis.vlines(box.start, middle - _ROW / 2, middle + _ROW / 2, color=COLOURS[box.kind], lw=1.6)
+
+
+def _numbers(
+    axis: Any, shown: Sequence[Box], row: dict[Worker, int], points_per_unit: float, points_per_row: float
+) -> None:
+    """Write micro-batch numbers into the boxes with room for them (5 points a character, 8 a line)."""
+    if points_per_row < 8:
+        return
+    for box in shown:
+        if box.text and (box.end - box.start) * points_per_unit > 5 * len(box.text) + 2:
+            # A guest's number stands on its own patch, or the hatching would cross it out.
+            patch = {"facecolor": COLOURS[box.kind], "edgecolor": "none", "pad": 0.6} if box.guest else None
+            axis.text(
+                (box.start + box.end) / 2,
+                row[box.worker],
+                box.text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                bbox=patch,
+            )
+
+
+def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
+    grid = plan.problem.grid
+    counts = sorted(set(grid.microbatches))
+    each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    parts = [f"{grid.pipelines} pipelines x {grid.stages} stages x {each} micro-batches"]
+    if plan.problem.failed:
+        names = [str(worker) for worker in plan.problem.failed]
+        parts.append(
+            "failed " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        )
+    if plan.done:
+        parts.append(f"the rest, after {sum(plan.done.values())} actions that were done before")
+    parts.append(f"period {timeline.period:g}, makespan {timeline.makespan:g}")
+    parts.append(f"{plan.problem.objective}'s bound {plan.lower_bound:g}, plan by {plan.source}")
+    return (f"{title}: " if title else "") + "; ".join(parts)
+
+
+def _legend(figure: Any, plans: Iterable[Plan], style: Style) -> None:
+    """Add a line below the plans that explains the looks that occur in them."""
+    from matplotlib.patches import Patch
+
+    known = list(plans)
+    listed = {action.kind for plan in known for actions in plan.workers.values() for action in actions}
+    kinds = [kind for kind in NAMES if kind in listed]
+    handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {NAMES[kind]}") for kind in kinds]
+    if any(plan.problem.failed for plan in known):
+        handles.append(
+            Patch(facecolor="white", edgecolor="#303030", hatch="/////", label="guest (of another pipeline)")
+        )
+        handles.append(Patch(facecolor=FAILED, label="failed worker"))
+    columns = len(handles) if style.width > 10 else -(-len(handles) // 2)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, labelcolor=style.ink)
