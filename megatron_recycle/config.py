@@ -29,10 +29,14 @@ from megatron_recycle.option import (
     shown,
     variable,
 )
+from megatron_recycle.policy import POLICIES, PolicyName
 
 __all__ = ["SECTION", "Option", "RecycleConfig", "add_arguments", "docs_table", "flag", "options", "variable"]
 
 _COSTS = re.compile(r"TRIPLE(;TRIPLE)*".replace("TRIPLE", r" *\d+ *, *\d+ *, *\d+ *"))
+
+
+_POLICIES = "; ".join(("what a failure leads to", *(f"{each.name}: {each.summary}" for each in POLICIES.values())))
 
 
 def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), unit: str = "", least: int | None = None) -> Any:
@@ -67,14 +71,7 @@ class RecycleConfig:
     split_backward: bool = _option(
         True, "whether weight gradients of linear layers are computed later, in bubbles; false: with the input's"
     )
-    policy: Literal["reroute", "drop", "rollback", "lossy_forward", "restart"] = _option(
-        "reroute",
-        "what a failure leads to; reroute: peers take over the micro-batches; drop: the hit pipeline is left out and "
-        "its micro-batches are dealt to the others; rollback: both are left out until a replacement comes, and the "
-        "iteration in flight is made again without them; lossy_forward: the same, but the others go on with that "
-        "iteration where they stand; restart: all end, and `recycle run --job-restarts N` starts the script again from "
-        "its last checkpoint",
-    )
+    policy: PolicyName = _option("reroute", _POLICIES)  # noqa: RUF009  (a field, as all of them)
     keep_messages: Literal["auto", "all", "none"] = _option(
         "auto",
         "whether a worker keeps the messages and sums of an iteration until it is committed, so that a failure costs "
@@ -254,10 +251,9 @@ class RecycleConfig:
         if self.on_leave == "checkpoint" and self.emergency_checkpoint == "none":
             raise ConfigError("on_leave checkpoint has nowhere to save with emergency_checkpoint none; give a folder, "
                               "or auto for where the script saves")
-        if self.policy == "drop" and self.reduction == "exact":
-            raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a "
-                              "fixed order; use reduction fast, or policy reroute")
-        if self.leaves_out:
+        if self.reduction == "exact" and POLICIES[self.policy].not_exact:
+            raise ConfigError(f"policy {self.policy} {POLICIES[self.policy].not_exact}")
+        if POLICIES[self.policy].leaves_out:
             self._check_leaving_out()
 
     @classmethod
@@ -333,17 +329,9 @@ class RecycleConfig:
         iteration was computed with."""
         return self.reduction == "exact"
 
-    @property
-    def leaves_out(self) -> bool:
-        """Whether failures cost micro-batches: those of hit pipelines are not run."""
-        return self.policy in ("rollback", "lossy_forward")
-
     def _check_leaving_out(self) -> None:
         """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss
         is another one than the script was told."""
-        if self.reduction == "exact":
-            raise ConfigError(f"policy {self.policy} leaves micro-batches of hit pipelines out, and reduction exact "
-                              "promises the bits of a run without failures; use reduction fast, or policy reroute")
         if self.step == "staggered" and "step" in self.sources:
             raise ConfigError(f"{_where(self, 'step')} is staggered, and policy {self.policy} may make an iteration "
                               "again with fewer micro-batches after its loss was told; leave step out, or give barrier")

@@ -29,6 +29,7 @@ from megatron_recycle.membership import Fault
 from megatron_recycle.membership.ending import BY_ITSELF
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.comm.comm import failing_ends
 from megatron_recycle.runtime.comm.handles import Groups, is_broken
 from megatron_recycle.runtime.comm.living.script_groups import ScriptGroups
@@ -49,14 +50,6 @@ from megatron_recycle.runtime.start import connect
 from megatron_recycle.runtime.taking_in import refuse_itself
 from megatron_recycle.runtime.worker import StageWorker
 
-_LEFT_OUT = ("after a failure the samples of the hit pipelines are not trained until a replacement comes, and the "
-             "result is not that of a run without failures; reroute loses none")
-_GIVES_UP = {
-    "rollback": _LEFT_OUT, "lossy_forward": _LEFT_OUT,
-    "drop": "after a failure whole pipelines train the micro-batches of the hit ones too; results agree to rounding",
-    "restart": "a failure costs all iterations since the script's last checkpoint",
-}
-"""What a job should know of its policy before anything fails."""
 Restore = Callable[[Groups, str, str], None]
 """(groups of those that are left, where a checkpoint is, the name of the try that wrote it): loads this worker's part
 of it; see `Framework.restore`."""
@@ -97,13 +90,14 @@ class Session:
         self._groups: ScriptGroups | None = None
         self._unsaved: str | None = None
         """Why the script's last checkpoint could not be written."""
+        policy = POLICIES[settings.policy]
         if self.rank == 0:
             get_logger().info(settings.describe())
-            if settings.policy in _GIVES_UP:
-                get_logger().warning("megatron-recycle: policy %s: %s", settings.policy, _GIVES_UP[settings.policy])
-        if settings.policy == "restart" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-            raise ConfigError("policy restart ends this life of the job with the first failure, and nobody starts the "
-                              "script again: give `recycle run --job-restarts N`, or another policy")
+            if policy.gives_up:
+                get_logger().warning("megatron-recycle: policy %s: %s", policy.name, policy.gives_up)
+        if policy.ends_job and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            raise ConfigError(f"policy {policy.name} ends this life of the job with the first failure, and nobody "
+                              "starts the script again: give `recycle run --job-restarts N`, or another policy")
         if settings.guard == "memory" and not Launched.read().by_recycle_run:
             raise ConfigError("guard memory needs `recycle run`, which starts a process for a stage that is lost; the "
                               "launcher of this job starts none. Use `recycle run`, or leave guard out")
@@ -231,7 +225,7 @@ class Session:
     def resize(self, microbatches: int) -> None:
         """From the script's next iteration on each pipeline has so many micro-batches. Raises UnsupportedError."""
         policy, before = self.settings.policy, max(self.grids.of(self.iteration + 1).microbatches)
-        if policy != "reroute" and microbatches != before:
+        if not POLICIES[policy].reroutes and microbatches != before:
             raise UnsupportedError(f"another number of micro-batches is not there with policy {policy}, whose plans "
                                    "are the coordinator's alone: leave policy out, or keep the batch size")
         if self.started and max(self.grids.of(self.iteration + 1).microbatches) != microbatches:

@@ -11,11 +11,11 @@ from typing import Any
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.measurements import Measured, Measurements
-from megatron_recycle.membership.policies import WHOLE
 from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker, borrowings, overfull, pairs
 from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.redo import redo
+from megatron_recycle.policy import policy_of
 
 log = logging.getLogger(__name__)
 
@@ -91,18 +91,19 @@ class Planning:
 
     def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
+        dealt = policy_of(description).always_whole
         with self._lock:
             self._measure(description, failed)
-            known = None if description.get("policy") == "drop" else self._best.get(failed)
+            known = None if dealt else self._best.get(failed)
         if known is None:
             problem = problem_of(description, failed, self._measurements.known)
-            if description.get("policy") == "drop":
+            if dealt:
                 known = drop(problem)
             else:
                 known = self._made(problem, problem_of(description, failed, self._before),
                                    int(description.get("seed") or 0),
                                    partner_price(description, self._measurements.known))
-            if description.get("policy") != "drop":
+            if not dealt:
                 with self._lock:
                     self._best[failed] = known
         return self._hand_out(known)
@@ -255,7 +256,7 @@ class Planning:
 
     def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
         """Members and the empty positions of other stages that they had better take."""
-        if description.get("policy") in WHOLE:
+        if policy_of(description).avoids_hit:
             return {}
         problem = problem_of(description, failed, self._measurements.known)
         return moves_of(with_lending(problem, description, self._measurements.known), description)

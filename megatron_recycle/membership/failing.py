@@ -164,7 +164,8 @@ def next_generation(
     ]
     told_out = _told_out(state, [member for member in removed if member not in planned], lost)
     if policies.ends_with(state, lost):
-        why = f"policy restart: {poison.how(state, in_order(lost), lost)}. {closing.last(state)} {RESTART}"
+        why = (f"policy {policies.policy(state).name}: {poison.how(state, in_order(lost), lost)}. "
+               f"{closing.last(state)} {RESTART}")
         state, ending = closing.end(state, 1, why, now, again=True)
         return state, (*told_out, *map(Emit, of_each), *ending)
     before, state = state, state.next_generation(

@@ -1,9 +1,4 @@
-"""The policies: what a failure costs the iterations after it. Pure, like `machine`.
-
-With `reroute` and `drop` every micro-batch is run by those who are left, as guests of peers or dealt to whole
-pipelines. `rollback` and `lossy_forward` leave the micro-batches of hit pipelines out until their workers are
-replaced: each of the others runs its own, and the mean is over what was summed. `lossy_forward` goes on with the
-iteration in flight where it stood, `rollback` makes it again. With `restart` a failure ends this life of the job.
+"""What the job's policy (`megatron_recycle.policy`) makes of a failure. Pure, like `machine`.
 
 Where no pipeline is whole there is nobody to be left: the micro-batches are re-routed, whatever the policy, until one
 is whole again.
@@ -19,16 +14,12 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Message, State
-
-LEAVE_OUT = ("rollback", "lossy_forward")
-"""Policies by which the micro-batches of hit pipelines are not run."""
-WHOLE = ("drop", *LEAVE_OUT)
-"""Policies by which hit pipelines are not used."""
+from megatron_recycle.policy import Policy, policy_of
 
 
-def policy(state: State) -> str:
+def policy(state: State) -> Policy:
     """The job's policy."""
-    return str((state.description or {}).get("policy", "reroute"))
+    return policy_of(state.description)
 
 
 def hit(state: State) -> tuple[int, ...]:
@@ -44,15 +35,15 @@ def some_whole(state: State) -> bool:
 def plan_by(state: State) -> str | None:
     """The policy that the next plan is made by; None: the job's, or there is no failure."""
     if not some_whole(state):  # also where recoveries with guests have failed: nobody could train otherwise
-        return "reroute" if policy(state) in WHOLE else None
-    if state.fallback is not None or policy(state) not in WHOLE:
+        return "reroute" if policy(state).avoids_hit else None
+    if state.fallback is not None or not policy(state).avoids_hit:
         return state.fallback
-    return "drop" if state.out or policy(state) == "lossy_forward" else None
+    return "drop" if state.out and not policy(state).always_whole else None
 
 
 def left_out(state: State) -> tuple[int, ...]:
     """Pipelines whose micro-batches this generation does not run."""
-    return hit(state) if policy(state) in LEAVE_OUT and some_whole(state) else ()
+    return hit(state) if policy(state).leaves_out and some_whole(state) else ()
 
 
 def told(state: State, before: Message | None, iteration: int, now: float) -> tuple[dict[str, Any], ...]:
@@ -69,7 +60,7 @@ def told(state: State, before: Message | None, iteration: int, now: float) -> tu
 
 def ends_with(state: State, lost: Mapping[str, FailureKind]) -> bool:
     """Whether the loss of these members ends this life of the job: nobody has asked them to go."""
-    return policy(state) == "restart" and any(not kind.asked_for for kind in lost.values())
+    return policy(state).ends_job and any(not kind.asked_for for kind in lost.values())
 
 
 def carried(state: State, resume: Resume) -> dict[str, Any] | None:
@@ -80,7 +71,7 @@ def carried(state: State, resume: Resume) -> dict[str, Any] | None:
     plan, by which nobody had guests. A stage may have summed already: its addends are kept until that is committed.
     """
     last, following = state.go, resume.next
-    wanted = policy(state) == "lossy_forward" and state.closing is None and not resume.joined and not resume.restored
+    wanted = policy(state).in_flight == "whole" and state.closing is None and not resume.joined and not resume.restored
     if not wanted or last is None or state.fallback is not None or not some_whole(state) or any(
             iteration == following for iteration, _ in state.left_out):
         return None

@@ -20,7 +20,7 @@ from megatron_recycle.membership.state import Redo, State
 def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     """The actions of the iteration ``resume.next`` that each member has kept, in its order. Empty where the iteration
     is to begin anew."""
-    plain = policy(state) == "reroute" and state.fallback is None and state.closing is None
+    plain = policy(state).reroutes and state.fallback is None and state.closing is None
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.left_out):
         return {}

@@ -43,7 +43,7 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
 
 def may_drop(state: State) -> bool:
     """Whether another policy is left to plan by: a pipeline is whole."""
-    return policies.policy(state) == "reroute" and policies.some_whole(state)
+    return policies.policy(state).reroutes and policies.some_whole(state)
 
 
 def no_plan(state: State, happened: PlanFailed, now: float) -> Step:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Action, Message, Worker, is_read, results_in
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
@@ -82,7 +83,7 @@ def _may_keep(site: Site, generation: Generation, program: Program, iteration: i
     """Whether an attempt with this program is kept when it is given up, so that it goes on after a failure."""
     plain = not program.terms.crossings and not generation.scope.poisoned(iteration) and (
         program.plan.problem.grid == site.place.grid)
-    if site.config.policy == "lossy_forward":
+    if POLICIES[site.config.policy].in_flight == "whole":
         return plain and program.of_one_pipeline  # there nobody runs another pipeline's micro-batches
     return plain and site.keeps_messages
 

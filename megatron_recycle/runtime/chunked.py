@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.lent.layers import Lending
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Stage
@@ -63,7 +64,7 @@ def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
         return
     found = [what for what, there in {
         "moves of workers to other stages": config.moves,
-        f"policy {config.policy}": config.policy != "reroute"}.items() if there]
+        f"policy {config.policy}": not POLICIES[config.policy].reroutes}.items() if there]
     if found:
         raise UnsupportedError(f"stages with several chunks cannot have {' or '.join(found)} yet: leave that out, or "
                                "give each stage one chunk (Megatron: no virtual pipelines)")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.plan import Costs
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.chunked import lendings_of
 from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.lent.layers import offer
@@ -15,7 +16,7 @@ from megatron_recycle.runtime.site import Site
 
 def _lendable(site: Site) -> list[dict[str, Any] | None] | None:
     """Of each of the stage's chunks, the layers that their neighbours may run; None: there are none."""
-    if site.config.lend == "off" or site.config.policy != "reroute":
+    if site.config.lend == "off" or not POLICIES[site.config.policy].reroutes:
         return None
     found = [None if lending is None else offer(lending, site.config.lend_layers)
              for lending in lendings_of(site.stage, site.place).values()]

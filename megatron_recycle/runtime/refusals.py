@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError, UnsupportedError
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.chunked import check_chunks
 from megatron_recycle.runtime.place import Place
@@ -20,11 +21,11 @@ def check(framework: Framework, place: Place, config: RecycleConfig) -> None:
         raise ConfigError("guard memory keeps a stage's copy on a worker of another stage, and a pipeline of one stage "
                           "has none: leave guard out, and give `recycle run --job-restarts N` for the loss of the last "
                           "worker")
-    if config.policy != "reroute" and place.grid.pipelines == 1:
+    if not POLICIES[config.policy].reroutes and place.grid.pipelines == 1:
         raise ConfigError(f"policy {config.policy} goes on with pipelines that are whole, and this job has one only: "
                           "leave policy out, and give `recycle run --job-restarts N` for the loss of a worker")
-    if config.policy == "lossy_forward" and place.parts > 1:
-        raise ConfigError("policy lossy_forward is not there with tensor parallelism, whose parts would go on from "
+    if POLICIES[config.policy].in_flight == "whole" and place.parts > 1:
+        raise ConfigError(f"policy {config.policy} is not there with tensor parallelism, whose parts would go on from "
                           "different places: give policy rollback, or leave it out")
     shards.check(framework.stage, place, config)
     check_chunks(framework.stage, place, config)

@@ -12,6 +12,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.membership import Standing
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.checkpoint_clock import CheckpointClock
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.backend import BACKENDS
@@ -185,7 +186,7 @@ class Site:
         A worker's parts would go on from different places. On a GPU an abort ends operations as if they had succeeded.
         """
         wanted = self.config.keep_messages
-        return self.config.policy == "reroute" and self.place.parts == 1 and (
+        return POLICIES[self.config.policy].reroutes and self.place.parts == 1 and (
             wanted == "all" or (wanted == "auto" and self.stage.device.type == "cpu"))
 
     @cached_property

@@ -23,8 +23,9 @@ from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
 from megatron_recycle.control.searches import Plans as Callables
 from megatron_recycle.membership.next_life import Shape, plan_life
-from megatron_recycle.membership.policies import LEAVE_OUT, WHOLE, left_out
+from megatron_recycle.membership.policies import left_out
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.tools.simulate.cluster import Change, Unit
 from megatron_recycle.tools.simulate.members import Members
 from megatron_recycle.tools.simulate.plans import Figures
@@ -330,14 +331,14 @@ class Recycling:
 
     def _figures(self, policy: str, failed: list[Worker]) -> Figures:
         plans = self.setting.plans
-        if policy != "drop":
+        if not POLICIES[policy].always_whole:
             return plans.rerouted(failed, self.dealt)
-        if self.product in LEAVE_OUT:
+        if POLICIES[self.product].leaves_out:
             return plans.rerouted((), self.dealt)  # the others run their own micro-batches only
         return plans.dropped(len({worker.pipeline for worker in failed}), self.dealt)
 
     def _moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
-        return {} if self.product in WHOLE else moves_of(problem_of(description, failed), description)
+        return {} if POLICIES[self.product].avoids_hit else moves_of(problem_of(description, failed), description)
 
     def _course(self) -> Course:
         assert self.members is not None
