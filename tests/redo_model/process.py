@@ -122,7 +122,7 @@ class Kept:
     chain: int
     done: tuple[Action, ...]
     computed: Computed
-    log: dict[Message, int]
+    log: dict[Action, int]
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Process:
         self._saved: tuple[Any, ...] = ()
         self._pending: Commit | None = None
         self._generation: Generation | None = None
-        self.log: dict[Message, int] = {}
+        self.log: dict[Action, int] = {}
         """Of the attempt under way."""
 
     # ---- what the scheduler asks
@@ -336,7 +336,7 @@ class Process:
             for action in kept.done:
                 result = results_in(plan, self.me, action)
                 if result is not None:
-                    self._deliver(plan, computed, iteration, *result, self._logged(result[1]))
+                    self._deliver(plan, computed, iteration, *result, self._logged(action, result[1]))
         self._share_losses(plan, computed, iteration)
         self.kept.pop(iteration, None)
         self._torn = False
@@ -375,10 +375,11 @@ class Process:
                 done = done[:-1]
             self.kept[iteration] = Kept(iteration, chain, done, computed, self.log if self.job.rules.log else {})
 
-    def _logged(self, message: Message) -> int:
-        if message not in self.log:
+    def _logged(self, action: Action, message: Message) -> int:
+        """Messages are kept by the action that has made them: those to two chunks of one place have the same name."""
+        if action not in self.log:
             raise Violation(f"{self.name} is to send {message} again, which is not in its log")
-        return self.log[message]
+        return self.log[action]
 
     def _open(self, iteration: int) -> None:
         self._now.wires.together(("agreement", iteration, self.standing.attempt)).given[self.name] = True
@@ -431,7 +432,7 @@ class Process:
         result = self._compute(computed, iteration, item, action, given)
         sent = results_in(plan, self.me, action)
         if sent is not None and (self.job.rules.log_unread or not is_read(plan, *sent)):
-            self.log[sent[1]] = result
+            self.log[action] = result
         if self.job.watches("made"):
             yield Pause("made")
         if sent is not None:
@@ -704,7 +705,7 @@ class Process:
         for action in plan.actions(self.me) if self.job.rules.resend else ():
             sent = passes_on(plan, self.me, action)
             if sent is not None:
-                self._deliver(plan, Computed(), iteration, *sent, self._logged(sent[1]))
+                self._deliver(plan, Computed(), iteration, *sent, self._logged(action, sent[1]))
         self._lend(plan, iteration, self._saved[0] if self.job.rules.snapshot else self.exact)
         self._principal_is_closed(iteration)
         yield from self._agree(iteration)
