@@ -214,7 +214,8 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
                                cuts(site.stage, groups, go.resume, begun=False))
     carried = scope.carried
-    taken_up = carried.iteration if carried is not None and site.place.me in carried.done else None
+    goes_on = carried is not None and (site.place.me in carried.done or site.place.me.stage in go.resume.closed)
+    taken_up = carried.iteration if carried is not None and goes_on else None
     site.current.let_go([each for each in site.current.kept if each > go.resume.target and each != taken_up])
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),

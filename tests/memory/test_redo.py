@@ -7,12 +7,14 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_recycle.control import planning
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Message, passes_on
+from megatron_recycle.plan import Costs, Message, Problem, Worker, passes_on
 from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.comm import reduction as reductions
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
@@ -164,6 +166,25 @@ def test_a_stage_that_has_closed_an_iteration_stays_there():
         check(job, job.wait(), {"1:0"})
     (go,) = [event for event in job.control.events if event["event"] == "reconciled"]
     assert go["iteration"] == 1, "the others had still to do some of it"
+
+
+def test_a_worker_that_had_no_micro_batch_of_a_closed_iteration_stays_with_its_stage(monkeypatch):
+    """0:1 is so slow that the plan has nothing for it. It leaves iteration 1 with its peers, and 1:0 dies in its
+    reduction."""
+    problem_of, held = planning.problem_of, Moment("1:0", "reduce", 1)
+
+    def slow(*args: Any) -> Problem:
+        return replace(problem_of(*args), costs=replace(Costs.uniform(2, 10, 10, 10), speed={Worker(0, 1): 5}))
+
+    monkeypatch.setattr(planning, "problem_of", slow)
+    job = Job(replace(ANNEALS, microbatches=1), holds=[held])
+    with job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0"})
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
 def test_a_worker_of_a_closed_stage_is_healed_once_the_step_is_final():
