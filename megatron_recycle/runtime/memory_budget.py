@@ -118,9 +118,10 @@ def announce_profile(me: Worker, found: dict[str, Any]) -> None:
             "take no notice of memory then: give more by `memory`, or make micro-batches smaller", me, room / _MIB)
     get_logger().info(
         "megatron-recycle: worker %s: a micro-batch holds %s MiB from its forward to its backward, and %s MiB from "
-        "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s", me,
+        "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s; messages and sums "
+        "that are kept until each commit take %.2f (keep_messages)", me,
         _mib(before), _mib(after), held["peak"] / _MIB, held["planned"] / _MIB,
-        "" if room is None else f", {room / _MIB:.2f} are there")
+        "" if room is None else f", {room / _MIB:.2f} are there", found["kept"]["log"] / _MIB)
 
 
 def _mib(sizes: Iterable[int]) -> str:
@@ -148,13 +149,13 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
 
 
 def _log(site: Site, plan: Plan, gradient: int) -> int:
-    """Bytes of the messages and sums that are kept until an iteration is committed. With steps that do not wait for the
-    verdict the next iteration's messages are there as well by then."""
+    """Bytes of the messages and sums that are kept until an iteration is committed. Where a stage goes on once it is
+    closed, the next iteration's messages are there as well by then. A fast reduction works on a copy of the sums."""
     if not site.keeps_messages:
         return 0
-    me, open_ = site.place.me, 2 if site.config.step == "staggered" else 1
+    me, open_ = site.place.me, 2 if site.config.step == "staggered" and site.closes else 1
     made = sum(results_in(plan, me, action) is not None for action in plan.actions(me))
-    return open_ * made * site.meters.memory.message + (open_ - 1) * gradient
+    return open_ * made * site.meters.memory.message + (0 if site.exact else gradient)
 
 
 def _on_the_way(site: Site, plan: Plan) -> int | None:
