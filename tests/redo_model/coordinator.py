@@ -65,7 +65,6 @@ class Coordinator:
         asked: the problem of the whole grid.
         members: every process and its host.
         tell: gets each message for a process.
-        follows: by stage those that are closed where it is; their reports say so if one of its own does.
         parts: processes of a worker.
         alike: of what each part of a worker has done, that which counts.
 
@@ -77,9 +76,9 @@ class Coordinator:
     """
 
     def __init__(self, asked: Asked, members: Mapping[str, str], tell: Callable[[str, Message], None],
-                 follows: Mapping[int, Sequence[int]], parts: int = 1,
+                 parts: int = 1,
                  alike: Callable[[Sequence[Sequence[Action]]], Sequence[Action]] = lambda lists: lists[0]) -> None:
-        self._asked, self._tell, self._follows, self._parts, self._alike = asked, tell, follows, parts, alike
+        self._asked, self._tell, self._parts, self._alike = asked, tell, parts, alike
         self.events: list[Message] = []
         self.ended: do.End | None = None
         self.orders: list[do.MakePlan | do.MakeRedo] = []
@@ -114,7 +113,7 @@ class Coordinator:
         self._reports[name] = inputs.Reported(name, generation, report)
         if set(self._reports) != set(self._state.members):
             return
-        for told in self._amended():
+        for told in self._reports.values():
             self._feed(told)
 
     def answer(self, order: do.MakePlan | do.MakeRedo) -> None:
@@ -124,18 +123,6 @@ class Coordinator:
             self._feed(inputs.Planned(order.generation, plan, 1.0))
         else:
             self._feed(inputs.Redone(order.generation, self._redo(order)))
-
-    def _amended(self) -> list[inputs.Reported]:
-        """The reports, where stages are closed because others are."""
-        reports = list(self._reports.values())
-        for stage, others in self._follows.items():
-            closed = max((told.report["closed"] for told in reports if "closed" in told.report
-                          and Process.parse(told.incarnation).worker.stage == stage),
-                         key=lambda each: each["iteration"], default=None)
-            if closed is not None:
-                reports = [told if Process.parse(told.incarnation).worker.stage not in others else inputs.Reported(
-                    told.incarnation, told.generation, {**told.report, "closed": closed}) for told in reports]
-        return reports
 
     def _redo(self, order: do.MakeRedo) -> Message | None:
         """As `control.planning.Planning.redo`, with what counts of what a worker's parts have done."""

@@ -143,12 +143,9 @@ class Job:
         self._slow = self._slow_ones(names)
         self._names = names
         self.lent = frozenset((d, m, 0) for d, m in self.shape.lent)
-        follows: dict[int, Sequence[int]] = {stage: self.shape.tied for stage in self.shape.tied if rules.groups}
-        if self.lent and rules.lent_closing:
-            follows[0] = (*follows.get(0, ()), 1)
         self.coordinator = Coordinator(
             self.shape.asked, {name: f"h{hosts.get(Name.parse(name).worker, name)}" for name in names},
-            self._post, follows, self.shape.parts, self._parts_have_done)
+            self._post, self.shape.parts, self._parts_have_done)
         for name, process in self.processes.items():
             self._lives[name] = process.life()
             self._pauses[name] = next(self._lives[name])
@@ -201,6 +198,11 @@ class Job:
     def closes_with(self, stage: int) -> tuple[int, ...]:
         """The stages that are closed together with ``stage``."""
         return self.shape.tied if stage in self.shape.tied and self.rules.groups else (stage,)
+
+    def closed_where(self, stage: int) -> list[int]:
+        """The stages that are closed where ``stage`` is: a helper's is closed after the one whose layers it runs."""
+        lends = self.lent and self.rules.lent_closing and stage == 0
+        return sorted({*self.closes_with(stage), *((1,) if lends else ())})
 
     def report(self, process: Process, generation: int, report: Mapping[str, Any]) -> None:
         self._reports.append((process.name, generation, json.loads(json.dumps(report))))

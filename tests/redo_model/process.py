@@ -752,7 +752,8 @@ class Process:
                  "provisional": standing.committed < each.iteration - 1} for each in self.kept.values()]
         told: dict[str, Any] = {**standing.report(), "kept": kept}
         if held is not None and standing.closed == held.iteration and self.job.rules.stays:
-            told["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": 0.0}
+            told["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": 0.0,
+                              "stages": self.job.closed_where(self.me.stage)}
         return told
 
     def _rebuild(self, go: Mapping[str, Any]) -> Life:
