@@ -104,8 +104,8 @@ ANYWHERE = (
 OF_THE_LOOP = (
     Option("skip_train", "nothing is trained, so that there is nothing to keep going: start it without the plugin "
            "(torchrun, or RECYCLE_ENABLED=false)"),
-    Option("transformer_impl", "use the local implementation (--transformer-impl local)",
-           lambda kind: kind not in (None, "local"), title="Transformer Engine layers"),
+    Option("transformer_impl", "use local or transformer_engine",
+           lambda kind: kind not in (None, "local", "transformer_engine")),
     # What Transformer Engine's layers alone have.
     Option("multi_latent_attention", "core's local layers have none; leave --multi-latent-attention out"),
     Option("experimental_attention_variant", "core's local layers have none; leave it out", _given),
