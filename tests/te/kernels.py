@@ -113,6 +113,14 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def wgrad_gemm_accum_fp32(inputs: Tensor, gradient: Tensor, total: Tensor) -> None:
+    """Apex's, for core's own layers: adds a weight's gradient to ``total``, of inputs (rows, in) and (rows, out)."""
+    total.addmm_(gradient.t().to(total.dtype), inputs.to(total.dtype))
+
+
+wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
 # ---- norms
 
 

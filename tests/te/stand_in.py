@@ -118,7 +118,7 @@ def install(folder: Path) -> None:
     compiled = _Kernels("transformer_engine_torch")
     vars(compiled).update({name: value for name, value in vars(kernels).items()
                            if not name.startswith("_") and getattr(value, "__module__", "") == kernels.__name__})
-    sys.modules["transformer_engine_torch"] = compiled
+    sys.modules["transformer_engine_torch"] = sys.modules["fused_weight_gradient_mlp_cuda"] = compiled  # apex's too
     os.environ.update({
         "NVTE_PROJECT_BUILDING": "1",  # its package loads no libraries
         "NVTE_FRAMEWORK": "pytorch"})
