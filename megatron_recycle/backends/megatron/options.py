@@ -75,9 +75,9 @@ ANYWHERE = (
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
     Option("fp16", "its loss scale follows what other stages overflow; use bf16"),
     Option("loss_scale", "bf16 needs none, and fp32 takes none; leave it out"),
-    Option("fp8", "Transformer Engine's layers alone compute in it, with the recipe delayed by scales that change in "
-           "forward; use bf16"),
-    Option("fp4", "Transformer Engine's layers alone compute in it; use bf16"),
+    Option("fp8", "its recipes were not tried, and the one that is called delayed has scales that change in forward; "
+           "use bf16"),
+    Option("fp4", "its recipes were not tried; use bf16"),
     Option("enable_autocast", "use bf16"),
     Option("mtp_num_layers", "leave mtp_num_layers unset", title="multi-token prediction"),
     Option("cuda_graph_impl", "leave them off", lambda kind: kind not in (None, "none"), title="CUDA graphs"),

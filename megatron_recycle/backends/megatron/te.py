@@ -34,7 +34,7 @@ _LAYERS = ("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayer
 """Classes of layers that are accepted, core's and those inside of them. Anything else of Transformer Engine is not."""
 
 _OPTIONS = (
-    ("fp8", "use bf16"), ("fp4", "use bf16"), ("quant_recipe", "leave it out and use bf16"),
+    ("quant_recipe", "leave it out and use bf16"), ("sequence_parallel", "leave it off"),
     ("delay_wgrad_compute", "leave it off: the plan delays weight gradients by itself"),
     ("tp_comm_overlap", "leave it off: its buffers are bound to the ranks that there were at first"),
     ("cpu_offloading", "leave it off"), ("symmetric_ar_type", "leave it out"),
@@ -44,7 +44,7 @@ _OPTIONS = (
 
 def is_in(module: nn.Module) -> bool:
     """Whether ``module`` itself, not what it contains, is Transformer Engine's, or built upon one."""
-    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(module).__mro__)
+    return _is_its(module)
 
 
 def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
@@ -66,16 +66,11 @@ def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
                      "(--transformer-impl local, and no --spec of others)")
     found += [f"{name} {value} with Transformer Engine's layers: {then}" for name, then in _OPTIONS
               if (value := getattr(config, name, None))]
-    if any(getattr(layer, "te_quant_params", None) is not None for layer in layers) and not config.quant_recipe:
-        found.append("layers of Transformer Engine with a precision of their own: leave it out and use bf16")
-    if is_generator(get_cuda_rng_tracker()):
+    if any(getattr(layer, "te_quant_params", None) is not None for layer in layers):
+        found.append("layers of Transformer Engine with a precision of their own: use bf16 in all of them")
+    if _is_its(get_cuda_rng_tracker()):
         found.append("Transformer Engine's tracker of random numbers: leave --te-rng-tracker (use_te_rng_tracker) out")
     return found
-
-
-def is_generator(tracker: Any) -> bool:
-    """Whether ``tracker`` keeps Transformer Engine's random states."""
-    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(tracker).__mro__)
 
 
 def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronSplitter | TESplitter:
@@ -92,6 +87,10 @@ def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronS
             "split_backward false with gradient_accumulation_fusion in Transformer Engine's layers, which would add to "
             "sums before it is known which: leave either out (--no-gradient-accumulation-fusion)")
     return splitter
+
+
+def _is_its(value: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(value).__mro__)
 
 
 class TESplitter:
