@@ -122,8 +122,8 @@ def install(folder: Path) -> None:
     os.environ.update({
         "NVTE_PROJECT_BUILDING": "1",  # its package loads no libraries
         "NVTE_FRAMEWORK": "pytorch"})
-    sys.path.insert(0, str(folder))
-    # The package itself imports PyTorch's part at once, which would load the compiled module.
+    # The package itself imports PyTorch's part at once, which would load the compiled module. Its folder is not where
+    # Python looks, so that processes that are spawned by a checkpoint's writer have none of it.
     package = types.ModuleType("transformer_engine")
     package.__path__ = [str(folder / "transformer_engine")]
     vars(package)["__version__"] = version
