@@ -47,10 +47,11 @@ class NVTE_Fused_Attn_Backend(enum.IntEnum):
     """Which of its attentions is used: none."""
 
     NVTE_No_Backend = -1
-    NVTE_F16_max512_seqlen = 0
     NVTE_F16_arbitrary_seqlen = 1
     NVTE_FP8 = 2
 
+
+NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0  # type: ignore[attr-defined]  # older versions name it, newer count
 
 _TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
@@ -258,6 +259,11 @@ def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Te
         target.copy_(source * scale)
 
 
+def multi_tensor_scale_tensor(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], scale: Tensor) -> None:
+    """As `multi_tensor_scale`, by a tensor of one number."""
+    multi_tensor_scale(chunk, overflow, lists, float(scale))
+
+
 def multi_tensor_l2norm(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]],
                         per_tensor: bool = False) -> tuple[Tensor, Tensor]:
     """The norm of all, in 32 bits, and of each if ``per_tensor``."""
@@ -305,9 +311,11 @@ def multi_tensor_sgd(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tens
 # ---- the machine
 
 
-def get_fused_attn_backend(*question: Any, **more: Any) -> NVTE_Fused_Attn_Backend:
-    """Attention is what its Python does where no kernel has it."""
-    return NVTE_Fused_Attn_Backend.NVTE_No_Backend
+def get_fused_attn_backend(*question: Any, **more: Any) -> Any:
+    """Attention is what its Python does where no kernel has it. Newer versions ask with one object, and want to know
+    why."""
+    none = NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    return (none, "there is no kernel here") if len(question) == 1 else none
 
 
 def get_cublasLt_version() -> int:

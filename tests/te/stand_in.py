@@ -18,6 +18,7 @@ import os
 import runpy
 import sys
 import types
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,13 +59,20 @@ class _Kernels(types.ModuleType):
         return value
 
 
+class _Value(str):
+    """One of a missing list of values: a name, and for tables some number."""
+
+    def __int__(self) -> int:
+        return zlib.crc32(self.encode())
+
+
 class _Missing(type):
     """A name of the compiled module that `kernels` lacks: Python files name it in annotations and tables."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return f"{cls.__name__}.{name}"
+        return _Value(f"{cls.__name__}.{name}")
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         raise NotImplementedError(f"tests/te/kernels.py has no {cls.__name__}")

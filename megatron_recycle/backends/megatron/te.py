@@ -25,7 +25,8 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.deferral import task_now
 from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, watched
 
-TESTED: Mapping[Release, str] = {(2, 9): "2.9.0", (2, 10): "2.10.0", (2, 11): "2.11.0"}
+TESTED: Mapping[Release, str] = {
+    (2, 9): "2.9.0", (2, 10): "2.10.0", (2, 11): "2.11.0", (2, 14): "2.14.1", (2, 19): "2.19.0", (2, 20): "2.20.2"}
 """First two numbers of each supported version of Transformer Engine -> the one that the tests ran with."""
 
 _LAYERS = ("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear",
