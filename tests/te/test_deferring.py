@@ -45,3 +45,46 @@ def test_sums_are_those_of_layers_that_defer_nothing(engine: Path):
         assert result.status == 0, job.where()
     assert len(result.value) == 16
     assert not [case for case in result.value if not case[-1]]
+
+
+def first(observer_of: Callable[[str], Any], rank: int) -> dict[str, Any]:
+    """Layers that know of a first micro-batch, as core's do, whose W runs last."""
+    import sys
+
+    from torch import float32, nn
+
+    from tests.backends.megatron_job import SCRIPTS
+
+    sys.path[:0] = [SCRIPTS, f"{SCRIPTS}/gpu"]
+    import te_layers
+
+    import megatron_cpu
+
+    megatron_cpu.install(pretend=True)
+    linear: Any = sys.modules["transformer_engine.pytorch"].Linear
+
+    class Knowing(linear):
+        is_first_microbatch, disable_parameter_transpose_cache = True, False
+
+        def forward(self, x: Any) -> Any:
+            known = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
+            self.is_first_microbatch = False
+            return super().forward(x, is_first_microbatch=known)
+
+    plain = te_layers._layers
+
+    def layers(*arguments: Any) -> nn.Module:
+        model = plain(*arguments)
+        model[1].__class__ = Knowing
+        return model
+
+    te_layers._layers = layers
+    return te_layers.compare(True, 1, True, float32)
+
+
+@engines
+def test_the_first_micro_batch_overwrites_no_sum(engine: Path):
+    with TEJob(engine, 1, {}, body=first, coordinated=False) as job:
+        result = job.wait()[0]
+        assert result.status == 0, job.where()
+    assert result.value["far"] < 1e-5
