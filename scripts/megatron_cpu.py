@@ -105,8 +105,10 @@ def _load_what_is_cut() -> None:
     torch's own Adam it asks for the steps of a state that there is only after the first one, writes to views of
     parameters, misses the count of steps among what it has read, and gives all parameters one, each of which adds
     to it."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 
+    if HAVE_APEX_OR_TE:
+        return
     stock, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
     put = DistributedOptimizer._set_main_param_and_optimizer_states
 

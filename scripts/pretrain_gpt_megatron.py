@@ -86,7 +86,7 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt import gpt_layer_specs as specifications
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
@@ -108,14 +108,16 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
         persist_layer_norm=False, deallocate_pipeline_outputs=True,
         overlap_p2p_comm=args.interleave is not None, batch_p2p_comm=args.interleave is None,  # as Megatron-LM does
         **recompute)
+    layers = (specifications.get_gpt_layer_with_transformer_engine_spec() if args.transformer_engine
+              else specifications.get_gpt_layer_local_spec(normalization="LayerNorm"))
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16, use_distributed_optimizer=args.distributed_optimizer)
     models = []
     for chunk in range(args.interleave or 1):
         place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk if args.interleave else None}
         model: Any = GPTModel(
-            config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
-            vocab_size=VOCABULARY, max_sequence_length=args.length, position_embedding_type="learned_absolute",
+            config=config, transformer_layer_spec=layers, vocab_size=VOCABULARY, max_sequence_length=args.length,
+            position_embedding_type="learned_absolute",
             pre_process=parallel_state.is_pipeline_first_stage(**place),
             post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=not args.untied, vp_stage=place["vp_stage"])
@@ -305,6 +307,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--untied", action="store_true", help="output layer with weights of its own")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--grad-reduce-in-bf16", action="store_true", help="with --bf16: sum gradients in 16 bits")
+    parser.add_argument("--transformer-engine", action="store_true", help="its layers instead of core's own")
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--per-token-loss", action="store_true")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")

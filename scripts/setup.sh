@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh                   VENV=folder to put it elsewhere, PYTHON=interpreter (default python3, 3.10 or newer)
 #   scripts/setup.sh --core 0.19.2     .venv-core-0.19.2 as well, with another megatron-core, for its tests
+#   TE="2.10.0" scripts/setup.sh       other versions of Transformer Engine's Python for tests/te than the tested ones
 #
 # The second is made with Python 3.12, which megatron-core declares since 0.17, where that is installed (or PYTHON names
 # it). Otherwise it borrows all else from the first, ignores what megatron-core declares and lends it the one name of
@@ -23,6 +24,7 @@ if [ "${1:-}" = --core ]; then
         done
     fi
 fi
+engines=${TE-2.9.0 2.11.0}
 venv=${VENV:-.venv}
 python=${PYTHON:-python3}
 stamp=$venv/.installed
@@ -33,7 +35,7 @@ if command -v flock >/dev/null; then
     exec 9>"$venv/.lock" # two callers at once: the second waits and then finds the work done
     flock 9
 fi
-wanted=$(pwd; echo "$core"; (sed '/^\[tool\./,$d' pyproject.toml; cat setup.py scripts/constraints.txt scripts/setup.sh) | sha256sum)
+wanted=$(pwd; echo "$core" "$engines"; (sed '/^\[tool\./,$d' pyproject.toml; cat setup.py scripts/constraints.txt scripts/setup.sh) | sha256sum)
 if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
@@ -94,4 +96,11 @@ if [ -z "$core" ] && ! command -v etcd >/dev/null && ! [ -x "$venv/etcd/usr/bin/
         for package in "$packages"/*.deb; do quietly dpkg-deb -x "$package" "$venv/etcd"; done
     rm -rf "$packages"
 fi
+# Transformer Engine's Python, for tests/te, which has its compiled module's place taken: pure packages beside the rest,
+# which Python does not find by itself. Without them these tests are skipped.
+for engine in $engines; do
+    [ -d "$venv/transformer_engine/$engine" ] && continue
+    "${pip[@]}" install --no-deps --target "$venv/transformer_engine/.$engine" "transformer-engine==$engine" >>"$log" 2>&1 &&
+        mv "$venv/transformer_engine/.$engine" "$venv/transformer_engine/$engine"
+done
 echo "$wanted" >"$stamp"

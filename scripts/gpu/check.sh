@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What has to be seen on a GPU, in one command: what NCCL does (a), the project's jobs on it (b), what a split backward
-# costs (c). One GPU is enough. Writes runs/gpu/check.json, part by part; docs/gpu.md says how to read it.
+# costs (c), what Transformer Engine's layers do under the plugin (d, where that is installed). One GPU is enough. Writes
+# runs/gpu/check.json, part by part; docs/gpu.md says how to read it.
 #
 #   scripts/gpu/check.sh                     all parts, up to 10 minutes each
 #   scripts/gpu/check.sh --part a            one of them; further arguments go to its script (--list, --only NAME ...)
@@ -54,9 +55,9 @@ if [ "${1:-}" = --prepare ]; then
     prepare "${2:-$wheels}"
     exit
 fi
-parts=(a b c)
+parts=(a b c d)
 if [ "${1:-}" = --part ]; then
-    parts=("${2:?--part a, b or c}")
+    parts=("${2:?--part a, b, c or d}")
     shift 2
 elif [ $# -gt 0 ]; then
     sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2
@@ -78,7 +79,8 @@ for part in "${parts[@]}"; do
         a) script=nccl_checks.py ;;
         b) script=project_jobs.py ;;
         c) script=split_cost.py ;;
-        *) echo "scripts/gpu/check.sh: there is no part $part; give a, b or c" >&2; exit 2 ;;
+        d) script=te_layers.py ;;
+        *) echo "scripts/gpu/check.sh: there is no part $part; give a, b, c or d" >&2; exit 2 ;;
     esac
     echo "== part $part: scripts/gpu/$script"
     "$python" "scripts/gpu/$script" --out "$out" "$@" || status=1

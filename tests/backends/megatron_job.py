@@ -21,6 +21,11 @@ SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")
 SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--batch", "2", "--log-every", "1000")
 
 
+_FUSED_NORMS = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+                "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
+"""Parameters of Transformer Engine's layers, and what core's own are called."""
+
+
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
           options: tuple[str, ...] = (), ramp: tuple[int, ...] = (), data_parallel: dict[str, Any] | None = None,
@@ -106,6 +111,8 @@ def _alike(built: Any, whole: dict[str, torch.Tensor]) -> Any:
             if parts[0] == "output_layer" and part.share_embeddings_and_output_weights:
                 parts = ["embedding", "word_embeddings", "weight"]
             name = ".".join(parts)
+            for fused, own in _FUSED_NORMS.items():
+                name = name.replace(fused, own)
             whole[name] = parameter
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             with torch.no_grad():

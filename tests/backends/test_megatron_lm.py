@@ -37,6 +37,8 @@ ARGUMENTS = f"""--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32
     --eval-interval 3 --log-interval 1 --attention-backend unfused --distributed-timeout-minutes 2 --num-workers 0
     --split 98,1,1 --attention-dropout 0 --hidden-dropout 0""".split()
 
+FIRST: list[str] = []
+"""A script that runs all others, and its arguments (tests/te)."""
 SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16")
 
 pytestmark = [
@@ -73,7 +75,7 @@ def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str],
                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     under_rules = "megatron_recycle.cli" in launcher and Rules.of_all() is not None
     over = [str(ROOT / "tests" / "ordered" / "script.py"), "megatron"] if under_rules else []
-    command = [sys.executable, "-W", "ignore", "-m", *launcher, *over,
+    command = [sys.executable, "-W", "ignore", "-m", *launcher, *over, *FIRST,
                str(ROOT / "scripts" / "megatron_cpu.py"), *through, str(checkout / "pretrain_gpt.py"), *ARGUMENTS,
                *arguments]
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

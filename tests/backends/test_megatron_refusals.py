@@ -296,7 +296,7 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     from megatron_recycle.backends.megatron import hook as megatron_hook
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
-    wrong = {"fp16": True, "use_precision_aware_optimizer": True, "transformer_impl": "transformer_engine",
+    wrong = {"fp16": True, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
              "skip_train": True, "pipeline_model_parallel_size": 1}
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):

@@ -75,9 +75,9 @@ ANYWHERE = (
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
     Option("fp16", "its loss scale follows what other stages overflow; use bf16"),
     Option("loss_scale", "bf16 needs none, and fp32 takes none; leave it out"),
-    Option("fp8", "Transformer Engine's layers alone compute in it, with the recipe delayed by scales that change in "
-           "forward; use bf16"),
-    Option("fp4", "Transformer Engine's layers alone compute in it; use bf16"),
+    Option("fp8", "its recipes were not tried, and the one that is called delayed has scales that change in forward; "
+           "use bf16"),
+    Option("fp4", "its recipes were not tried; use bf16"),
     Option("enable_autocast", "use bf16"),
     Option("mtp_num_layers", "leave mtp_num_layers unset", title="multi-token prediction"),
     Option("cuda_graph_impl", "leave them off", lambda kind: kind not in (None, "none"), title="CUDA graphs"),
@@ -104,8 +104,8 @@ ANYWHERE = (
 OF_THE_LOOP = (
     Option("skip_train", "nothing is trained, so that there is nothing to keep going: start it without the plugin "
            "(torchrun, or RECYCLE_ENABLED=false)"),
-    Option("transformer_impl", "use the local implementation (--transformer-impl local)",
-           lambda kind: kind not in (None, "local"), title="Transformer Engine layers"),
+    Option("transformer_impl", "use local or transformer_engine",
+           lambda kind: kind not in (None, "local", "transformer_engine")),
     # What Transformer Engine's layers alone have.
     Option("multi_latent_attention", "core's local layers have none; leave --multi-latent-attention out"),
     Option("experimental_attention_variant", "core's local layers have none; leave it out", _given),

@@ -38,7 +38,8 @@ CORE: Sequence[Private] = (
     Private("megatron.core.timers", "Timer.start Timer.stop Timers.log Timers._get_elapsed_time_all_ranks"),
     Private("megatron.core.process_groups_config", "ProcessGroupCollection.use_mpu_process_groups "
             "ProcessGroupCollection.pp"),
-    Private("megatron.core.utils", "get_attr_wrapped_model get_model_config get_model_type get_pg_rank unwrap_model"),
+    Private("megatron.core.utils", "get_attr_wrapped_model get_model_config get_model_type get_pg_rank get_te_version "
+            "unwrap_model"),
     Private("megatron.core.pipeline_parallel.schedules", "forward_step backward_step deallocate_output_tensor "
             "get_forward_backward_func"),
     Private("megatron.core.distributed.finalize_model_grads", "finalize_model_grads"),
@@ -74,6 +75,12 @@ CORE: Sequence[Private] = (
             "DistributedOptimizer.load_parameter_state_from_fs_model_space"),
     Private("megatron.core.tensor_parallel.layers", "LinearWithGradAccumulationAndAsyncCommunication.forward "
             "LinearWithGradAccumulationAndAsyncCommunication.backward param_is_not_tensor_parallel_duplicate"),
+    Private("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
+    Private("megatron.core.extensions.transformer_engine", "TELinear.is_first_microbatch "
+            "TELinear.disable_parameter_transpose_cache TELinear.te_quant_params "
+            "TELayerNormColumnParallelLinear.is_first_microbatch "
+            "TELayerNormColumnParallelLinear.disable_parameter_transpose_cache TEColumnParallelLinear "
+            "TERowParallelLinear TEDotProductAttention"),
     Private("megatron.core.transformer.enums", "AttnMaskType"),
     Private("megatron.core.transformer.identity_op", "IdentityOp"),
     Private("megatron.core.transformer.module", "param_is_not_shared"),
@@ -111,6 +118,15 @@ LOOP: Sequence[Private] = (
     Private("megatron.training.wandb_utils", "on_save_checkpoint_success"),
 )
 """Of Megatron-LM: its training loop, which is beside the core in a checkout, and since 0.17 in that package too."""
+
+ENGINE: Sequence[Private] = (
+    Private("transformer_engine.pytorch.module.linear", "Linear.wgrad_store Linear.fuse_wgrad_accumulation"),
+    Private("transformer_engine.pytorch.module.layernorm_linear", "LayerNormLinear.wgrad_store "
+            "LayerNormLinear.fuse_wgrad_accumulation"),
+    Private("transformer_engine.pytorch.module._common", "WeightGradStore.delay_wgrad_compute WeightGradStore.put"),
+    Private("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.tp_group"),
+)
+"""Of Transformer Engine."""
 
 
 def names_in(private: Private, release: Release) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.backends.megatron import setup as megatron_setup
+from megatron_recycle.backends.megatron import te
 from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.megatron.chunks import placement
 from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
@@ -54,7 +55,7 @@ class RecycleSchedule:
         self._options = options
         self.session: Session
         """This process's part in the job, from the first call on."""
-        self.splitter: MegatronSplitter | None = None
+        self.splitter: MegatronSplitter | te.TESplitter | None = None
         """The splitter, which defers weight gradients, from then on."""
         self._stage: MegatronStage
         self._kept: megatron_groups.Kept
@@ -253,7 +254,7 @@ class RecycleSchedule:
             told = megatron_training.told()
             for line in (line for line in changed if line not in told):
                 get_logger().info("megatron-recycle: %s", line)
-        self.splitter = MegatronSplitter()
+        self.splitter = te.splitter_for(models, self._settings.split_backward)
         self.session.start(self._stage, self.splitter, self._data,
                            save_last=None if self._last is None else self._last.write,
                            restore=None if self._back is None else self._go_back,

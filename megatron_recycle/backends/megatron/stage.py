@@ -27,7 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import nn
 
 from megatron_recycle.backends.hidden_state import HiddenState
-from megatron_recycle.backends.megatron.adapters import backward_step
+from megatron_recycle.backends.megatron.adapters import CLIPS_BY_TENSORS, backward_step
 from megatron_recycle.backends.megatron.chunks import Chunks
 from megatron_recycle.backends.megatron.data import read_from
 from megatron_recycle.backends.megatron.distributed import Distributed
@@ -204,12 +204,13 @@ class MegatronStage:
         total = torch.zeros(1)
         for value in norm_squares:
             total += value
-        return total.item() ** 0.5
+        return total.pow(0.5).item() if CLIPS_BY_TENSORS else total.item() ** 0.5
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
         """Stock's clipping. By a norm that is not a number nothing is clipped."""
         limit = self._single.config.clip_grad
-        clip = limit / (self.norm(norm_squares) + 1.0e-6) if limit > 0 else 1.0
+        norm: Any = self.norm(norm_squares)
+        clip = float(limit / ((torch.tensor(norm) if CLIPS_BY_TENSORS else norm) + 1.0e-6)) if limit > 0 else 1.0
         return clip if clip < 1.0 else 1.0
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:

@@ -17,7 +17,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_recycle.backends.hidden_state import statistics
-from megatron_recycle.backends.megatron import vshape
+from megatron_recycle.backends.megatron import te, vshape
 from megatron_recycle.backends.megatron.distributed import check as check_distributed
 from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message
 from megatron_recycle.backends.megatron.script import foreign_synchronisation
@@ -64,13 +64,9 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
               for name in foreign_synchronisation(config, models)]
     found += _optimizer(singles)
     found += check_distributed(singles)
-    parts = [part for model in models for part in model.modules()]
     found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
               for model in models for name, part in statistics(model)]
-    foreign = sorted({type(part).__name__ for part in parts if type(part).__module__.startswith("transformer_engine")})
-    if foreign:
-        found.append(f"Transformer Engine layers ({', '.join(foreign)}): use core's local ones "
-                     "(--transformer-impl local, and no --spec of others)")
+    found += te.wrong(models, config)
     if found:
         raise UnsupportedError(message(found))
     return changed

@@ -1,0 +1,274 @@
+"""Transformer Engine's layers in a Megatron model: which of them are accepted, and their weight gradients left for W.
+
+Each of its linear layers asks its `wgrad_store`, in its backward, whether to form the weight's gradient at once, or to
+hand over what forms it. Here that is the runtime's queue. With `gradient_accumulation_fusion` the layer has bound
+`main_grad` by then as what its kernel adds to: in the runtime's backward that is a tensor without memory of its own,
+which takes the memory of the right sum when W runs. Nothing of Transformer Engine is imported where the model has none.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.utils import get_te_version
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron_recycle.backends.megatron.split import MegatronSplitter
+from megatron_recycle.backends.private import Release, release_of
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.compute.deferral import task_now
+from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, watched
+
+TESTED: Mapping[Release, str] = {
+    (2, 9): "2.9.0", (2, 10): "2.10.0", (2, 11): "2.11.0", (2, 14): "2.14.1", (2, 19): "2.19.0", (2, 20): "2.20.2"}
+"""First two numbers of each supported version of Transformer Engine -> the one that the tests ran with."""
+
+_LAYERS = ("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear",
+           "TEDotProductAttention", "LayerNorm", "RMSNorm", "UnfusedDotProductAttention", "FusedAttention",
+           "FlashAttention", "FusedScaleMaskSoftmax")
+"""Classes of layers that are accepted, core's and those inside of them. Anything else of Transformer Engine is not."""
+
+_OPTIONS = (
+    ("quant_recipe", "leave it out and use bf16"), ("sequence_parallel", "leave it off"),
+    ("delay_wgrad_compute", "leave it off: the plan delays weight gradients by itself"),
+    ("tp_comm_overlap", "leave it off: its buffers are bound to the ranks that there were at first"),
+    ("cpu_offloading", "leave it off"), ("symmetric_ar_type", "leave it out"),
+    ("use_transformer_engine_op_fuser", "leave it off"))
+"""Options of the model's configuration that are not kept correct with these layers, each with what to do."""
+
+
+def is_in(module: nn.Module) -> bool:
+    """Whether ``module`` itself, not what it contains, is Transformer Engine's, or built upon one."""
+    return _is_its(module)
+
+
+def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
+    """What about the ``models``' layers of Transformer Engine, if there are any, cannot be kept correct: a line each.
+
+    ``config``: of the model.
+    """
+    layers = [module for model in models for module in model.modules() if is_in(module)]
+    if not layers:
+        return []
+    found = []
+    version = str(get_te_version())
+    if release_of(version)[:2] not in TESTED:
+        found.append(f"Transformer Engine {version}: its layers were tested in {', '.join(TESTED.values())}; install "
+                     "one of these, or use core's own layers (--transformer-impl local)")
+    unknown = sorted({type(layer).__name__ for layer in layers} - set(_LAYERS))
+    if unknown:
+        found.append(f"layers of Transformer Engine that were not tried ({', '.join(unknown)}): use core's own "
+                     "(--transformer-impl local, and no --spec of others)")
+    found += [f"{name} {value} with Transformer Engine's layers: {then}" for name, then in _OPTIONS
+              if (value := getattr(config, name, None))]
+    if any(getattr(layer, "te_quant_params", None) is not None for layer in layers):
+        found.append("layers of Transformer Engine with a precision of their own: use bf16 in all of them")
+    if _is_its(get_cuda_rng_tracker()):
+        found.append("Transformer Engine's tracker of random numbers: leave --te-rng-tracker (use_te_rng_tracker) out")
+    return found
+
+
+def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronSplitter | TESplitter:
+    """What makes the linear layers of ``models`` defer. Raises UnsupportedError where these are to add weight gradients
+    up themselves and the backward is not to be split (``split_backward``)."""
+    own = MegatronSplitter()
+    if not any(is_in(module) for model in models for module in model.modules()):
+        return own
+    splitter = TESplitter(own)
+    for model in models:
+        splitter.adopt(model)
+    if splitter.fuses and not split_backward:
+        raise UnsupportedError(
+            "split_backward false with gradient_accumulation_fusion in Transformer Engine's layers, which would add to "
+            "sums before it is known which: leave either out (--no-gradient-accumulation-fusion)")
+    return splitter
+
+
+def _is_its(value: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(value).__mro__)
+
+
+class TESplitter:
+    """Makes Transformer Engine's linear layers of this process defer their weight gradients, beside core's ``own``."""
+
+    deferring_costs = False
+    """They are autograd functions in Python in any case."""
+
+    def __init__(self, own: MegatronSplitter) -> None:
+        self.own = own
+        self.queue: WeightQueue | None = None
+        """Of the runtime's backward that runs, if one does."""
+        self._places = WeakIdKeyDictionary()  # layers that were lent go
+        pytorch = sys.modules["transformer_engine.pytorch"]
+        for kind in (pytorch.Linear, pytorch.LayerNormLinear):
+            kind.wgrad_store = _Stores(self)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether layers add weight gradients to `main_grad` in the kernel that forms them."""
+        return bool(self._places)
+
+    def adopt(self, module: nn.Module) -> None:
+        """Its layers are deferred as well."""
+        for layer in module.modules():
+            if hasattr(layer, "is_first_microbatch"):
+                # It gets None for is_first_microbatch: True would overwrite sums, on whoever runs it first.
+                layer.disable_parameter_transpose_cache = True
+            weight = getattr(layer, "weight", None)
+            if is_in(layer) and getattr(layer, "fuse_wgrad_accumulation", False) and hasattr(weight, "main_grad"):
+                self._places[weight] = _Place(weight)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """As `MegatronSplitter`."""
+        return self.own.whole()
+
+    @contextmanager
+    def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> Iterator[None]:
+        """The backward from ``roots`` inside the block defers into ``queue``."""
+        before = [(weight, weight.main_grad) for weight in self._places]
+        for weight, place in self._places.items():
+            weight.main_grad = place.tensor
+        self.queue = queue
+        try:
+            with self.own.into(queue, roots):
+                yield
+        finally:
+            self.queue = None
+            for weight, value in before:
+                weight.main_grad = value
+                if getattr(weight, "grad_added_to_main_grad", False):
+                    weight.grad_added_to_main_grad = False
+                    weight.grad = None  # nobody has written to it
+
+    def place_of(self, weight: nn.Parameter) -> _Place | None:
+        """Where the layer's kernel adds the gradient of ``weight``, if it adds it anywhere."""
+        found: _Place | None = self._places.get(weight)
+        return found
+
+
+class _Place:
+    """A tensor of the shape and type of the sums of ``weight``'s gradient, without memory but while it is `over` a
+    sum."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.tensor = torch.empty(0, dtype=weight.main_grad.dtype, device=weight.device)
+        self._nothing = torch.empty(1, dtype=self.tensor.dtype, device=weight.device).as_strided(
+            weight.shape, [0] * weight.dim())
+        self.tensor.set_(self._nothing)
+
+    @contextmanager
+    def over(self, sum_: torch.Tensor) -> Iterator[None]:
+        """Inside the block it is ``sum_``."""
+        self.tensor.set_(sum_)
+        try:
+            yield
+        finally:
+            self.tensor.set_(self._nothing)
+
+
+class _Stores:
+    """In the place of `wgrad_store` in a layer's class: each forward gets one of its own, which knows where it ran."""
+
+    def __init__(self, splitter: TESplitter) -> None:
+        self._splitter = splitter
+
+    def __get__(self, layer: Any, kind: type) -> Any:
+        return self if layer is None else _Store(self._splitter, layer)
+
+    def __set__(self, layer: Any, store: Any) -> None:
+        vars(layer)["wgrad_store"] = store  # the layer's own, which nobody asks
+
+
+class _Store:
+    """What a layer of Transformer Engine takes for its store of weight gradients, from a forward to its backward."""
+
+    def __init__(self, splitter: TESplitter, layer: Any) -> None:
+        self._splitter = splitter
+        self._layer = layer
+        self._made_in = task_now()
+
+    def delay_wgrad_compute(self) -> bool:
+        """Whether the backward that runs now hands over what forms the weight's gradient."""
+        return task_now() < 0 or self._queue() is not None  # it may be no backward that asks
+
+    def put(self, tensors: Sequence[torch.Tensor], form: Callable[..., Any]) -> None:
+        """``form`` makes of ``tensors``, the layer's inputs and its output's gradient, both (..., n), the gradients of
+        weight and bias."""
+        queue = self._queue()
+        assert queue is not None
+        inputs, gradient = tensors
+        weight, bias = self._layer.weight, getattr(self._layer, "bias", None)
+        has_bias = isinstance(bias, nn.Parameter) and bias.requires_grad and hasattr(bias, "main_grad")
+        queue.deferred.append(_Delayed(
+            inputs, gradient, weight if hasattr(weight, "main_grad") else None, bias if has_bias else None,
+            fused=_Formed(form, weight, self._splitter.place_of(weight))))
+
+    def _queue(self) -> WeightQueue | None:
+        layer = self._layer
+        if self._splitter.place_of(layer.weight) is not None:
+            return self._splitter.queue  # it adds to main_grad whoever asks for a gradient, and tells nobody of it
+        if watched(layer.weight) or watched(_parameter(getattr(layer, "bias", None))):
+            return None
+        return self._splitter.own.deferral.queue_for(self._made_in)
+
+
+def _parameter(value: Any) -> nn.Parameter | None:
+    """``value``; without a bias a layer has an empty tensor."""
+    return value if isinstance(value, nn.Parameter) else None
+
+
+class _Formed:
+    """Both gradients of a layer, by its own kernel, when they are wanted.
+
+    Args:
+        form: the layer's, of inputs and output gradient.
+        weight: whose gradient is added up.
+        place: what ``form`` adds it to; None: it returns it.
+    """
+
+    def __init__(self, form: Callable[..., Any], weight: nn.Parameter, place: _Place | None) -> None:
+        self._form, self._weight, self._place = form, weight, place
+        self.done = False
+        self.bias: torch.Tensor | None = None
+        """The bias's gradient, which comes with the weight's."""
+
+    def __call__(self, inputs: torch.Tensor, gradient: torch.Tensor, sum_: torch.Tensor) -> None:
+        """Add the weight's gradient to ``sum_``."""
+        self.done = True
+        if self._place is None:
+            formed, self.bias = self._form(inputs, gradient)
+            sum_.add_(formed)
+            return
+        with self._place.over(sum_):
+            _, self.bias = self._form(inputs, gradient)
+
+    def weight_gradient(self, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The weight's, by itself."""
+        dtype = self._weight.dtype if self._place is None else self._place.tensor.dtype
+        alone = torch.zeros(self._weight.shape, dtype=dtype, device=self._weight.device)
+        self(inputs, gradient, alone)
+        return alone
+
+
+class _Delayed(DeferredLinear):
+    """A layer's gradients, which its own kernel forms: `fused` is a `_Formed`."""
+
+    def add_weight(self, sum_: torch.Tensor) -> None:
+        assert self.fused is not None
+        self.fused(self.inputs, self.output_gradient, sum_)
+
+    def contributions(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        formed = self.fused
+        assert isinstance(formed, _Formed)
+        if not formed.done:
+            gradient = formed.weight_gradient(self.inputs, self.output_gradient)
+            if self.weight is not None:
+                yield self.weight, gradient
+        if self.bias is not None and formed.bias is not None:
+            yield self.bias, formed.bias
