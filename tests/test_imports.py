@@ -79,7 +79,7 @@ PURE = frozenset({
 """All of the standard library that `membership` may import: no clock, socket, file, thread, process or chance (of
 `signal` it takes the names). Its functions give the same answer to the same question, in a simulator as in a job."""
 
-PURE_LEAVES = frozenset({"errors", "observe.text"})
+PURE_LEAVES = frozenset({"policy", "errors", "observe.text"})
 """The leaves that `membership` may import: the others read variables and files."""
 
 
