@@ -20,6 +20,7 @@ from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.losses import LossRelay
+from megatron_recycle.runtime.comm.partial_gradients import fold_parts
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
 from megatron_recycle.runtime.comm.sharded_reduction import ShardedReduction
 from megatron_recycle.runtime.comm.trained_alike import Agreement
@@ -387,6 +388,7 @@ class Attempt:
             copied = self._keeping.wanted and not self._reduction.keeps_sums
             gradient = self._reduction.gradient(Copies(self.computed.sums) if copied else self.computed.sums, groups,
                                                 stage.ties)
+            fold_parts(getattr(stage, "partial", ()), site.trainable.layout, gradient, groups, self._generation.cuts)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
             loss, weight = self._shared.losses.wait()
