@@ -64,6 +64,15 @@ SaveLast = Callable[[Groups, int], str]
 """(groups of those that are left, last committed iteration) -> where the checkpoint is; see `StageWorker`."""
 
 
+def _unprotected(place: Place, settings: RecycleConfig) -> str | None:
+    """What a job with one pipeline should know before anything fails; None: it has several, or a guard."""
+    if place.grid.pipelines > 1 or settings.guard == "memory":
+        return None
+    guard = "`--recycle-guard memory`, which keeps each stage's copy on another one, " if place.grid.stages > 1 else ""
+    return ("this job has one pipeline, so nobody can take a lost worker's work over. Give "
+            f"{guard}`recycle run --job-restarts N`, or more pipelines (data parallelism of 2 or more)")
+
+
 class Session:
     """Connects this process to the job's coordinator; the end of the process is the end of its part.
 
@@ -101,6 +110,8 @@ class Session:
             get_logger().info(settings.describe())
             if settings.policy in _GIVES_UP:
                 get_logger().warning("megatron-recycle: policy %s: %s", settings.policy, _GIVES_UP[settings.policy])
+            if (line := _unprotected(place, settings)) is not None:
+                get_logger().warning("megatron-recycle: %s", line)
         if settings.policy == "restart" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
             raise ConfigError("policy restart ends this life of the job with the first failure, and nobody starts the "
                               "script again: give `recycle run --job-restarts N`, or another policy")

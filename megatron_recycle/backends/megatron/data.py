@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from itertools import islice
+from types import GeneratorType
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from megatron_recycle.backends.megatron.script import taken_from, unwrapped
 from megatron_recycle.errors import DataError, UnsupportedError
@@ -14,8 +18,8 @@ from megatron_recycle.runtime.compute.random_state import Seeds
 from megatron_recycle.runtime.compute.replay import Replayable
 
 _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler has an attribute data_parallel_rank "
-           "(--dataloader-type single), or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an "
-           "iterator that gives that pipeline's micro-batches in the same order each time it is called")
+           "(--dataloader-type single or cyclic), or call megatron_recycle.enable(data=factory) with factory(pipeline) "
+           "-> an iterator that gives that pipeline's micro-batches in the same order each time it is called")
 
 
 class NoData:
@@ -115,14 +119,17 @@ class SamplerSource:
         collate: list of samples -> batch.
         seeds: what random numbers they are read with; None: nobody's business.
         taken: micro-batches that the script has taken itself, and that are not given out.
+        again: whether the sampler begins anew when it has come to its end, as often as needed.
     """
 
     since = 0
 
-    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0) -> None:
+    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0,
+                 again: bool = False) -> None:
         self._reading = Reading(seeds, dataset, collate)
         self._sampler = sampler
         self._taken = taken
+        self._again = again
         self._indices: Replayable[list[int]] = Replayable(
             self._begin, seeds, name="the batch sampler",
             ended="Megatron's samples must last for all iterations (--train-iters)",
@@ -137,7 +144,35 @@ class SamplerSource:
     def _begin(self, pipeline: int) -> Iterator[list[int]]:
         sampler = copy.copy(self._sampler)
         sampler.data_parallel_rank = pipeline
-        return islice(iter(sampler), self._taken, None)
+        return islice(_epochs(sampler) if self._again else iter(sampler), self._taken, None)
+
+
+def _epochs(sampler: Any) -> Iterator[list[int]]:
+    """One after the other; Megatron's sampler keeps count of them. A sampler without anything to give has an end."""
+    given = True
+    while given:
+        given = False
+        for indices in sampler:
+            given = True
+            yield indices
+
+
+def _cycled(loader: Any) -> DataLoader[Any] | None:
+    """The loader that Megatron-LM's generator ``loader`` goes through again and again (``--dataloader-type cyclic``);
+    None: it is something else. Raises DataError."""
+    if not isinstance(loader, GeneratorType) or loader.__name__ != "cyclic_iter":
+        return None
+    if inspect.getgeneratorstate(loader) != inspect.GEN_CREATED:
+        raise DataError("the script has taken micro-batches from a cyclic data iterator before it has trained: leave "
+                        "that to forward_step, or use --dataloader-type single")
+    whole = inspect.getgeneratorlocals(loader).get("iter")
+    if not isinstance(whole, DataLoader) or not hasattr(whole.batch_sampler, "data_parallel_rank"):
+        raise DataError(f"a cyclic data iterator goes through a {type(whole).__name__}, which cannot give a dead "
+                        f"worker's micro-batches to another worker. {_REMEDY}")
+    if hasattr(whole.dataset, "set_epoch"):
+        raise DataError(f"{type(whole.dataset).__name__} draws its samples by the epoch that its reader is in, and "
+                        "here one reader serves several pipelines. Use --dataloader-type single")
+    return whole
 
 
 def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
@@ -149,6 +184,8 @@ def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
     if iterator is None:
         return NoData() if part == 0 else ReadByAnother()
     loader = getattr(iterator, "iterable", iterator)  # Megatron-LM wraps a loader's iterator to be able to rewind it
+    if (whole := _cycled(loader)) is not None:
+        return SamplerSource(whole.dataset, whole.batch_sampler, whole.collate_fn, seeds, again=True)
     sampler = getattr(loader, "_index_sampler", None)
     if not hasattr(sampler, "data_parallel_rank") or not hasattr(loader, "_dataset"):
         raise DataError(f"forward_backward_func() got a {type(loader).__name__}, which cannot give a dead worker's "

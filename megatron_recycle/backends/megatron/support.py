@@ -64,6 +64,11 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
               for name in foreign_synchronisation(config, models)]
     found += _optimizer(singles)
     found += check_distributed(singles)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1 and any(
+            getattr(parameter, "average_gradients_across_tp_domain", False)
+            for model in models for parameter in model.parameters()):
+        found.append("parameters with average_gradients_across_tp_domain (models of Hugging Face): their gradients are "
+                     "means over tensor-parallel ranks; set tensor_model_parallel_size to 1")
     parts = [part for model in models for part in model.modules()]
     found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
               for model in models for name, part in statistics(model)]

@@ -7,7 +7,7 @@ module. `backends.megatron.options` treats its options.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,14 +116,15 @@ def backend() -> str | None:
 
 def last_checkpoint(wanted: str | None,
                     among: Callable[[Groups], AbstractContextManager[None]],
-                    microbatches: Callable[[int], int]) -> LastCheckpoint | None:
+                    microbatches: Callable[[int], int],
+                    skipped: Callable[[], Collection[int]]) -> LastCheckpoint | None:
     """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
     The arguments are those of `LastCheckpoint`."""
     loop: Any = sys.modules.get(LOOP)
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
-            sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches)
+            sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches, skipped)
 
 
 def way_back() -> Callable[[str, str], int] | None:

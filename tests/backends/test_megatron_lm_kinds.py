@@ -1,0 +1,76 @@
+"""Kinds of jobs of Megatron-LM's own `pretrain_gpt.py`, each beside stock: through a failure, and on from a checkpoint.
+
+MEGATRON_LM names a checkout, as in test_megatron_lm.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.backends import test_megatron_lm as gpt
+
+pytestmark = gpt.pytestmark
+checkout, text, comes_back = gpt.checkout, gpt.text, gpt.comes_back
+
+ONE = ("--pipeline-model-parallel-size", "1")
+FP16 = ("--fp16", "--initial-loss-scale", str(2**22), "--loss-scale-window", "2")
+TWO_PARTS = ("--tensor-model-parallel-size", "2")
+CYCLIC = ("--dataloader-type", "cyclic")
+KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
+    "one stage, fp16, cyclic": ("1:0", 2, (*ONE, *FP16, *CYCLIC)),
+    "one stage": ("0:0", 3, (*ONE, "--global-batch-size", "24")),
+    "one stage, shards": ("1:0", 2, (*ONE, *gpt.SHARDED)),
+    "fp16": ("1:1", 4, FP16),
+    "fp16, shards": ("0:1", 4, (*FP16, *gpt.SHARDED[:-1])),
+    "constant scale": ("1:1", 4, ("--fp16", "--loss-scale", "1024")),
+    "sequence parallel": ("0:1.0", 8, (*TWO_PARTS, "--sequence-parallel", "--qk-layernorm")),
+    "norms of queries and keys": ("1:0.1", 8, (*TWO_PARTS, "--qk-layernorm")),
+    "one stage, sequence parallel": ("1:0.1", 4, (*ONE, *TWO_PARTS, "--sequence-parallel", "--bf16")),
+}
+"""Who is killed, of how many processes."""
+BY_DAY = next(iter(KINDS))
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind == BY_DAY else pytest.mark.night)
+                                  for kind in KINDS])
+def test_trains_through_a_failure_as_stock_which_goes_on_from_its_checkpoint(
+        kind: str, checkout: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    victim, processes, more = KINDS[kind]
+    options, saved = ("--data-path", str(text), "--ckpt-format", "torch_dist", *more), tmp_path / "checkpoints"
+    stock = gpt.stock(checkout, *options, processes=processes)
+    expected = gpt.losses(stock)
+    script = tmp_path / "script.chaos"
+    script.write_text(f"kill {victim} --at-iteration 2 --phase backward\n")
+    printed = gpt.recycled(tmp_path / "killed", checkout, *options, "--save", str(saved), "--save-interval", "4",
+                           processes=processes, chaos=script)
+    alive = processes // (2 if "--tensor-model-parallel-size" in more else 1)
+    assert f"| live: {alive - 1}/{alive} |" in printed
+    found = gpt.losses(printed)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-4), key
+    assert left_out(printed) == left_out(stock) and len(left_out(stock)) == gpt.ITERATIONS
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    again = gpt.losses(gpt.stock(checkout, *options, "--load", str(saved), processes=processes))
+    for iteration in "56":  # not the loss: Megatron's first line after a restart leaves its sum to the second
+        assert again[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-3)
+
+
+def left_out(printed: str) -> dict[str, tuple[str, ...]]:
+    """Iteration -> (learning rate, loss scale, steps left out)."""
+    lines = re.findall(r" iteration +(\d+)/.*?learning rate: (\S+) \|.*?loss scale: (\S+) \|"
+                       r".*?number of skipped iterations: +(\d+)", printed)
+    return {iteration: tuple(numbers) for iteration, *numbers in lines}
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("worker", "processes", "more"), [
+    ("1:0", 2, (*ONE, *FP16, *CYCLIC)), ("0:0", 2, (*ONE, *gpt.SHARDED)), ("1:1", 4, FP16),
+    ("1:1.1", 8, (*TWO_PARTS, "--sequence-parallel", "--qk-layernorm"))])
+def test_a_killed_worker_comes_back(worker, processes, more, checkout, tmp_path, comes_back):
+    gpt.come_back(tmp_path, checkout, worker, 3, *more, processes=processes)
