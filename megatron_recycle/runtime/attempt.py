@@ -26,7 +26,7 @@ from megatron_recycle.runtime.comm.sharded_reduction import ShardedReduction
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Copies
-from megatron_recycle.runtime.compute.data import Batch, digest
+from megatron_recycle.runtime.compute.data import Batch, digest, read_everywhere
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
@@ -213,7 +213,7 @@ class Attempt:
         _, pipeline, microbatch, chunk = action
         site, place = self._site, self._site.place
         first, last, batch = place.first(chunk), place.last(chunk), None
-        if first or last:
+        if first or last or read_everywhere(site.framework.data):
             # Its first part may read for all of them.
             with self._site.phases.working("data"), self._generation.groups.together():
                 batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))

@@ -5,11 +5,15 @@ MEGATRON_LM names a checkout, as in test_megatron_lm.py.
 
 from __future__ import annotations
 
+import os
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from tests.backends import test_megatron_lm as gpt
 
@@ -17,7 +21,8 @@ pytestmark = gpt.pytestmark
 checkout, text, comes_back = gpt.checkout, gpt.text, gpt.comes_back
 
 ONE = ("--pipeline-model-parallel-size", "1")
-FP16 = ("--fp16", "--initial-loss-scale", str(2**22), "--loss-scale-window", "2")
+FP16 = ("--fp16", "--initial-loss-scale", str(2**19), "--loss-scale-window", "2",
+        "--accumulate-allreduce-grads-in-fp32")
 TWO_PARTS = ("--tensor-model-parallel-size", "2")
 CYCLIC = ("--dataloader-type", "cyclic")
 KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
@@ -74,3 +79,45 @@ def left_out(printed: str) -> dict[str, tuple[str, ...]]:
     ("1:1.1", 8, (*TWO_PARTS, "--sequence-parallel", "--qk-layernorm"))])
 def test_a_killed_worker_comes_back(worker, processes, more, checkout, tmp_path, comes_back):
     gpt.come_back(tmp_path, checkout, worker, 3, *more, processes=processes)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of several sentences, as BERT reads them; the path without its endings."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix, draw = tmp_path_factory.mktemp("sentences") / "document", random.Random(0)
+    builder = IndexedDatasetBuilder(str(prefix) + ".bin", dtype=numpy.uint16)
+    for _ in range(300):
+        for _ in range(draw.randint(3, 6)):
+            words = [draw.randint(5, 124) for _ in range(draw.randint(4, 10))]
+            builder.add_item(torch.tensor(words, dtype=torch.int32))
+        builder.end_document()
+    builder.finalize(str(prefix) + ".idx")
+    return prefix
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("processes", "victim", "more"), [
+    (4, "1:1", ()), (8, "0:1", ("--pipeline-model-parallel-size", "4")), (2, "1:0", ONE)])
+def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkout, sentences, tmp_path, monkeypatch):
+    """Its losses are means over pipelines, and all of its stages read masks, those in the middle too."""
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
+    through = [str(Path(__file__).with_name("bert_for_gpt.py"))]
+    options = ("--data-path", str(sentences), "--attention-backend", "local", "--vocab-size", "127", "--spec", "local",
+               *more)
+    expected = means(gpt.stock(checkout, *options, processes=processes, through=through))
+    script = tmp_path / "script.chaos"
+    script.write_text(f"kill {victim} --at-iteration 2 --phase backward\n")
+    printed = gpt.recycled(tmp_path / "killed", checkout, *options, processes=processes, chaos=script, through=through)
+    assert f"| live: {processes - 1}/{processes} |" in printed
+    assert means(printed).keys() == expected.keys() and len(expected) == gpt.ITERATIONS
+    for iteration, values in expected.items():
+        assert means(printed)[iteration] == pytest.approx(values, rel=1e-4)
+
+
+def means(printed: str) -> dict[str, list[float]]:
+    """Iteration -> losses of words and of the order of sentences, gradient norm."""
+    lines = re.findall(r" iteration +(\d+)/.* lm loss: (\S+) \| sop loss: (\S+) \|.* grad norm: (\S+) \|", printed)
+    return {iteration: [*map(float, numbers)] for iteration, *numbers in lines}

@@ -290,19 +290,28 @@ def test_layers_that_core_builds_of_transformer_engines_alone_are_known_by_their
     assert said in capfd.readouterr().err
 
 
-def test_a_loss_that_is_averaged_over_pipelines_is_refused_before_anything_is_built(parsed, capfd, monkeypatch):
-    """As pretrain_bert.py's; a script that only imports the function is taken."""
-    script = ModuleType("__main__")
-    script.__file__ = "somewhere/pretrain_bert.py"
-    script.average_losses_across_data_parallel_group = lambda losses: losses
-    exec("def forward_step(data, model): pass", vars(script))
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    parsed()
-    exec("def loss_func(loss): return loss, average_losses_across_data_parallel_group([loss])", vars(script))
-    parsed(data_parallel_size=1)
-    with pytest.raises(SystemExit):
-        parsed()
-    assert "- pretrain_bert.py: loss_func() calls average_losses_across" in capfd.readouterr().err
+def test_means_over_pipelines_are_a_micro_batchs_own_and_have_no_place_in_a_gradient(monkeypatch):
+    """As pretrain_bert.py reports them; whoever has imported the function gets the other one."""
+    from megatron_recycle.backends.megatron import averages
+    from megatron_recycle.errors import UnsupportedError
+
+    def stock(losses: Any) -> Any:
+        raise AssertionError("it would wait for others")
+
+    script = ModuleType("script_of_its_own")
+    for module in (ModuleType(averages.UTILITIES), script):
+        monkeypatch.setattr(module, averages.NAME, stock, raising=False)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    averages.install()
+    loss = torch.tensor(3.0, requires_grad=True)
+    means = getattr(script, averages.NAME)([loss * 2, loss])
+    assert means.tolist() == [6.0, 3.0]
+    (loss * 2).backward()
+    assert loss.grad == 2.0
+    with pytest.raises(UnsupportedError, match="part of the loss"):
+        (loss * means[0]).backward()
+    with torch.no_grad():
+        assert averages.own_losses([loss]).item() == 3.0
 
 
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
@@ -460,15 +469,21 @@ def test_the_fork_of_core_that_a_deepspeed_script_brings_along_keeps_its_own_sch
         hook.is_deepspeeds_fork.cache_clear()
 
 
-def test_a_forward_step_that_reads_in_the_middle_of_the_model_is_refused_and_trains_on_nothing_else():
-    """There it gets what tells a script that has an iterator from one that has none."""
+def test_a_batch_that_a_forward_step_empties_can_be_run_again():
+    """As pretrain_gpt.py of newer cores does where a stage needs no tokens."""
     from megatron_recycle.backends.megatron.data import read_from
-    from megatron_recycle.errors import UnsupportedError
 
-    assert read_from(None, None) is None and [*read_from("batch", object())] == ["batch"]
+    assert read_from(None) is None and [*read_from("batch")] == ["batch"]
     batch = {"tokens": 1}
-    next(read_from(batch, object())).clear()  # as a stage that needs no tokens does
+    next(read_from(batch)).clear()
     assert batch == {"tokens": 1}
-    given = read_from(None, object())
-    with pytest.raises(UnsupportedError, match="reads data in the middle of the model"):
-        next(given)
+
+
+def test_stages_in_the_middle_read_only_what_they_are_given():
+    from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
+    from megatron_recycle.runtime.compute.data import read_everywhere
+
+    late = LateSource()
+    assert not read_everywhere(late) and not read_everywhere(source_of(None, 0, SEEDS))
+    late.source = source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(1))), 0, SEEDS)
+    assert read_everywhere(late) and read_everywhere(Shifted(late, 2))

@@ -12,8 +12,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from megatron_recycle.backends.megatron.script import taken_from, unwrapped
-from megatron_recycle.errors import DataError, UnsupportedError
-from megatron_recycle.runtime.compute.data import Batch, DataSource, NotReadHere, Reading
+from megatron_recycle.errors import DataError
+from megatron_recycle.runtime.compute.data import Batch, DataSource, NotReadHere, Reading, read_everywhere
 from megatron_recycle.runtime.compute.random_state import Seeds
 from megatron_recycle.runtime.compute.replay import Replayable
 
@@ -47,36 +47,26 @@ class ReadByAnother:
         pass
 
 
-class InTheMiddle:
-    """In the place of an iterator that the script gives where the model neither begins nor ends: a micro-batch may run
-    anywhere, and is read at both ends only. Nothing else would keep a `forward_step` that takes data there from
-    training without it."""
-
-    def __iter__(self) -> InTheMiddle:
-        return self
-
-    def __next__(self) -> Batch:
-        raise UnsupportedError(
-            "forward_step reads data in the middle of the model, where this plugin gives none: it is read where the "
-            "model begins and where it ends. Let it read if the model has pre_process or post_process (Megatron-LM: "
-            "is_first_or_last_pipeline_stage(vp_stage)), and make of hidden states alone what stages between need")
-
-
-def read_from(batch: Batch, given: Any) -> Iterator[Any] | None:
-    """What `forward_step` reads ``batch`` from; without one as the script has it, which has ``given`` an iterator.
+def read_from(batch: Batch) -> Iterator[Any] | None:
+    """What `forward_step` reads ``batch`` from; None, as the script has it, if it reads none here.
 
     A dictionary is given as a copy: pretrain_gpt.py of newer cores empties it of what this stage has no use for, and
     the micro-batch may be run again.
     """
     if batch is not None:
         return iter([{**batch} if type(batch) is dict else batch])
-    return None if given is None else InTheMiddle()
+    return None
 
 
 class LateSource:
     """Training data whose iterator is not known before training begins; evaluation may come first."""
 
     source: DataSource = NoData()
+
+    @property
+    def everywhere(self) -> bool:
+        """As `read_everywhere`."""
+        return read_everywhere(self.source)
 
     @property
     def since(self) -> int:
@@ -95,6 +85,7 @@ class Shifted:
 
     def __init__(self, source: DataSource, first: int) -> None:
         self._source, self._first = source, first
+        self.everywhere = read_everywhere(source)
 
     @property
     def since(self) -> int:
@@ -123,6 +114,8 @@ class SamplerSource:
     """
 
     since = 0
+    everywhere = True
+    """Of stages between first and last too, if they are given an iterator: BERT's read masks there."""
 
     def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0,
                  again: bool = False) -> None:

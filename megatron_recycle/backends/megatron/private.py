@@ -115,6 +115,7 @@ LOOP: Sequence[Private] = (
     Private("megatron.training.checkpointing", "open_file", before=(0, 19)),
     Private("megatron.training.checkpointing", "maybe_msc", since=(0, 19)),
     Private("megatron.training.one_logger_utils", "get_one_logger"),
+    Private("megatron.training.utils", "average_losses_across_data_parallel_group"),
     Private("megatron.training.wandb_utils", "on_save_checkpoint_success"),
 )
 """Of Megatron-LM: its training loop, which is beside the core in a checkout, and since 0.17 in that package too."""

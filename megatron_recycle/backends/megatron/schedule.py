@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from megatron_recycle.backends.megatron.late import LateNumber
 from megatron_recycle.backends.megatron.script import unwrapped
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
-from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of
+from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of, overflows_earlier
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
@@ -88,7 +88,6 @@ class RecycleSchedule:
         given = None if own_data else data_iterator
         self._stage.script.calls(model, given, forward_only)
         self._stage.forward_step = forward_step_func
-        self._stage.iterators = given if isinstance(given, Sequence) else [given] * len(self._stage.chunks)
         assert self._detached is not None
         with self.session.call(), self._detached.alone():
             reports = (self._evaluate(data_iterator, num_microbatches) if forward_only
@@ -245,6 +244,7 @@ class RecycleSchedule:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
         changed = check_supported(models, config, optimizer, self._settings.chunks)
+        changed += overflows_earlier(models, optimizer, self._settings.reduction)
         v_shaped = self._settings.chunks > 1
         self._kept = megatron_groups.Kept(models)
         place = _place(microbatches, placement(_stages(), len(models), v_shaped))

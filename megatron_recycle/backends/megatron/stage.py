@@ -74,8 +74,6 @@ class MegatronStage:
                  settings: Mapping[str, Any] | None = None, lends: int = 0, v_shaped: bool = False) -> None:
         self.settings = settings or {}
         self.forward_step: ForwardStep
-        self.iterators: Sequence[Any] = [None] * len(models)
-        """That the script gives for each of them."""
         self.result: tuple[Any, ...] = (True, None, None)
         """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
         self._chunks = Chunks(models, v_shaped)
@@ -146,7 +144,7 @@ class MegatronStage:
         communicated = _operations()
         reports: list[Any] = []
         output, tokens = forward_step(
-            self.forward_step, read_from(batch, self.iterators[self._chunks.now]), self._chunks.model,
+            self.forward_step, read_from(batch), self._chunks.model,
             self.microbatches, given, reports, self._config, cp_group_size=1, vp_stage=self._chunks.vp_stage,
             is_last_stage=last)
         if communicated != _operations() and parallel_state.get_data_parallel_world_size() > 1:
