@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MISSING = object()
+_REPLAYED = "a graph replays one worker's own micro-batches in fixed buffers, and others' may come; leave them off"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def _given(value: Any) -> bool:
 
 ANYWHERE = (
     Option("context_parallel_size", "set context_parallel_size to 1", _several, title="context parallelism"),
-    Option("hybrid_context_parallel", "leave it off"),
+    Option("hybrid_context_parallel", "samples would be cut between ranks by their length, each micro-batch anew; "
+           "leave it off"),
     Option("expert_model_parallel_size", "use dense layers", _several, title="expert parallelism"),
     *(Option(name, "its peers' gradients would be reduced with the others'; leave it unset", _several,
              title="weights that are cut once more (GTP)")
@@ -54,13 +56,13 @@ ANYWHERE = (
     Option("num_moe_experts", "use dense layers", title="experts"),
     Option("num_experts", "use dense layers", title="experts"),
     Option("use_precision_aware_optimizer", "its state is not in fp32, and masters are inside of it; leave it off"),
-    Option("reuse_grad_buf_for_mxfp8_param_ag", "leave it off"),
+    Option("reuse_grad_buf_for_mxfp8_param_ag", "gradients do not lie in Megatron's buffers; leave it off"),
     Option("param_name_patterns_for_fp32_local_accumulation", "gradients of one stage are summed in one type; set "
            "grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32) instead"),
     Option("use_layer_wise_distributed_optimizer", "its state is cut by layers; use the distributed optimizer"),
     Option("grad_norm_skip_threshold", "leave it out: a step is made before its gradient norm is looked at",
            lambda limit: limit is not None and math.isfinite(limit)),
-    Option("optimizer_cuda_graph", "leave it off", title="CUDA graphs"),
+    Option("optimizer_cuda_graph", _REPLAYED, title="CUDA graphs"),
     *(Option(name, f"leave {name} out", title="fully sharded data parallelism")
       for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")),
     Option("optimizer", "use one of Megatron's plain ones (--optimizer adam or sgd)",
@@ -71,12 +73,12 @@ ANYWHERE = (
     Option("fp4", "Transformer Engine's layers alone compute in it; use bf16"),
     Option("enable_autocast", "use bf16"),
     Option("mtp_num_layers", "leave mtp_num_layers unset", title="multi-token prediction"),
-    Option("cuda_graph_impl", "leave them off", lambda kind: kind not in (None, "none"), title="CUDA graphs"),
-    Option("enable_cuda_graph", "leave them off", title="CUDA graphs"),
-    Option("external_cuda_graph", "leave them off", title="CUDA graphs"),
-    Option("variable_seq_lengths", "use one length for all micro-batches"),
+    Option("cuda_graph_impl", _REPLAYED, lambda kind: kind not in (None, "none"), title="CUDA graphs"),
+    Option("enable_cuda_graph", _REPLAYED, title="CUDA graphs"),
+    Option("external_cuda_graph", _REPLAYED, title="CUDA graphs"),
+    Option("variable_seq_lengths", "messages between stages have one shape; use one length for all micro-batches"),
     Option("num_microbatches_with_partial_activation_checkpoints", "leave it unset", _given),
-    Option("fine_grained_activation_offloading", "leave it off"),
+    Option("fine_grained_activation_offloading", "a W that runs later would find its input moved away; leave it off"),
     Option("has_cond_embedder", "their gradients cross all stages", title="conditional embedders"),
     # What follows changes no result.
     # Set to what it is: the distributed optimizer's buckets, which its checkpoints have, depend on it.
@@ -104,7 +106,8 @@ OF_THE_LOOP = (
     Option("spec", "core builds them of Transformer Engine's; use another model",
            lambda spec: bool(spec) and spec[0].startswith("megatron.core.models.mamba."), title="Mamba layers"),
     Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
-    Option("full_validation", "leave --full-validation out"),
+    Option("full_validation", "the first rank tells the others how much there is, and may be gone; leave it out, and "
+           "give --eval-iters"),
     Option("step_batch_size_schedule", "how many micro-batches an iteration will have at most must be known at the "
            "start; use --rampup-batch-size", _given),
     Option("start_eval_at_iter", "a last checkpoint counts evaluations from the first iteration; leave it out", _given),
