@@ -33,7 +33,7 @@ CASES = Path("tests") / "functional_tests" / "test_cases"
 SCRIPTS = {"bert": "pretrain_bert.py", "t5": "pretrain_t5.py", "hybrid": "pretrain_mamba.py"}
 """By folder of a case, the script that it is for; of others pretrain_gpt.py."""
 PIPELINES = 2
-_AS_IT_IS = str.maketrans("", "", "\\${}[]")
+_AS_IT_IS = str.maketrans("", "", "\\${}")
 """What a shell would take away, with names of its variables for their values."""
 
 
@@ -65,7 +65,8 @@ def words(arguments: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list):
             line += [name, *(str(one) for one in value)]
         else:
-            line += [name, *shlex.split(str(value).translate(_AS_IT_IS))]
+            text = str(value).translate(_AS_IT_IS)
+            line += [name, *shlex.split(text.strip("[]") if " " in text else text)]
     return line
 
 
@@ -150,6 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkout", type=Path, help="of NVIDIA/Megatron-LM, at the tag of the core that is installed")
     parser.add_argument("--aside", nargs="*", default=(), help="reasons that do not count")
+    parser.add_argument("--only", nargs="*", default=(), metavar="CASE", help="names of cases; default: all")
     parser.add_argument("--each", action="store_true", help="print a line for each configuration")
     chosen = parser.parse_args(argv)
     sys.path[:0] = [str(chosen.checkout), str(ROOT / "scripts"), str(ROOT)]
@@ -159,8 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("megatron.training.arguments", "megatron_recycle.backends.megatron.training"):
         import_module(name)  # once, for all children
 
-    found = [judge(chosen.checkout, case) for case in sorted((chosen.checkout / CASES).glob("*/*/model_config.yaml"))
-             if "inference" not in case.parent.name]
+    cases = sorted((chosen.checkout / CASES).glob("*/*/model_config.yaml"))
+    found = [judge(chosen.checkout, case) for case in cases if "inference" not in case.parent.name
+             and (not chosen.only or case.parent.name in chosen.only)]
     for one in found:
         one.refused = [reason for reason in one.refused if reason not in chosen.aside]
         if chosen.each:
