@@ -10,6 +10,7 @@ plugin itself never loads it. With a GPU there it does nothing.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import runpy
@@ -96,6 +97,7 @@ def install(*, pretend: bool = False) -> None:
     contextlib.ExitStack().enter_context(CudaMeansCpu())
     _load_what_is_cut()
     _keep_what_is_sent()
+    _norms_of_sequences()
     if pretend:
         pretend_gpus(cuda)
 
@@ -134,6 +136,24 @@ def _load_what_is_cut() -> None:
     changed: Any = DistributedOptimizer
     changed.state_dict, changed.load_state_dict = state_dict, load_state_dict
     changed._set_main_param_and_optimizer_states = set_states
+
+
+def _norms_of_sequences() -> None:
+    """Let torch's norms take part in sequence parallelism, as Apex's do: their parameters only need a mark."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    stock: Any = WrappedTorchNorm.__new__
+
+    def made(cls: Any, config: Any, *arguments: Any, **keywords: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = stock(cls, plain, *arguments, **keywords)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    wrapped: Any = WrappedTorchNorm
+    wrapped.__new__ = made
 
 
 def _keep_what_is_sent() -> None:

@@ -92,7 +92,7 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     recompute: dict[str, Any] = {}
     if args.recompute is not None:
         recompute["recompute_granularity"] = args.recompute
@@ -102,14 +102,17 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
         num_layers=args.blocks, hidden_size=args.width, num_attention_heads=args.heads,
         use_cpu_initialization=True, tensor_model_parallel_size=args.tensor,
         pipeline_model_parallel_size=args.stages, virtual_pipeline_model_parallel_size=args.interleave,
-        bf16=args.bf16, params_dtype=dtype, pipeline_dtype=dtype,
+        sequence_parallel=args.sequence_parallel, qk_layernorm=args.qk_layernorm,
+        bf16=args.bf16, fp16=args.fp16, params_dtype=dtype, pipeline_dtype=dtype,
         hidden_dropout=args.dropout, attention_dropout=args.dropout, calculate_per_token_loss=args.per_token_loss,
         gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         persist_layer_norm=False, deallocate_pipeline_outputs=True,
         overlap_p2p_comm=args.interleave is not None, batch_p2p_comm=args.interleave is None,  # as Megatron-LM does
         **recompute)
-    layers = (specifications.get_gpt_layer_with_transformer_engine_spec() if args.transformer_engine
-              else specifications.get_gpt_layer_local_spec(normalization="LayerNorm"))
+    layers = (
+        specifications.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+        if args.transformer_engine else
+        specifications.get_gpt_layer_local_spec(normalization="LayerNorm", qk_layernorm=args.qk_layernorm))
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16, use_distributed_optimizer=args.distributed_optimizer)
     models = []
@@ -122,14 +125,16 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
             post_process=parallel_state.is_pipeline_last_stage(**place),
             share_embeddings_and_output_weights=not args.untied, vp_stage=place["vp_stage"])
         model.to(torch.cuda.current_device())
-        if args.bf16:
+        if args.bf16 or args.fp16:
             model = Float16Module(config, model)
         models.append(DistributedDataParallel(config, data_parallel, model))
         models[-1].broadcast_params()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay,
                         clip_grad=args.clip, log_num_zeros_in_grad=args.count_zeros, bf16=args.bf16,
-                        params_dtype=dtype, use_distributed_optimizer=args.distributed_optimizer), models)
+                        fp16=args.fp16, loss_scale=args.loss_scale, initial_loss_scale=args.initial_loss_scale,
+                        loss_scale_window=4, hysteresis=2, params_dtype=dtype,
+                        use_distributed_optimizer=args.distributed_optimizer), models)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = [model.no_sync for model in models] if args.interleave else models[0].no_sync
@@ -189,10 +194,11 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         reports = step(data_iterator=data, forward_only=False,
                        num_microbatches=[*args.ramp, args.microbatches][min(iteration, len(args.ramp))])
-        _, norm, none = optimizer.step()
+        stepped, norm, none = optimizer.step()
+        norm = math.nan if norm is None else norm  # fp16 leaves out steps whose gradients have overflowed
         norms.append(norm)
         zeros.append(none)
-        if scheduler is not None:
+        if scheduler is not None and stepped:
             scheduler.step(increment=1)
         losses.append(mean_loss(reports))
         times.append((time.perf_counter() - began, time.process_time() - processor))
@@ -296,6 +302,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages")
     parser.add_argument("--interleave", type=int, help="chunks of each stage (virtual pipelines); at least 2")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a worker")
+    parser.add_argument("--sequence-parallel", action="store_true", help="cut norms' inputs between them (needs Apex)")
+    parser.add_argument("--qk-layernorm", action="store_true", help="norms of queries and keys")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches per pipeline and iteration")
     parser.add_argument("--ramp", type=int, nargs="*", default=(), help="those of the first iterations")
     parser.add_argument("--batch", type=int, default=4, help="windows per micro-batch")
@@ -306,7 +314,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--untied", action="store_true", help="output layer with weights of its own")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--grad-reduce-in-bf16", action="store_true", help="with --bf16: sum gradients in 16 bits")
+    parser.add_argument("--fp16", action="store_true")
+    parser.add_argument("--initial-loss-scale", type=float, default=2.0**16, help="with --fp16: the first one")
+    parser.add_argument("--loss-scale", type=float, help="of --fp16 or --bf16: a constant one")
+    parser.add_argument("--grad-reduce-in-bf16", action="store_true", help="sum gradients in 16 bits")
     parser.add_argument("--transformer-engine", action="store_true", help="its layers instead of core's own")
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--per-token-loss", action="store_true")

@@ -57,6 +57,15 @@ SaveLast = Callable[[Groups, int], str]
 """(groups of those that are left, last committed iteration) -> where the checkpoint is; see `StageWorker`."""
 
 
+def _unprotected(place: Place, settings: RecycleConfig) -> str | None:
+    """What a job with one pipeline should know before anything fails; None: it has several, or a guard."""
+    if place.grid.pipelines > 1 or settings.guard == "memory":
+        return None
+    guard = "`--recycle-guard memory`, which keeps each stage's copy on another one, " if place.grid.stages > 1 else ""
+    return ("this job has one pipeline, so nobody can take a lost worker's work over. Give "
+            f"{guard}`recycle run --job-restarts N`, or more pipelines (data parallelism of 2 or more)")
+
+
 class Session:
     """Connects this process to the job's coordinator; the end of the process is the end of its part.
 
@@ -95,6 +104,8 @@ class Session:
             get_logger().info(settings.describe())
             if policy.gives_up:
                 get_logger().warning("megatron-recycle: policy %s: %s", policy.name, policy.gives_up)
+            if (line := _unprotected(place, settings)) is not None:
+                get_logger().warning("megatron-recycle: %s", line)
         if policy.ends_job and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
             raise ConfigError(f"policy {policy.name} ends this life of the job with the first failure, and nobody "
                               "starts the script again: give `recycle run --job-restarts N`, or another policy")

@@ -21,12 +21,13 @@ from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.losses import LossRelay
+from megatron_recycle.runtime.comm.partial_gradients import fold_parts
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
 from megatron_recycle.runtime.comm.sharded_reduction import ShardedReduction
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Copies
-from megatron_recycle.runtime.compute.data import Batch, digest
+from megatron_recycle.runtime.compute.data import Batch, digest, read_everywhere
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
@@ -215,7 +216,7 @@ class Attempt:
         _, pipeline, microbatch, chunk = action
         site, place = self._site, self._site.place
         first, last, batch = place.first(chunk), place.last(chunk), None
-        if first or last:
+        if first or last or read_everywhere(site.framework.data):
             # Its first part may read for all of them.
             with self._site.phases.working("data"), self._generation.groups.together():
                 batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))
@@ -390,6 +391,7 @@ class Attempt:
             copied = self._keeping.wanted and not self._reduction.keeps_sums
             gradient = self._reduction.gradient(Copies(self.computed.sums) if copied else self.computed.sums, groups,
                                                 stage.ties)
+            fold_parts(getattr(stage, "partial", ()), site.trainable.layout, gradient, groups, self._generation.cuts)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
             loss, weight = self._shared.losses.wait()

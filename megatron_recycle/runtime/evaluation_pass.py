@@ -8,7 +8,7 @@ from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Message, Microbatch, results_in
 from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.chunked import running_chunk
-from megatron_recycle.runtime.compute.data import DataSource
+from megatron_recycle.runtime.compute.data import DataSource, read_everywhere
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Generation
@@ -34,7 +34,7 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
     def forward(action: Action) -> None:
         _, pipeline, microbatch, chunk = action
         batch, inputs, last = None, None, place.last(chunk)
-        if place.first(chunk) or last:
+        if place.first(chunk) or last or read_everywhere(data):
             site.phases.activity.work("data")
             with groups.together():
                 batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)

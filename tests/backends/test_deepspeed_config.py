@@ -112,3 +112,24 @@ def test_a_topology_with_a_model_axis_of_one_is_a_grid_of_pipelines_and_stages(m
     place = order.place_of(SimpleNamespace(grid=grid, micro_batches=4, device=torch.device("cpu"), module=None))
     assert place.me == Worker(2, 1) and place.ranks[Worker(2, 1)] == (5,)
     assert sorted(rank for ranks in place.ranks.values() for rank in ranks) == list(range(6))
+
+
+@pytest.mark.parametrize(("prescale", "factor", "stage", "said"), [
+    (False, 1.0, 0, ""), (True, 1.0, 0, ""), (True, 4.0, 0, ""), (False, 4.0, 0, "leave it at 1"),
+    (True, 1.0, 1, "with ZeRO-1")])
+def test_where_gradients_are_divided_is_taken_or_refused_by_name(prescale, factor, stage, said):
+    from megatron_recycle.backends.deepspeed.support import _scaled_gradients
+
+    engine = SimpleNamespace(postscale_gradients=lambda: not prescale, gradient_predivide_factor=lambda: factor,
+                             zero_optimization_stage=lambda: stage)
+    found = [message for unsupported, message in _scaled_gradients(engine) if unsupported]
+    assert len(found) == bool(said) and all(said in message for message in found)
+
+
+def test_sections_that_deepspeed_has_given_up_are_refused_by_name_where_they_are_on():
+    from megatron_recycle.backends.deepspeed.support import _GIVEN_UP, given_up
+
+    on = {name: {"enabled": True} for name in _GIVEN_UP}
+    assert [line.partition(":")[0] for line in given_up(on)] == [*_GIVEN_UP]
+    assert given_up({"amp": {"enabled": False}, "fp16": {"enabled": True}}) == []
+    assert len(given_up({"compression_training": {"weight_quantization": {"shared_parameters": {}}}})) == 1

@@ -77,15 +77,23 @@ class Left:
         self.aborted = True
 
 
-def last(loop: Loop, wanted: Path | None = None) -> LastCheckpoint:
+def last(loop: Loop, wanted: Path | None = None, skipped: tuple[int, ...] = ()) -> LastCheckpoint:
     assert loop.training.beginning is not None
     return LastCheckpoint(loop, loop.training.beginning, wanted and str(wanted), lambda groups: nullcontext(),
-                          lambda folder, iteration: nullcontext(), lambda done: 2 * done)
+                          lambda folder, iteration: nullcontext(), lambda done: 2 * done, lambda: skipped)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_last, "count", lambda group, *flags: [int(flag) for flag in flags])
+
+
+def test_steps_that_fp16_has_left_out_are_none_of_the_schedulers(tmp_path: Path):
+    """Nor is one of an iteration behind the checkpoint's."""
+    loop = Loop(tmp_path)
+    last(loop, skipped=(0, 1, 3)).write(Left(), 2)
+    (saved,) = loop.saves
+    assert (saved["steps"], saved["samples"]) == (5 * BATCH, 7 * BATCH)
 
 
 @pytest.mark.parametrize("ahead", [-3, -1, 0, 1])

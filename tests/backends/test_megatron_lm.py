@@ -81,18 +81,18 @@ def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str],
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def stock(checkout: Path, *arguments: str, processes: int = 4) -> str:
+def stock(checkout: Path, *arguments: str, processes: int = 4, through: Sequence[str] = ()) -> str:
     """What a run without the plugin prints."""
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
-    return ended(start(launcher, checkout, arguments))
+    return ended(start(launcher, checkout, arguments, through))
 
 
 def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int] | None = None,
-             processes: int = 4, chaos: Path | None = None) -> str:
+             processes: int = 4, chaos: Path | None = None, through: Sequence[str] = ()) -> str:
     """What the workers of a run under `recycle run` print; ``kill``: a process, and the iteration after which."""
     hurting = () if chaos is None else ("--chaos", str(chaos))
     launcher = ("megatron_recycle.cli", "run", "--nproc", str(processes), "--run-dir", str(folder), *hurting)
-    job = start(launcher, checkout, arguments)
+    job = start(launcher, checkout, arguments, through)
     try:
         if kill is not None:
             _kill(folder / "events.jsonl", *kill)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from megatron_recycle.backends.megatron import hook
@@ -34,20 +35,19 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, models: int = 1,
-            chunks: int = 1, **changes: Any) -> str:
+            chunks: int = 1, module: nn.Module | None = None, **changes: Any) -> str:
     """What is said to a job like this; "" if nothing is wrong with it."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch import nn
 
     from megatron_recycle.backends.megatron.support import check_supported
     from megatron_recycle.errors import UnsupportedError
 
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(model)
-    model.module = nn.Module()
+    model.module = nn.Module() if module is None else module
     model.ddp_config = DistributedDataParallelConfig(**(reduction or {}))
     optimizer: Any = FP32Optimizer.__new__(FP32Optimizer)
     optimizer.config = OptimizerConfig(optimizer="adam", optimizer_cpu_offload=offload)
@@ -67,11 +67,26 @@ def test_a_plain_job_is_taken(sizes):
     assert refusal() == ""
 
 
-def test_tensor_parallelism_is_taken_but_not_with_norms_of_queries_and_keys(sizes):
-    assert "qk_layernorm" not in refusal(qk_layernorm=True)
+def test_tensor_parallelism_is_taken_with_sequence_parallelism_and_norms_of_queries_and_keys(sizes):
     sizes["tensor_model"] = 2
-    assert refusal() == ""
-    assert "qk_layernorm with tensor parallelism" in refusal(qk_layernorm=True)
+    assert refusal() == refusal(qk_layernorm=True) == refusal(sequence_parallel=True) == ""
+
+
+def test_means_over_tensor_parallel_ranks_are_refused(sizes):
+    def marked() -> nn.Module:
+        module = nn.Linear(2, 2)
+        module.weight.average_gradients_across_tp_domain = True
+        return module
+
+    assert refusal(module=marked()) == ""
+    sizes["tensor_model"] = 2
+    assert "average_gradients_across_tp_domain" in refusal(module=marked())
+
+
+@pytest.mark.parametrize("changes", [{"fp16": True}, {"pipeline_model_parallel_size": 1}], ids=str)
+def test_a_loss_scale_and_one_stage_are_taken(changes, sizes):
+    sizes["pipeline_model"] = changes.get("pipeline_model_parallel_size", 2)
+    assert refusal(**changes) == ""
 
 
 def test_a_virtual_pipeline_is_taken_with_one_model_for_each_of_its_chunks(sizes):
@@ -138,9 +153,7 @@ def test_ways_of_reducing_that_change_no_result(name, sizes):
 
 
 @pytest.mark.parametrize(("changes", "word"), [
-    ({"fp16": True}, "use bf16"), ({"cuda_graph_impl": "local"}, "CUDA graphs"),
-    ({"num_moe_experts": 4}, "dense layers"),
-    ({"sequence_parallel": True}, "sequence_parallel off")])
+    ({"cuda_graph_impl": "local"}, "CUDA graphs"), ({"num_moe_experts": 4}, "dense layers")])
 def test_options(changes, word, sizes):
     assert word in refusal(**changes)
 
@@ -253,10 +266,10 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("use_pytorch_profiler", True), ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1),
-    ("error_injection_rate", 1000), ("multi_latent_attention", True),
+    ("qk_clip", True), ("logits_save_dir", "logits"), ("multi_latent_attention", True),
     ("experimental_attention_variant", "dsa"), ("qk_l2_norm", True), ("fp8", "hybrid"), ("fp4", "e2m1"),
     ("rerun_mode", "report_determinism_stats"),
-    ("dataloader_type", "cyclic"), ("skip_train", True), ("num_experts", 8), ("optimizer", "muon"),
+    ("skip_train", True), ("num_experts", 8), ("optimizer", "muon"),
     ("eval_global_batch_size", 4), ("grad_norm_skip_threshold", 3.0), ("gtp_weight_remat_size", 2)])
 def test_options_of_megatrons_loop_that_are_refused(name, value, parsed, capfd):
     with pytest.raises(SystemExit) as end:
@@ -277,27 +290,36 @@ def test_layers_that_core_builds_of_transformer_engines_alone_are_known_by_their
     assert said in capfd.readouterr().err
 
 
-def test_a_loss_that_is_averaged_over_pipelines_is_refused_before_anything_is_built(parsed, capfd, monkeypatch):
-    """As pretrain_bert.py's; a script that only imports the function is taken."""
-    script = ModuleType("__main__")
-    script.__file__ = "somewhere/pretrain_bert.py"
-    script.average_losses_across_data_parallel_group = lambda losses: losses
-    exec("def forward_step(data, model): pass", vars(script))
-    monkeypatch.setitem(sys.modules, "__main__", script)
-    parsed()
-    exec("def loss_func(loss): return loss, average_losses_across_data_parallel_group([loss])", vars(script))
-    parsed(data_parallel_size=1)
-    with pytest.raises(SystemExit):
-        parsed()
-    assert "- pretrain_bert.py: loss_func() calls average_losses_across" in capfd.readouterr().err
+def test_means_over_pipelines_are_a_micro_batchs_own_and_have_no_place_in_a_gradient(monkeypatch):
+    """As pretrain_bert.py reports them; whoever has imported the function gets the other one."""
+    from megatron_recycle.backends.megatron import averages
+    from megatron_recycle.errors import UnsupportedError
+
+    def stock(losses: Any) -> Any:
+        raise AssertionError("it would wait for others")
+
+    script = ModuleType("script_of_its_own")
+    for module in (ModuleType(averages.UTILITIES), script):
+        monkeypatch.setattr(module, averages.NAME, stock, raising=False)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    averages.install()
+    loss = torch.tensor(3.0, requires_grad=True)
+    means = getattr(script, averages.NAME)([loss * 2, loss])
+    assert means.tolist() == [6.0, 3.0]
+    (loss * 2).backward()
+    assert loss.grad == 2.0
+    with pytest.raises(UnsupportedError, match="part of the loss"):
+        (loss * means[0]).backward()
+    with torch.no_grad():
+        assert averages.own_losses([loss]).item() == 3.0
 
 
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
     from megatron_recycle.backends.megatron import hook as megatron_hook
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
-    wrong = {"fp16": True, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
-             "skip_train": True, "pipeline_model_parallel_size": 1}
+    wrong = {"mtp_num_layers": 1, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
+             "skip_train": True, "context_parallel_size": 2}
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
         parsed(**wrong)
@@ -314,7 +336,8 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     ("rerun_mode", "validate_results", "disabled"), ("overlap_grad_reduce", True, True), ("async_save", True, False),
     ("overlap_param_gather", True, False),
     ("defer_embedding_wgrad_compute", True, False), ("check_for_large_grads", True, False), ("log_energy", True, False),
-    ("log_params_norm", True, False), ("log_straggler", True, False),
+    ("log_params_norm", True, False), ("error_injection_rate", 1000, 0), ("log_max_attention_logit", True, False),
+    ("save_wgrads_interval", 10, None), ("save_dgrads_interval", 10, None), ("log_straggler", True, False),
     ("check_weight_hash_across_dp_replicas_interval", 10, None), ("distributed_timeout_seconds_after_init", 60, None)])
 def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, value, then, parsed, capfd):
     assert vars(parsed(**{name: value})) == vars(arguments(**{name: then}))
@@ -336,7 +359,7 @@ def test_with_the_plugin_off_no_option_is_looked_at(parsed, monkeypatch):
     from megatron_recycle.config import RecycleConfig
 
     megatron_hook.watch_arguments(Options(RecycleConfig(enabled=False)))
-    assert parsed(fp16=True, async_save=True).async_save
+    assert parsed(skip_train=True, async_save=True).async_save
 
 
 class Sampler:
@@ -356,6 +379,50 @@ def test_every_pipelines_samples_are_found_from_the_iterator_of_one():
     assert source.batch(0, 5).tolist() == [50]
     source.forget(2, 4)
     assert source.batch(2, 4).tolist() == [42]
+
+
+class Epochs(Sampler):
+    """As Megatron's random sampler, of two micro-batches per epoch: it counts epochs by what it has given."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(2):
+            yield [50 * self.epoch + 10 * number + self.data_parallel_rank]
+        self.epoch += 1
+
+
+def cyclic_iter(iter: Any) -> Iterator[Any]:
+    """Megatron-LM's, by its own names."""
+    while True:
+        yield from iter
+
+
+def test_a_cyclic_iterator_gives_every_pipelines_samples_of_all_epochs_in_any_order():
+    from megatron_recycle.backends.megatron.data import source_of
+
+    loader = DataLoader(list(range(500)), batch_sampler=Epochs(1))
+    source = source_of(SimpleNamespace(iterable=cyclic_iter(loader)), 0, SEEDS)
+    assert source.batch(0, 5).tolist() == [110] and source.batch(2, 2).tolist() == [52]
+    assert source.batch(0, 3).tolist() == [60]  # once more, after a failure
+    ours = cyclic_iter(DataLoader(list(range(500)), batch_sampler=Epochs(1)))
+    assert [int(next(ours)) for _ in range(6)] == [source.batch(1, number).item() for number in range(6)]
+
+
+def test_cyclic_iterators_that_cannot_be_followed_are_refused():
+    from megatron_recycle.backends.megatron.data import source_of
+    from megatron_recycle.errors import DataError
+
+    class Drawn(list[int]):
+        def set_epoch(self, epoch: int) -> None:
+            """As RandomSeedDataset's."""
+
+    begun = cyclic_iter(DataLoader(list(range(100)), batch_sampler=Epochs(0)))
+    next(begun)
+    for wrong, said in [(begun, "has taken micro-batches"), (cyclic_iter([1, 2]), "goes through a list"),
+                        (cyclic_iter(DataLoader(Drawn([1]), batch_sampler=Epochs(0))), "by the epoch")]:
+        with pytest.raises(DataError, match=said):
+            source_of(wrong, 0, SEEDS)
 
 
 @pytest.mark.parametrize("number", [6, 100])
@@ -402,15 +469,21 @@ def test_the_fork_of_core_that_a_deepspeed_script_brings_along_keeps_its_own_sch
         hook.is_deepspeeds_fork.cache_clear()
 
 
-def test_a_forward_step_that_reads_in_the_middle_of_the_model_is_refused_and_trains_on_nothing_else():
-    """There it gets what tells a script that has an iterator from one that has none."""
+def test_a_batch_that_a_forward_step_empties_can_be_run_again():
+    """As pretrain_gpt.py of newer cores does where a stage needs no tokens."""
     from megatron_recycle.backends.megatron.data import read_from
-    from megatron_recycle.errors import UnsupportedError
 
-    assert read_from(None, None) is None and [*read_from("batch", object())] == ["batch"]
+    assert read_from(None) is None and [*read_from("batch")] == ["batch"]
     batch = {"tokens": 1}
-    next(read_from(batch, object())).clear()  # as a stage that needs no tokens does
+    next(read_from(batch)).clear()
     assert batch == {"tokens": 1}
-    given = read_from(None, object())
-    with pytest.raises(UnsupportedError, match="reads data in the middle of the model"):
-        next(given)
+
+
+def test_stages_in_the_middle_read_only_what_they_are_given():
+    from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
+    from megatron_recycle.runtime.compute.data import read_everywhere
+
+    late = LateSource()
+    assert not read_everywhere(late) and not read_everywhere(source_of(None, 0, SEEDS))
+    late.source = source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(1))), 0, SEEDS)
+    assert read_everywhere(late) and read_everywhere(Shifted(late, 2))

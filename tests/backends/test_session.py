@@ -194,3 +194,13 @@ def test_a_process_that_ends_itself_is_in_the_scripts_own_code_between_two_itera
     over.set()
     thread.join(60)
     assert session._outside(), "which has ended"
+
+
+@pytest.mark.parametrize(("grid", "guard", "said"), [
+    (Grid(2, (3,)), "checkpoint", "recycle-guard memory"), (Grid(1, (3,)), "none", "job-restarts"),
+    (Grid(2, (3,)), "memory", None), (GRID, "checkpoint", None)])
+def test_a_job_with_one_pipeline_is_told_that_nobody_can_take_its_work_over(grid, guard, said):
+    place: Any = SimpleNamespace(grid=grid)
+    line = sessions._unprotected(place, RecycleConfig(guard=guard))
+    assert (line is None) == (said is None)
+    assert line is None or (said in line and ("guard" in line) == (grid.stages > 1))

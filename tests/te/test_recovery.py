@@ -30,10 +30,12 @@ def job_of(*options: str, reduction: str = "exact", **more: Any) -> dict[str, An
 @pytest.mark.parametrize(("options", "more"), [
     (("--bf16",), FUSED), *[pytest.param(*case, marks=pytest.mark.night) for case in [
         ((), {}), (("--bf16",), {}), ((), FUSED), (("--bf16", "--recompute", "full"), FUSED),
-        (("--bf16", "--clip", "0", "--untied"), {"tensor": 2, **FUSED})]]], ids=str)
+        (("--bf16", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
+        (("--bf16", "--qk-layernorm", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
+        (("--fp16", "--initial-loss-scale", "1024"), FUSED), (("--bf16",), {"stages": 1, **FUSED})]]], ids=str)
 def test_without_failures_parameters_have_the_bits_of_core_s_own_schedule(
         engine: Path, options: tuple[str, ...], more: dict[str, Any]):
-    size = PIPELINES * STAGES * more.get("tensor", 1)
+    size = PIPELINES * more.get("stages", STAGES) * more.get("tensor", 1)
     arguments = job_of("--dropout", "0", *options, **more)
     theirs, ours = stock(engine, size, arguments), calm(engine, size, {**arguments, "settings": {}})
     for rank in theirs:
@@ -62,7 +64,9 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(engine: Path):
         (("--bf16", "--clip", "0.05"), {"step": "staggered"}, Hold("1:0", "stepped", KILLED_IN)),
         (("--bf16", "--distributed-optimizer", "--clip", "0.05"), {"step": "staggered"},
          Hold("1:0", "stepped", KILLED_IN)),
-        (("--bf16", "--interleave", "2"), {}, Hold("1:1", "backward", KILLED_IN, 3))]], ids=str)
+        (("--bf16", "--interleave", "2"), {}, Hold("1:1", "backward", KILLED_IN, 3)),
+        (("--fp16", "--initial-loss-scale", "1024"), {}, Hold("1:1", "backward", KILLED_IN, 2)),
+        (("--bf16", "--qk-layernorm"), {}, Hold("0:1", "backward", KILLED_IN, 2))]], ids=str)
 def test_the_same_bits_with(engine: Path, options: tuple[str, ...], settings: dict[str, Any], hold: Hold):
     arguments = job_of(*options, **FUSED)
     arguments["settings"] |= settings
@@ -71,6 +75,18 @@ def test_the_same_bits_with(engine: Path, options: tuple[str, ...], settings: di
         job.wait_held()
         job.kill(hold)
         check_survivors(job, {hold.worker}, undisturbed)
+
+
+@newest
+@pytest.mark.night
+def test_a_peer_takes_over_in_pipelines_of_one_stage(engine: Path):
+    arguments = job_of("--bf16", **{**FUSED, "stages": 1})
+    undisturbed = calm(engine, PIPELINES, arguments)
+    hold = Hold("1:0", "backward", KILLED_IN, 2)
+    with TEJob(engine, PIPELINES, arguments, [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {"1:0"}, undisturbed)
 
 
 @newest

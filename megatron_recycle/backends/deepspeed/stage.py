@@ -71,7 +71,8 @@ class DeepSpeedStage:
         self.shards = self._zero.shards if self._zero is not None else None
         self._engine = engine
         self._optimizer = keeper
-        self.averaging: Averaging = "after" if self._zero is None else self._zero.averaging
+        self.averaging: Averaging = self._zero.averaging if self._zero is not None else (
+            "after" if engine.postscale_gradients() else "before")
         self._staggered = settings.step == "staggered"
         self._speaks = speaks
         self.device = engine.device

@@ -3,6 +3,7 @@ yet."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ from torch import nn
 from megatron_recycle.backends.hidden_state import statistics
 from megatron_recycle.errors import UnsupportedError
 
+_GIVEN_UP = {
+    "amp": "its losses are scaled by a handle that knows nothing of re-routed micro-batches (use fp16 or bf16)",
+    "compression_training": "its schedule changes weights outside of the optimizer's step, which no undo knows",
+    "quantize_training": "its quantizer changes weights outside of the optimizer's step, which no undo knows",
+    "eigenvalue": "it is there for quantize_training",
+    "progressive_layer_drop": "which layers a micro-batch goes through would depend on the steps of whoever runs it",
+    "curriculum_learning": "its samples change their length between iterations",
+}
 _COMMUNICATING_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
@@ -41,6 +50,22 @@ def _zero_features(engine: PipelineEngine) -> list[tuple[bool, str]]:
               for name in names)]
 
 
+def _scaled_gradients(engine: PipelineEngine) -> list[tuple[bool, str]]:
+    prescales = not engine.postscale_gradients()
+    return [
+        (prescales and engine.zero_optimization_stage() == 1, "prescale_gradients with ZeRO-1, where DeepSpeed has "
+         "none unless reduce_scatter is off: leave it out"),
+        (not prescales and engine.gradient_predivide_factor() != 1.0, "gradient_predivide_factor, by which a part of "
+         "the mean over pipelines is taken before their sum: leave it at 1, or set prescale_gradients, which takes all "
+         "of it")]
+
+
+def given_up(config: Mapping[str, Any]) -> list[str]:
+    """Refusals of sections of the JSON that DeepSpeed has given up by 0.19.8, which says so itself, and 0.19.6 has."""
+    return [f"{name}: {why}; remove the section" for name, why in _GIVEN_UP.items()
+            if (section := config.get(name)) and (not isinstance(section, Mapping) or section.get("enabled", True))]
+
+
 def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
     optimizer = torch_optimizer(engine)
     return [
@@ -65,8 +90,8 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
         (engine.communication_data_type not in (None, torch.float16 if engine.fp16_enabled() else torch.float32)
          and not engine.bfloat16_enabled() and engine.zero_optimization_stage() != 1,
          "communication_data_type: leave it at its default"),
-        (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0,
-         "prescale_gradients and gradient_predivide_factor: leave them at their defaults"),
+        *_scaled_gradients(engine),
+        *((True, line) for line in given_up(engine._config._param_dict)),
         (engine._config.checkpoint_config["writer"] is not None or engine._config.datastates_config.enabled,
          "checkpoint.writer and datastates, which write in the background or share the writing with peers that may be "
          "gone: leave them out, checkpoints are written at once"),

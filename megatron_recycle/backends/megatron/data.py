@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from itertools import islice
+from types import GeneratorType
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from megatron_recycle.backends.megatron.script import taken_from, unwrapped
-from megatron_recycle.errors import DataError, UnsupportedError
-from megatron_recycle.runtime.compute.data import Batch, DataSource, NotReadHere, Reading
+from megatron_recycle.errors import DataError
+from megatron_recycle.runtime.compute.data import Batch, DataSource, NotReadHere, Reading, read_everywhere
 from megatron_recycle.runtime.compute.random_state import Seeds
 from megatron_recycle.runtime.compute.replay import Replayable
 
 _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler has an attribute data_parallel_rank "
-           "(--dataloader-type single), or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an "
-           "iterator that gives that pipeline's micro-batches in the same order each time it is called")
+           "(--dataloader-type single or cyclic), or call megatron_recycle.enable(data=factory) with factory(pipeline) "
+           "-> an iterator that gives that pipeline's micro-batches in the same order each time it is called")
 
 
 class NoData:
@@ -43,36 +47,26 @@ class ReadByAnother:
         pass
 
 
-class InTheMiddle:
-    """In the place of an iterator that the script gives where the model neither begins nor ends: a micro-batch may run
-    anywhere, and is read at both ends only. Nothing else would keep a `forward_step` that takes data there from
-    training without it."""
-
-    def __iter__(self) -> InTheMiddle:
-        return self
-
-    def __next__(self) -> Batch:
-        raise UnsupportedError(
-            "forward_step reads data in the middle of the model, where this plugin gives none: it is read where the "
-            "model begins and where it ends. Let it read if the model has pre_process or post_process (Megatron-LM: "
-            "is_first_or_last_pipeline_stage(vp_stage)), and make of hidden states alone what stages between need")
-
-
-def read_from(batch: Batch, given: Any) -> Iterator[Any] | None:
-    """What `forward_step` reads ``batch`` from; without one as the script has it, which has ``given`` an iterator.
+def read_from(batch: Batch) -> Iterator[Any] | None:
+    """What `forward_step` reads ``batch`` from; None, as the script has it, if it reads none here.
 
     A dictionary is given as a copy: pretrain_gpt.py of newer cores empties it of what this stage has no use for, and
     the micro-batch may be run again.
     """
     if batch is not None:
         return iter([{**batch} if type(batch) is dict else batch])
-    return None if given is None else InTheMiddle()
+    return None
 
 
 class LateSource:
     """Training data whose iterator is not known before training begins; evaluation may come first."""
 
     source: DataSource = NoData()
+
+    @property
+    def everywhere(self) -> bool:
+        """As `read_everywhere`."""
+        return read_everywhere(self.source)
 
     @property
     def since(self) -> int:
@@ -91,6 +85,7 @@ class Shifted:
 
     def __init__(self, source: DataSource, first: int) -> None:
         self._source, self._first = source, first
+        self.everywhere = read_everywhere(source)
 
     @property
     def since(self) -> int:
@@ -115,14 +110,19 @@ class SamplerSource:
         collate: list of samples -> batch.
         seeds: what random numbers they are read with; None: nobody's business.
         taken: micro-batches that the script has taken itself, and that are not given out.
+        again: whether the sampler begins anew when it has come to its end, as often as needed.
     """
 
     since = 0
+    everywhere = True
+    """Of stages between first and last too, if they are given an iterator: BERT's read masks there."""
 
-    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0) -> None:
+    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0,
+                 again: bool = False) -> None:
         self._reading = Reading(seeds, dataset, collate)
         self._sampler = sampler
         self._taken = taken
+        self._again = again
         self._indices: Replayable[list[int]] = Replayable(
             self._begin, seeds, name="the batch sampler",
             ended="Megatron's samples must last for all iterations (--train-iters)",
@@ -137,7 +137,35 @@ class SamplerSource:
     def _begin(self, pipeline: int) -> Iterator[list[int]]:
         sampler = copy.copy(self._sampler)
         sampler.data_parallel_rank = pipeline
-        return islice(iter(sampler), self._taken, None)
+        return islice(_epochs(sampler) if self._again else iter(sampler), self._taken, None)
+
+
+def _epochs(sampler: Any) -> Iterator[list[int]]:
+    """One after the other; Megatron's sampler keeps count of them. A sampler without anything to give has an end."""
+    given = True
+    while given:
+        given = False
+        for indices in sampler:
+            given = True
+            yield indices
+
+
+def _cycled(loader: Any) -> DataLoader[Any] | None:
+    """The loader that Megatron-LM's generator ``loader`` goes through again and again (``--dataloader-type cyclic``);
+    None: it is something else. Raises DataError."""
+    if not isinstance(loader, GeneratorType) or loader.__name__ != "cyclic_iter":
+        return None
+    if inspect.getgeneratorstate(loader) != inspect.GEN_CREATED:
+        raise DataError("the script has taken micro-batches from a cyclic data iterator before it has trained: leave "
+                        "that to forward_step, or use --dataloader-type single")
+    whole = inspect.getgeneratorlocals(loader).get("iter")
+    if not isinstance(whole, DataLoader) or not hasattr(whole.batch_sampler, "data_parallel_rank"):
+        raise DataError(f"a cyclic data iterator goes through a {type(whole).__name__}, which cannot give a dead "
+                        f"worker's micro-batches to another worker. {_REMEDY}")
+    if hasattr(whole.dataset, "set_epoch"):
+        raise DataError(f"{type(whole.dataset).__name__} draws its samples by the epoch that its reader is in, and "
+                        "here one reader serves several pipelines. Use --dataloader-type single")
+    return whole
 
 
 def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
@@ -149,6 +177,8 @@ def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
     if iterator is None:
         return NoData() if part == 0 else ReadByAnother()
     loader = getattr(iterator, "iterable", iterator)  # Megatron-LM wraps a loader's iterator to be able to rewind it
+    if (whole := _cycled(loader)) is not None:
+        return SamplerSource(whole.dataset, whole.batch_sampler, whole.collate_fn, seeds, again=True)
     sampler = getattr(loader, "_index_sampler", None)
     if not hasattr(sampler, "data_parallel_rank") or not hasattr(loader, "_dataset"):
         raise DataError(f"forward_backward_func() got a {type(loader).__name__}, which cannot give a dead worker's "

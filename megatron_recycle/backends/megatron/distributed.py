@@ -233,6 +233,8 @@ class Distributed:
                 group["step"] = step
             for state in (state for state in self._inner.state.values() if "step" in state):
                 state["step"] = torch.tensor(float(step))
+        if self._stock.grad_scaler is not None and "grad_scaler" in state_dict:
+            self._stock.grad_scaler.load_state_dict(state_dict["grad_scaler"])
         if "param_state" not in state_dict:
             return
         kind, found = state_dict["param_state_sharding_type"], state_dict["param_state"]

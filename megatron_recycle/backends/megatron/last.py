@@ -12,7 +12,7 @@ Nothing of Megatron is imported here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,18 +76,20 @@ class LastCheckpoint:
         among: a block in which Megatron and torch see those that are left, and nobody else.
         beside: a block in which stock writes the checkpoint of an iteration into a folder in the way of `aside`.
         microbatches: of one pipeline, before iteration n of this job.
+        skipped: gives iterations of this job whose step was left out (fp16), which the scheduler does not count.
     """
 
     def __init__(self, loop: Any, beginning: Beginning, wanted: str | None,
                  among: Callable[[Groups], AbstractContextManager[None]],
                  beside: Callable[[str, int], AbstractContextManager[None]],
-                 microbatches: Callable[[int], int]) -> None:
+                 microbatches: Callable[[int], int], skipped: Callable[[], Collection[int]] = frozenset) -> None:
         self._loop = loop
         self._begun = beginning
         self._wanted = wanted
         self._among = among
         self._beside = beside
         self._microbatches = microbatches
+        self._skipped = skipped
         self._stock_save: Callable[..., Any] = loop.save_checkpoint
         self._own: set[Path] = set()
         """Checkpoints that this job has written, or begun to when they were not the newest one already: whole once
@@ -150,7 +152,8 @@ class LastCheckpoint:
         arguments.save, arguments.curr_iteration, arguments.async_save = folder, iteration - 1, False
         arguments.consumed_train_samples = begun.samples + before[done]
         arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, iteration)
-        scheduler.num_steps = begun.steps + before[done]
+        scheduler.num_steps = begun.steps + before[done] - sum(
+            before[number + 1] - before[number] for number in self._skipped() if number < done)
         scheduler.step(increment=0)
         machine.state = type(machine.state).NOT_RUNNING_YET  # it would save the iteration under way
         operations = begun.operations

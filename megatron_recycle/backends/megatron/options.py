@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _MISSING = object()
+_REPLAYED = "a graph replays one worker's own micro-batches in fixed buffers, and others' may come; leave them off"
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,6 @@ class Option:
         then: what to do instead, or why it is set otherwise.
         wrong: for which values; otherwise it is taken as it is.
         becomes: the value that it is set to; without one it is refused.
-        beside: only where this other one is more than 1.
         title: how the option is called, if not by its name and value.
     """
 
@@ -34,7 +34,6 @@ class Option:
     then: str
     wrong: Callable[[Any], bool] = bool
     becomes: Any = _MISSING
-    beside: str | None = None
     title: str | None = None
 
 
@@ -47,45 +46,39 @@ def _given(value: Any) -> bool:
 
 
 ANYWHERE = (
-    Option("pipeline_model_parallel_size", "set pipeline_model_parallel_size to 2 or more", lambda size: size < 2,
-           title="a pipeline of one stage"),
-    Option("sequence_parallel", "leave sequence_parallel off", title="sequence parallelism"),
     Option("context_parallel_size", "set context_parallel_size to 1", _several, title="context parallelism"),
-    Option("hybrid_context_parallel", "leave it off"),
+    Option("hybrid_context_parallel", "samples would be cut between ranks by their length, each micro-batch anew; "
+           "leave it off"),
     Option("expert_model_parallel_size", "use dense layers", _several, title="expert parallelism"),
     *(Option(name, "its peers' gradients would be reduced with the others'; leave it unset", _several,
              title="weights that are cut once more (GTP)")
       for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")),
     Option("num_moe_experts", "use dense layers", title="experts"),
     Option("num_experts", "use dense layers", title="experts"),
-    Option("qk_layernorm", "its gradients are summed over tensor-parallel ranks; leave one of them out",
-           beside="tensor_model_parallel_size", title="qk_layernorm with tensor parallelism"),
     Option("use_precision_aware_optimizer", "its state is not in fp32, and masters are inside of it; leave it off"),
-    Option("reuse_grad_buf_for_mxfp8_param_ag", "leave it off"),
+    Option("reuse_grad_buf_for_mxfp8_param_ag", "gradients do not lie in Megatron's buffers; leave it off"),
     Option("param_name_patterns_for_fp32_local_accumulation", "gradients of one stage are summed in one type; set "
            "grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32) instead"),
     Option("use_layer_wise_distributed_optimizer", "its state is cut by layers; use the distributed optimizer"),
     Option("grad_norm_skip_threshold", "leave it out: a step is made before its gradient norm is looked at",
            lambda limit: limit is not None and math.isfinite(limit)),
-    Option("optimizer_cuda_graph", "leave it off", title="CUDA graphs"),
+    Option("optimizer_cuda_graph", _REPLAYED, title="CUDA graphs"),
     *(Option(name, f"leave {name} out", title="fully sharded data parallelism")
       for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")),
     Option("optimizer", "use one of Megatron's plain ones (--optimizer adam or sgd)",
            lambda name: name not in ("adam", "sgd")),
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
-    Option("fp16", "its loss scale follows what other stages overflow; use bf16"),
-    Option("loss_scale", "bf16 needs none, and fp32 takes none; leave it out"),
     Option("fp8", "its recipes were not tried, and the one that is called delayed has scales that change in forward; "
            "use bf16"),
     Option("fp4", "its recipes were not tried; use bf16"),
     Option("enable_autocast", "use bf16"),
     Option("mtp_num_layers", "leave mtp_num_layers unset", title="multi-token prediction"),
-    Option("cuda_graph_impl", "leave them off", lambda kind: kind not in (None, "none"), title="CUDA graphs"),
-    Option("enable_cuda_graph", "leave them off", title="CUDA graphs"),
-    Option("external_cuda_graph", "leave them off", title="CUDA graphs"),
-    Option("variable_seq_lengths", "use one length for all micro-batches"),
+    Option("cuda_graph_impl", _REPLAYED, lambda kind: kind not in (None, "none"), title="CUDA graphs"),
+    Option("enable_cuda_graph", _REPLAYED, title="CUDA graphs"),
+    Option("external_cuda_graph", _REPLAYED, title="CUDA graphs"),
+    Option("variable_seq_lengths", "messages between stages have one shape; use one length for all micro-batches"),
     Option("num_microbatches_with_partial_activation_checkpoints", "leave it unset", _given),
-    Option("fine_grained_activation_offloading", "leave it off"),
+    Option("fine_grained_activation_offloading", "a W that runs later would find its input moved away; leave it off"),
     Option("has_cond_embedder", "their gradients cross all stages", title="conditional embedders"),
     # What follows changes no result.
     # Set to what it is: the distributed optimizer's buckets, which its checkpoints have, depend on it.
@@ -112,34 +105,39 @@ OF_THE_LOOP = (
     Option("qk_l2_norm", "core's local layers would train without it; leave --qk-l2-norm out"),
     Option("spec", "core builds them of Transformer Engine's; use another model",
            lambda spec: bool(spec) and spec[0].startswith("megatron.core.models.mamba."), title="Mamba layers"),
-    Option("dataloader_type", "give --dataloader-type single", lambda kind: kind not in (None, "single")),
-    Option("decrease_batch_size_if_needed", "leave --decrease-batch-size-if-needed out"),
     Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
-    Option("full_validation", "leave --full-validation out"),
-    *(Option(name, f"leave --{name.replace('_', '-')} out", _given)
-      for name in ("save_wgrads_interval", "save_dgrads_interval", "save_activations_interval", "save_params_interval",
-                   "save_tokens_per_expert_interval", "step_batch_size_schedule", "start_eval_at_iter",
-                   "logits_save_dir", "logits_load_dir")),
+    Option("full_validation", "the first rank tells the others how much there is, and may be gone; leave it out, and "
+           "give --eval-iters"),
+    Option("step_batch_size_schedule", "how many micro-batches an iteration will have at most must be known at the "
+           "start; use --rampup-batch-size", _given),
+    Option("start_eval_at_iter", "a last checkpoint counts evaluations from the first iteration; leave it out", _given),
+    *(Option(name, "each rank's file has the micro-batches of its own pipeline, and who is left computes others' too; "
+             f"leave --{name.replace('_', '-')} out", _given) for name in ("logits_save_dir", "logits_load_dir")),
     Option("dataloader_inter_document_masking", "leave it out: data would be read in the middle of the model"),
     Option("freeze_all_layers", "nothing is trained, so that there is nothing to keep going: start it without the "
            "plugin (torchrun, or RECYCLE_ENABLED=false)"),
-    Option("qk_clip", "leave --qk-clip out"),
-    Option("log_max_attention_logit", "leave --log-max-attention-logit out"),
-    Option("dsa_indexer_loss_coeff", "leave --dsa-indexer-loss-coeff out"),
+    Option("qk_clip", "weights would be clipped outside of the step, by what each worker's own micro-batches have "
+           "shown; leave --qk-clip out"),
+    Option("dsa_indexer_loss_coeff", "its loss is summed over ranks that may be gone; leave it out"),
     Option("vision_pretraining_type", "its teacher changes outside of the optimizer's step; use another type",
            lambda kind: kind == "dino"),
     Option("use_pytorch_profiler", "leave --use-pytorch-profiler out: the processes that it watched have ended in a "
            "damaged heap under this plugin; profile a run without it (torchrun, or RECYCLE_ENABLED=false)"),
-    Option("perform_rl_step", "leave --perform-rl-step out"),
-    Option("adlr_autoresume", "leave --adlr-autoresume out"),
+    Option("perform_rl_step", "its rollouts ask all ranks for samples between iterations, and weights are handed to an "
+           "engine that knows nothing of who is left; leave --perform-rl-step out"),
+    Option("adlr_autoresume", "it ends the job to start it again; leave it out: `recycle run --job-restarts N` does"),
     Option("inprocess_restart", "leave --inprocess-restart out: this plugin does that"),
     Option("enable_ft_package", "leave --enable-ft-package out: this plugin does that"),
-    Option("error_injection_rate", "leave --error-injection-rate out: it tries re-runs, which are off"),
     Option("rerun_mode", "leave it out: iterations are not run twice to compare them",
            lambda mode: mode == "report_determinism_stats"),
     # What follows changes no result.
     Option("rerun_mode", "a re-run inside the loop would repeat a committed step", lambda mode: mode != "disabled",
            "disabled"),
+    Option("error_injection_rate", "it tries re-runs, which are off", becomes=0),
+    Option("log_max_attention_logit", "each worker would log that of the micro-batches it has computed", becomes=False),
+    *(Option(name, "each rank would write what it has computed itself, which depends on who is left", _given, None)
+      for name in ("save_wgrads_interval", "save_dgrads_interval", "save_activations_interval", "save_params_interval",
+                   "save_tokens_per_expert_interval")),
     Option("log_params_norm", "it is summed over ranks that may be gone", becomes=False),
     Option("log_energy", "it is summed over ranks that may be gone", becomes=False),
     Option("log_straggler", "it gathers from ranks that may be gone; slow workers are reported by the plugin",
@@ -183,7 +181,7 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
     for option in options:
         for holder in settings:
             value = getattr(holder, option.name, _MISSING)
-            if value is _MISSING or not option.wrong(value) or not _applies(option, settings):
+            if value is _MISSING or not option.wrong(value):
                 continue
             if option.becomes is _MISSING:
                 refused[f"{option.title or _named(option.name, value)}: {option.then}"] = None
@@ -210,6 +208,8 @@ def v_shaped(arguments: Any) -> tuple[list[str], list[str]]:
         refused.append(f"chunks 2 with {chunks or 1} virtual stages per pipeline rank: leave those out, or have two "
                        "(--num-virtual-stages-per-pipeline-rank 2, or a --pipeline-model-parallel-layout of twice as "
                        "many parts as there are stages); the second ones go up the stages again")
+    if stages == 1:
+        refused.append("chunks 2 with one stage, which has no way back to go: leave chunks out")
     layers = arguments.num_layers + sum(bool(getattr(arguments, f"account_for_{what}_in_pipeline_split", False))
                                         for what in ("embedding", "loss"))
     uneven = [getattr(arguments, name, None) for name in (
@@ -230,10 +230,6 @@ def message(refused: Sequence[str]) -> str:
     """The message to a user of all these options."""
     return ("megatron-recycle does not support this configuration yet:\n- " + "\n- ".join(refused)
             + "\nTo train without the plugin leave --recycle out (or set RECYCLE_ENABLED=false).")
-
-
-def _applies(option: Option, settings: Sequence[Any]) -> bool:
-    return option.beside is None or any(_several(getattr(holder, option.beside, None)) for holder in settings)
 
 
 def _named(name: str, value: Any) -> str:

@@ -56,6 +56,12 @@ CORE: Sequence[Private] = (
             "MegatronOptimizer.clip_grad_norm MegatronOptimizer.count_zeros MegatronOptimizer.step_with_ready_grads "
             "MegatronOptimizer.get_parameters MegatronOptimizer.scale_loss MegatronOptimizer.reload_model_params"),
     Private("megatron.core.optimizer.optimizer", "MegatronOptimizer.has_grad_norm_group", since=(0, 19)),
+    Private("megatron.core.optimizer.optimizer", "MixedPrecisionOptimizer.grad_scaler "
+            "MixedPrecisionOptimizer.found_inf MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan "
+            "Float16OptimizerWithFloat16Params._collect_main_grad_data_for_unscaling"),
+    Private("megatron.core.optimizer.grad_scaler", "MegatronGradScaler.scale MegatronGradScaler.inv_scale "
+            "MegatronGradScaler._scale MegatronGradScaler.update MegatronGradScaler.load_state_dict "
+            "DynamicGradScaler._growth_tracker DynamicGradScaler._hysteresis_tracker"),
     Private("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer._build_gbuf_range_map "
             "DistributedOptimizer._build_model_param_gbuf_map DistributedOptimizer.gbuf_ranges "
             "DistributedOptimizer.model_param_gbuf_map DistributedOptimizer.model_param_group_index_map "
@@ -108,13 +114,15 @@ LOOP: Sequence[Private] = (
             "maybe_finalize_async_save compute_throughputs_and_append_to_progress_log print_rank_last get_args "
             "get_timers get_tensorboard_writer get_wandb_writer get_one_logger one_logger_utils mpu "
             "write_args_to_tensorboard update_num_microbatches get_rerun_state_machine num_floating_point_operations "
-            "preprocess_common_state_dict reduce_max_stat_across_model_parallel_group get_forward_backward_func"),
+            "preprocess_common_state_dict cyclic_iter reduce_max_stat_across_model_parallel_group "
+            "get_forward_backward_func"),
     Private("megatron.training.checkpointing", "save_checkpoint load_checkpoint get_checkpoint_name read_metadata "
             "wandb_utils schedule_async_save get_loaded_iteration set_loaded_iteration "
             "_load_base_checkpoint _NON_PERSISTENT_CKPT_SUBDIR"),
     Private("megatron.training.checkpointing", "open_file", before=(0, 19)),
     Private("megatron.training.checkpointing", "maybe_msc", since=(0, 19)),
     Private("megatron.training.one_logger_utils", "get_one_logger"),
+    Private("megatron.training.utils", "average_losses_across_data_parallel_group"),
     Private("megatron.training.wandb_utils", "on_save_checkpoint_success"),
 )
 """Of Megatron-LM: its training loop, which is beside the core in a checkout, and since 0.17 in that package too."""

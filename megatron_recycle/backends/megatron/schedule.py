@@ -7,9 +7,10 @@ belongs to what a recovery must know of; the latter hands out the result.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from megatron_recycle.backends.megatron.late import LateNumber
 from megatron_recycle.backends.megatron.script import unwrapped
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
-from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of
+from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of, overflows_earlier
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
@@ -88,7 +89,6 @@ class RecycleSchedule:
         given = None if own_data else data_iterator
         self._stage.script.calls(model, given, forward_only)
         self._stage.forward_step = forward_step_func
-        self._stage.iterators = given if isinstance(given, Sequence) else [given] * len(self._stage.chunks)
         assert self._detached is not None
         with self.session.call(), self._detached.alone():
             reports = (self._evaluate(data_iterator, num_microbatches) if forward_only
@@ -125,10 +125,13 @@ class RecycleSchedule:
         self._stage.rates.forget(session.worker.final)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
+        scaling = self._stage.scaling
+        if scaling.scales:  # the script's rates, and the next iteration's scale, depend on whether it was left out
+            session.settle()
         self._late = tuple(LateNumber(partial(find, iteration)) for find in (self._norm, self._zeros))
         # Plain numbers where they are known, which is always so unless steps are staggered.
         norm, zeros = map(float, self._late) if stepper.held is None else self._late
-        self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
+        self._stage.result = self._stage.told(norm, zeros, iteration in scaling.skipped)
         reports = stepper.reports if stepper.held is None else stepper.held.reports
         assert reports is not None
         return reports
@@ -136,7 +139,10 @@ class RecycleSchedule:
     def _passed(self) -> torch.Tensor:
         """An iteration that the job had done before this worker came in: told is what the others were told."""
         norm, zeros, reports = self._stage.passed
-        self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
+        left_out = self._stage.scaling.scales and math.isnan(norm)
+        if left_out:
+            self._stage.scaling.skip(self.session.iteration)
+        self._stage.result = self._stage.told(norm, zeros, left_out)
         return reports
 
     def _norm(self, iteration: int) -> float:
@@ -201,6 +207,7 @@ class RecycleSchedule:
         loads = nullcontext() if distributed is None else distributed.going_back()
         with self._kept.of_those_left(groups), loads:
             self._stage.rates.steps = self._back(place, name)
+            self._stage.scaling.go_back(self._stage.rates.steps)
 
     @contextmanager
     def _among_those_left(self, groups: Groups) -> Iterator[None]:
@@ -238,13 +245,14 @@ class RecycleSchedule:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
         changed = check_supported(models, config, optimizer, self._settings.chunks)
+        changed += overflows_earlier(models, optimizer, self._settings.reduction)
         v_shaped = self._settings.chunks > 1
         self._kept = megatron_groups.Kept(models)
         place = _place(microbatches, placement(_stages(), len(models), v_shaped))
-        self._stage = MegatronStage(models, optimizer, microbatches, megatron_setup.settings(),
-                                    self._settings.lend_layers if self._settings.lend == "auto" else 0, v_shaped)
+        lends = self._settings.lend_layers if self._settings.lend == "auto" and _stages() > 1 else 0
+        self._stage = MegatronStage(models, optimizer, microbatches, megatron_setup.settings(), lends, v_shaped)
         self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left,
-                                                       self._number)
+                                                       self._number, lambda: self._stage.scaling.skipped)
         self._back = megatron_training.way_back()
         if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
             raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "

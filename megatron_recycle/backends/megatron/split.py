@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,13 @@ def _trained(parameter: torch.Tensor | None) -> torch.Tensor | None:
     return parameter if hasattr(parameter, "main_grad") else None
 
 
+def _gathered(group: dist.ProcessGroup, rows: torch.Tensor) -> torch.Tensor:
+    """All parts' ``rows``, in order; they run the same plan, and come to this together."""
+    whole = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
+    dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
+    return whole
+
+
 def _kernel(ctx: Any) -> Any:
     """Apex's, which is there if the layer was built with `gradient_accumulation_fusion`; else None."""
     if not ctx.gradient_accumulation_fusion or not ctx.needs_input_grad[1]:
@@ -77,13 +85,17 @@ def _function(stock: Any, splitter: MegatronSplitter) -> Any:
             gradient, = gradients
             inputs = ctx.saved_tensors[0]
             needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
-            for_inputs, pending = None, None
+            for_inputs, pending, group = None, None, ctx.tp_group
             if needs_input:
                 for_inputs = gradient.matmul(ctx.recycle_weight)
-                if ctx.allreduce_dgrad:
-                    pending = dist.all_reduce(for_inputs, group=ctx.tp_group, async_op=True)
+                if ctx.sequence_parallel:  # each part goes on with its own rows
+                    whole, for_inputs = for_inputs, torch.empty_like(inputs, memory_format=torch.contiguous_format)
+                    pending = dist.reduce_scatter_tensor(for_inputs, whole, group=group, async_op=True)
+                elif ctx.allreduce_dgrad:
+                    pending = dist.all_reduce(for_inputs, group=group, async_op=True)
             item = DeferredLinear(inputs, gradient, _trained(ctx.recycle_weight) if needs_weight else None,
-                                  _trained(ctx.recycle_bias) if needs_bias else None, fused=_kernel(ctx))
+                                  _trained(ctx.recycle_bias) if needs_bias else None, fused=_kernel(ctx),
+                                  gather=partial(_gathered, group) if ctx.sequence_parallel else None)
             now: dict[Any, torch.Tensor] = {}
             queue = splitter.deferral.queue_for(ctx.recycle_made_in)
             if queue is not None and not watched(ctx.recycle_weight) and not watched(ctx.recycle_bias):

@@ -35,6 +35,7 @@ from megatron_recycle.backends.megatron.groups import TensorGroup
 from megatron_recycle.backends.megatron.lending import BlockLayers
 from megatron_recycle.backends.megatron.main_grads import MainGrads
 from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, Rates
+from megatron_recycle.backends.megatron.scaling import Scaling
 from megatron_recycle.backends.megatron.script import Script
 from megatron_recycle.backends.megatron.support import single_optimizers
 from megatron_recycle.errors import UnsupportedError, VerificationError
@@ -73,8 +74,6 @@ class MegatronStage:
                  settings: Mapping[str, Any] | None = None, lends: int = 0, v_shaped: bool = False) -> None:
         self.settings = settings or {}
         self.forward_step: ForwardStep
-        self.iterators: Sequence[Any] = [None] * len(models)
-        """That the script gives for each of them."""
         self.result: tuple[Any, ...] = (True, None, None)
         """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
         self._chunks = Chunks(models, v_shaped)
@@ -93,6 +92,7 @@ class MegatronStage:
                                    "of stages or other layers frozen")
         self.device = self.parameters[0].device
         self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
+        self.partial = self._find_partial()
         # With average_in_collective too: that is how NCCL averages.
         self.averaging: Averaging = "tokens" if self._config.calculate_per_token_loss else "before"
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
@@ -111,6 +111,7 @@ class MegatronStage:
         self.distributed = Distributed(self._single) if isinstance(self._single, DistributedOptimizer) else None
         """The optimizer, if its state is cut into shards."""
         self.shards: ShardedOptimizer | None = None if self.distributed is None else self.distributed.shards
+        self.scaling = Scaling(self._single)
         self._take_over(optimizer)
         self._state = OptimizerState(self.module, self._single.optimizer, self._masters(), own=SET_BY_LOOP)
         self._state.train(self._optimized())
@@ -143,7 +144,7 @@ class MegatronStage:
         communicated = _operations()
         reports: list[Any] = []
         output, tokens = forward_step(
-            self.forward_step, read_from(batch, self.iterators[self._chunks.now]), self._chunks.model,
+            self.forward_step, read_from(batch), self._chunks.model,
             self.microbatches, given, reports, self._config, cp_group_size=1, vp_stage=self._chunks.vp_stage,
             is_last_stage=last)
         if communicated != _operations() and parallel_state.get_data_parallel_world_size() > 1:
@@ -178,13 +179,17 @@ class MegatronStage:
             raise VerificationError(
                 f"the norm of this stage's gradient is {norm.item()}: look at the data and the learning rate, or train "
                 "on with --no-check-for-nan-in-loss-and-grad (check_for_nan_in_grad of DistributedDataParallelConfig)")
-        return (norm**2.0).item()
+        return self.scaling.share((norm**2.0).item(), counted)
 
     def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
         if not self.counts_zeros:
             return 0.0
         counted = self._counted(gradients)
         return float(sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in counted))
+
+    def told(self, norm: Any, zeros: Any, left_out: bool) -> tuple[Any, ...]:
+        """The result of `optimizer.step()`; ``left_out``: of a step that was, after an overflow."""
+        return (False, None, None) if left_out else (True, norm, zeros if self.counts_zeros else None)
 
     @property
     def counts_zeros(self) -> bool:
@@ -195,9 +200,10 @@ class MegatronStage:
         """The parameters that count in statistics of the whole model: no second copies of another stage's or part's."""
         gradient_of = dict(zip(self.parameters, gradients, strict=True))
         # In the optimizer's order, as stock: the order decides the last bits. Of a shard some have nothing.
-        return [gradient_of[parameter].float() for parameter in self._optimized()
-                if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-                and gradient_of[parameter].numel()]
+        return self.scaling.unscaled([
+            gradient_of[parameter].float() for parameter in self._optimized()
+            if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+            and gradient_of[parameter].numel()])
 
     def norm(self, norm_squares: Sequence[float]) -> float:
         """The global gradient norm as Megatron logs it and clips by."""
@@ -207,17 +213,25 @@ class MegatronStage:
         return total.pow(0.5).item() if CLIPS_BY_TENSORS else total.item() ** 0.5
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
-        """Stock's clipping. By a norm that is not a number nothing is clipped."""
+        """Stock's clipping. By a norm that is not a number nothing is clipped. Not a number: with a loss scale, the
+        step is left out."""
+        if self.scaling.any_overflow(norm_squares):
+            return math.nan
         limit = self._single.config.clip_grad
         norm: Any = self.norm(norm_squares)
         clip = float(limit / ((torch.tensor(norm) if CLIPS_BY_TENSORS else norm) + 1.0e-6)) if limit > 0 else 1.0
         return clip if clip < 1.0 else 1.0
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-        if self.shards is not None:
-            self.shards.load(gradients, coefficient)
+        self.scaling.overflowed = math.isnan(coefficient)
+        if self.scaling.overflowed:
+            with self.rates.of_next_step():
+                self.scaling.leave_out(self.rates.steps)
+        elif self.shards is not None:
+            self.shards.load(gradients, coefficient * self.scaling.factor)
             with self.rates.of_next_step():
                 self.shards.step()
+            self.scaling.stepped()
         else:
             self._main_grads.show(gradients)
             self._coefficient = coefficient
@@ -252,11 +266,11 @@ class MegatronStage:
 
     @property
     def may_guess_wrong(self) -> bool:
-        return self._single.config.clip_grad > 0
+        return self._single.config.clip_grad > 0 or self.scaling.scales
 
     def counters(self) -> Any:
         return {"optimizer": self._state.counters(), "steps": self.rates.steps, "keys": copy.deepcopy(self._keys),
-                "next": self.rates.told()}
+                "next": self.rates.told(), "scaling": self.scaling.counters()}
 
     def set_counters(self, counters: Any) -> None:
         self._state.set_counters(counters["optimizer"], only=SET_BY_STEP)
@@ -264,13 +278,16 @@ class MegatronStage:
 
     def _set_own(self, counters: Any) -> None:
         self.rates.steps = counters["steps"]
+        self.scaling.set_counters(counters["scaling"])
         self._keys = {**counters["keys"], **self._keys}  # one that comes in has not run a loss function yet
 
     def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
         # Reports are handed out in this type.
         used = 1 + 2 * len(self._keys.get(_kind(True), ())) if parallel_state.is_pipeline_last_stage() else 0
         told = torch.cat([reports[:, 1:used], reports[:, -1:]], dim=1) if used else reports[:0, -1:]
-        return _NUMBERS.pack(self.norm(verdict.norm_squares), verdict.zeros) + told.float().numpy().tobytes()
+        left_out = self.scaling.any_overflow(verdict.norm_squares)
+        norm = math.nan if left_out else self.norm(verdict.norm_squares)
+        return _NUMBERS.pack(norm, verdict.zeros) + told.float().numpy().tobytes()
 
     def recall(self, summary: bytes) -> None:
         norm, zeros = _NUMBERS.unpack_from(summary)
@@ -319,13 +336,21 @@ class MegatronStage:
                                    "grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32)")
         return kinds.pop()
 
+    def _find_partial(self) -> list[nn.Parameter]:
+        """As stock: parameters whose gradients tensor-parallel parts have shares of."""
+        config, trained = self._config, set(map(id, self.parameters))
+        return [parameter for model in self._chunks.models for name, parameter in model.module.named_parameters()
+                if id(parameter) in trained and (
+                    (config.sequence_parallel and getattr(parameter, "sequence_parallel", False))
+                    or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)))]
+
     def _find_ties(self) -> None:
         """The embedding is in the first chunk of the first stage, the output layer in the last one of the last."""
         last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         stage = parallel_state.get_pipeline_model_parallel_rank()
         model = self._chunks.models[0 if stage == 0 else -1]
         part = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-        if not part.share_embeddings_and_output_weights:
+        if not part.share_embeddings_and_output_weights or not last:  # with one stage they are one tensor
             return
         self.tied_stages = ((0, last),)
         weight = part.shared_embedding_or_output_weight() if stage in (0, last) else None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -64,12 +65,28 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
               for name in foreign_synchronisation(config, models)]
     found += _optimizer(singles)
     found += check_distributed(singles)
+    if parallel_state.get_tensor_model_parallel_world_size() > 1 and any(
+            getattr(parameter, "average_gradients_across_tp_domain", False)
+            for model in models for parameter in model.parameters()):
+        found.append("parameters with average_gradients_across_tp_domain (models of Hugging Face): their gradients are "
+                     "means over tensor-parallel ranks; set tensor_model_parallel_size to 1")
     found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
               for model in models for name, part in statistics(model)]
     found += te.wrong(models, config)
     if found:
         raise UnsupportedError(message(found))
     return changed
+
+
+def overflows_earlier(models: Sequence[Any], optimizer: MegatronOptimizer, reduction: str) -> list[str]:
+    """A line where gradients that are summed in fp16 overflow at another loss scale than stock's."""
+    in_fp16 = any(parameter.main_grad.dtype is torch.float16 for model in models for parameter in model.parameters()
+                  if hasattr(parameter, "main_grad"))
+    if reduction != "exact" or not in_fp16 or getattr(single_optimizers(optimizer)[0], "grad_scaler", None) is None:
+        return []
+    return ["reduction exact divides gradients by the number of pipelines once they are summed, stock before that: in "
+            "fp16 sums overflow at a smaller loss scale. For stock's steps sum them in fp32 "
+            "(--accumulate-allreduce-grads-in-fp32), or give reduction fast"]
 
 
 def check_call(keywords: Mapping[str, Any]) -> None:

@@ -7,13 +7,12 @@ module. `backends.megatron.options` treats its options.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
 
-from megatron_recycle.backends.megatron import back
+from megatron_recycle.backends.megatron import averages, back
 from megatron_recycle.backends.megatron.aside import aside
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import (
@@ -33,7 +32,6 @@ from megatron_recycle.runtime.comm.handles import Groups
 
 LOOP = "megatron.training.training"
 CHECKPOINTS = "megatron.training.checkpointing"
-_AVERAGE = "average_losses_across_data_parallel_group"
 
 
 class PluginSchedule(SavingSchedule, Protocol):
@@ -62,20 +60,9 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
     if chunks > 1:
         more, others = v_shaped(arguments)
         refused, changed = refused + more, changed + others
-    if arguments.data_parallel_size > 1:
-        refused += _averaging(sys.modules["__main__"])
     if refused:
         raise UnsupportedError(message(refused))
     return changed
-
-
-def _averaging(script: Any) -> list[str]:
-    """Refusals of a ``script``'s loss functions such as pretrain_bert.py's. Of others the first micro-batch tells."""
-    file = Path(getattr(script, "__file__", "script")).name
-    return [f"{file}: {name}() calls {_AVERAGE}(), whose other members are not there: a micro-batch may run anywhere. "
-            "Return (sum of losses, number of tokens, {name: value}) of it alone, as pretrain_gpt.py does"
-            for name, function in vars(script).items()
-            if _AVERAGE in getattr(getattr(function, "__code__", None), "co_names", ())]
 
 
 def told() -> list[str]:
@@ -116,14 +103,15 @@ def backend() -> str | None:
 
 def last_checkpoint(wanted: str | None,
                     among: Callable[[Groups], AbstractContextManager[None]],
-                    microbatches: Callable[[int], int]) -> LastCheckpoint | None:
+                    microbatches: Callable[[int], int],
+                    skipped: Callable[[], Collection[int]]) -> LastCheckpoint | None:
     """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
     The arguments are those of `LastCheckpoint`."""
     loop: Any = sys.modules.get(LOOP)
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
-            sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches)
+            sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches, skipped)
 
 
 def way_back() -> Callable[[str, str], int] | None:
@@ -199,6 +187,7 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     # All stages have the same, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
     loop.training_log = _log_of_training(loop, session)
+    averages.install()
     loop.train_step, loop.print_rank_last = train_step, print_rank_last
     loop.save_checkpoint, loop.maybe_finalize_async_save = saves.save, saves.finish
     loop.compute_throughputs_and_append_to_progress_log = compute_throughputs_and_append_to_progress_log

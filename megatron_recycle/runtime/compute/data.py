@@ -48,6 +48,11 @@ def follows_script(source: DataSource) -> bool:
     return bool(getattr(source, "follows_script", False))
 
 
+def read_everywhere(source: DataSource) -> bool:
+    """Whether stages between first and last read the micro-batches of ``source`` too."""
+    return bool(getattr(source, "everywhere", False))
+
+
 class DatasetSource:
     """Micro-batches of a map-style dataset, in the order of DeepSpeed's own pipeline data loader:
     a DistributedSampler without shuffling, repeated for ever.

@@ -37,7 +37,8 @@ class DeferredLinear(NamedTuple):
 
     ``inputs`` is (..., in), ``output_gradient`` (..., out); a parameter that needs no gradient is None.
     ``transposed``: the weight is (in, out), as in GPT-2's Conv1D, and not (out, in). ``fused`` adds the
-    weight's gradient to a sum, if given.
+    weight's gradient to a sum, if given. ``gather`` makes the layer's whole input of this process's rows, if they are
+    not all (sequence parallelism): when W runs, so that they are not kept.
     """
 
     inputs: torch.Tensor
@@ -46,12 +47,18 @@ class DeferredLinear(NamedTuple):
     bias: nn.Parameter | None
     transposed: bool = False
     fused: Kernel | None = None
+    gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def whole_inputs(self) -> torch.Tensor:
+        """All rows that the layer has multiplied by its weight."""
+        return self.inputs if self.gather is None else self.gather(self.inputs)
 
     def add_weight(self, sum_: torch.Tensor) -> None:
         """Add the weight's gradient to ``sum_``, by ``fused``."""
         assert self.fused is not None
         gradient = _rows(self.output_gradient)
-        inputs = _cast(_rows(self.inputs), gradient.dtype)
+        inputs = _cast(_rows(self.whole_inputs), gradient.dtype)
         # The kernel's sum is (columns of the second, columns of the first).
         self.fused(*((gradient, inputs) if self.transposed else (inputs, gradient)), sum_)
 
@@ -62,7 +69,7 @@ class DeferredLinear(NamedTuple):
             yield self.bias, _cast(gradient.sum(0), self.bias.dtype)
         if self.weight is not None:
             # Under autocast the layer ran in the gradient's type, whatever its inputs' own.
-            inputs = _cast(_rows(self.inputs), gradient.dtype)
+            inputs = _cast(_rows(self.whole_inputs), gradient.dtype)
             product = inputs.t().mm(gradient) if self.transposed else gradient.t().mm(inputs)
             yield self.weight, _cast(product, self.weight.dtype)
 

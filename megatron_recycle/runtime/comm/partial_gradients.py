@@ -1,0 +1,45 @@
+"""Gradients that each tensor-parallel part of a worker has a share of (norms under sequence parallelism): the
+parameter's gradient is the sum over the parts, which all have the parameter.
+
+They are added up once peers have added up theirs, as Megatron does. A worker has all of its parts or is out, so that
+the sum has the same addends, and the same bits, whoever is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts, Span
+from megatron_recycle.runtime.compute.accumulate import Layout
+
+
+def fold_parts(partial: Sequence[nn.Parameter], layout: Layout, gradient: torch.Tensor, groups: Groups,
+               cuts: Cuts | None) -> None:
+    """Replace the gradients of ``partial`` in this part's reduced ``gradient``, flat or with ``cuts`` packed, by their
+    sums over all parts, in place. Raises GenerationOver."""
+    if groups.siblings is None or not partial:
+        return
+    wanted = [(start, start + parameter.numel()) for parameter in partial
+              for start in [layout.starts[id(parameter)]]]
+    if cuts is not None:
+        wanted = _packed(wanted, [span for shard in cuts.of(groups.me) for span in cuts.spans(shard, layout)])
+    if not wanted:
+        return
+    values = torch.cat([gradient[start:end] for start, end in wanted])
+    groups.siblings.sum(values).wait()
+    for (start, end), part in zip(wanted, values.split([end - start for start, end in wanted]), strict=True):
+        gradient[start:end] = part
+
+
+def _packed(wanted: Sequence[Span], held: Sequence[Span]) -> list[Span]:
+    """Where the parts of ``wanted`` that are in ``held`` are, once that lies end to end."""
+    found, begin = [], 0
+    for start, end in held:
+        met = [(max(start, first), min(end, last)) for first, last in wanted]
+        found += [(begin + first - start, begin + last - start) for first, last in met if first < last]
+        begin += end - start
+    return found
