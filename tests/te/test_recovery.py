@@ -32,6 +32,8 @@ def job_of(*options: str, reduction: str = "exact", **more: Any) -> dict[str, An
         ((), {}), (("--bf16",), {}), ((), FUSED), (("--bf16", "--recompute", "full"), FUSED),
         (("--bf16", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
         (("--bf16", "--qk-layernorm", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
+        (("--bf16", "--sequence-parallel", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
+        (("--sequence-parallel", "--qk-layernorm", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
         (("--fp16", "--initial-loss-scale", "1024"), FUSED),
         (("--bf16", "--untied"), {"stages": 1, **FUSED})]]], ids=str)
 def test_without_failures_parameters_have_the_bits_of_core_s_own_schedule(
@@ -104,9 +106,10 @@ def test_with_the_fast_reduction_results_agree_to_rounding(engine: Path):
 
 @newest
 @pytest.mark.night
-def test_one_process_of_a_tensor_parallel_worker_killed_leaves_the_same_bits(engine: Path):
+@pytest.mark.parametrize("options", [(), ("--sequence-parallel", "--qk-layernorm")], ids=str)
+def test_one_process_of_a_tensor_parallel_worker_killed_leaves_the_same_bits(engine: Path, options: tuple[str, ...]):
     """The layers' own handles of the group are the new generation's."""
-    arguments = job_of("--bf16", "--clip", "0", tensor=2, **FUSED)
+    arguments = job_of("--bf16", "--clip", "0", *options, tensor=2, **FUSED)
     undisturbed = calm(engine, 8, arguments)
     hold = Hold("1:0.1", "backward", KILLED_IN, 1)
     with TEJob(engine, 8, arguments, [hold]) as job:

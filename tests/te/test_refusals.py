@@ -48,7 +48,7 @@ def test_layers_that_were_not_tried_are_named(monkeypatch):
 
 @pytest.mark.parametrize("name", [
     "tp_comm_overlap", "delay_wgrad_compute", "cpu_offloading", "symmetric_ar_type", "quant_recipe",
-    "sequence_parallel", "use_transformer_engine_op_fuser"])
+    "use_transformer_engine_op_fuser"])
 def test_options_that_were_not_tried_with_these_layers_are_named(name, monkeypatch):
     line, = said(monkeypatch, layer("TELinear"), **{name: True})
     assert line.startswith(f"{name} ") and len(line.partition(": ")[2]) > 5

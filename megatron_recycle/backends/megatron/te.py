@@ -35,7 +35,7 @@ _LAYERS = ("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayer
 """Classes of layers that are accepted, core's and those inside of them. Anything else of Transformer Engine is not."""
 
 _OPTIONS = (
-    ("quant_recipe", "leave it out and use bf16"), ("sequence_parallel", "leave it off"),
+    ("quant_recipe", "leave it out and use bf16"),
     ("delay_wgrad_compute", "leave it off: the plan delays weight gradients by itself"),
     ("tp_comm_overlap", "leave it off: its buffers are bound to the ranks that there were at first"),
     ("cpu_offloading", "leave it off"), ("symmetric_ar_type", "leave it out"),
