@@ -34,7 +34,10 @@ def compare(found: dict[str, tuple[float, float]], expected: dict[str, tuple[flo
 @pytest.mark.parametrize(("more", "victim", "processes"), [
     ((), "1:1", 4),
     pytest.param(("--bf16", "--tensor-model-parallel-size", "2", "--normalization", "RMSNorm", "--swiglu",
-                  "--position-embedding-type", "rope", "--disable-bias-linear"), "0:1.0", 8, marks=pytest.mark.night)])
+                  "--position-embedding-type", "rope", "--disable-bias-linear"), "0:1.0", 8, marks=pytest.mark.night),
+    pytest.param(("--bf16", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--qk-layernorm",
+                  "--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope",
+                  "--disable-bias-linear", "--use-distributed-optimizer"), "0:1.0", 8, marks=pytest.mark.night)])
 def test_numbers_through_a_kill_are_those_of_a_run_without_the_plugin(
         engine, more, victim, processes, checkout, text, tmp_path):
     options = ("--data-path", str(text), *more)
