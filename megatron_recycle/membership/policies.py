@@ -38,7 +38,7 @@ def plan_by(state: State) -> str | None:
         return "reroute" if policy(state).avoids_hit else None
     if state.fallback is not None or not policy(state).avoids_hit:
         return state.fallback
-    return "drop" if state.out and not policy(state).always_whole else None
+    return "drop" if state.out or policy(state).always_whole else None
 
 
 def left_out(state: State) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ def test_a_gradient_that_is_no_number_ends_training_as_in_stock_if_it_is_to_be_l
                         lambda kernel, overflow, tensors, each: (torch.cat(tensors[0]).norm(), None))
     stage: Any = object.__new__(megatron_stage.MegatronStage)
     stage.device, stage._counted = torch.device("cpu"), list
+    stage.scaling = SimpleNamespace(share=lambda square, counted: square)
     stage._chunks = SimpleNamespace(models=[SimpleNamespace(ddp_config=SimpleNamespace(check_for_nan_in_grad=check))])
     assert stage.norm_square([torch.tensor([3.0, 4.0])]) == 25.0
     for wrong in (float("nan"), float("inf")):

@@ -70,7 +70,7 @@ class Model(nn.Module):
 class FirstStage:
     """As the runtime sees a framework's stage; its outputs' gradients are given."""
 
-    device = CPU
+    device, shards, tied_stages = CPU, None, ()
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.module = Model()

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from megatron_recycle.membership.policies import WHOLE
 from megatron_recycle.plan import Costs, PlanError, Worker
 from megatron_recycle.planner import plan_for
+from megatron_recycle.policy import POLICIES
 from megatron_recycle.tools.simulate.cluster import Cluster, Unit
 from megatron_recycle.tools.simulate.job import Job
 from megatron_recycle.tools.simulate.plans import Plans
@@ -44,7 +44,8 @@ ONE = Outage(100.0, FOR_GOOD, "host0")
 
 
 def test_policies_of_the_product_are_those_that_it_has():
-    assert {Dropping.product, RollBack.product, LossyForward.product} == set(WHOLE)
+    products = {Dropping.product, RollBack.product, LossyForward.product}
+    assert products == {name for name, policy in POLICIES.items() if policy.avoids_hit}
     assert Recycling.product == "reroute" and CheckpointRestart.product == "restart"
 
 
