@@ -6,8 +6,8 @@ job one worker after the other is killed at a random moment of an iteration, and
 The time lost is that of two iterations, the one that the kill hits and the next one, which some workers may be in
 already. It is counted in iterations, without the recovery itself (from the death to the first resumed action). Such
 iterations also take longer because a worker is missing from the kill on, whatever survivors keep. So there are two
-figures: the time beyond two iterations without failures, and the time that is lost, beyond two iterations that go on
-from the kill as those after them, with one worker fewer. Both sides get the same kills.
+figures: the time beyond two iterations without failures, and the time that is lost, beyond two iterations that take
+from the kill on what the plan with one worker fewer says. Both sides get the same kills.
 Prints medians and worst values and writes runs/bench/redo.json.
 
     scripts/bench/redo.py [--grid 3x4x6] [--seconds 5] [--kills 20] [--reduction fast] [--seed 0]
@@ -56,12 +56,10 @@ class Hit:
 
 @dataclass
 class Side:
-    """A job with its kills; ``period``: median seconds of an iteration without failures, ``reduced`` of one with a
-    worker missing."""
+    """A job with its kills; ``period``: median seconds of an iteration without failures."""
 
     name: str
     period: float
-    reduced: float
     hits: list[Hit]
 
 
@@ -80,7 +78,8 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     kills: list[tuple[int, str, float]] = []
     recoveries: list[Event] = []
     redone: list[int] = []
-    joins: list[int] = []  # the last iterations that are committed when a worker is back
+    planned: list[float] = []  # what each plan says of an iteration
+    figure = "makespan" if keep == "none" or args.reduction == "exact" else "period"  # they wait for each commit
     whole_since = 0  # the iteration from which on all workers are there
     with Job(f"bench/{BACKENDS['deepspeed']}", [str(each) for each in arguments], folder / "run",
              shape.pipelines * shape.stages, settings, 120 + 3 * iterations * args.seconds) as job:
@@ -97,8 +96,9 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
                     kills.append((event["iteration"] + 1, victim, moment))
                     job.kill(victim)
                     whole_since = None
+            elif kind == "planned":
+                planned.append(event[figure])
             elif kind == "joined":
-                joins.append(max(committed))
                 whole_since = max(committed) + 2
             elif kind == "reconciled" and len(redone) < len(kills) and not event.get("joined"):
                 redone.append(event["redone"])
@@ -108,16 +108,13 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     apart = [committed[k] - committed[k - 1] for k in committed if k - 1 in committed and k > 1 and not any(
         abs(k - one) < QUIET for one in hit)]
     period = statistics.median(apart)
-    missing = [committed[k] - committed[k - 1]
-               for (one, *_), back in zip(kills, joins) for k in range(one + 2, back + 1)]
-    reduced = statistics.median(missing)
     hits = []
-    for (k, victim, moment), event, lost in zip(kills, recoveries, redone):
+    for (k, victim, moment), event, lost, plan in zip(kills, recoveries, redone, planned[1::2]):
         took = (committed[k + 1] - committed[k - 1] - event["ms"] / 1000) / period
-        without = moment + (2 - moment) * reduced / period  # what they had taken if nothing had been run twice
+        without = moment + (2 - moment) * plan / planned[0]  # what they had taken if nothing had been run twice
         hits.append(Hit(k, victim, round(moment, 3), round(took - 2, 3), round(took - without, 3), lost,
                         round(event["ms"], 1)))
-    return Side(name, round(period, 3), round(reduced, 3), hits)
+    return Side(name, round(period, 3), hits)
 
 
 def main() -> None:
@@ -134,7 +131,7 @@ def main() -> None:
     table = Table(title=f"{args.grid}, {args.kills} kills each, {args.reduction}, iterations of {sides[0].period:g} s, "
                         f"load {os.getloadavg()[0]:.0f}")
     for heading in ("", "iterations lost, median", "worst", "beyond a whole job, median", "worst",
-                    "actions lost by survivors, median", "recovery ms, median", "iteration s", "one missing s"):
+                    "actions lost by survivors, median", "recovery ms, median", "iteration s"):
         table.add_column(heading, justify="left" if not heading else "right")
     for side in sides:
         lost = [hit.lost for hit in side.hits]
@@ -142,8 +139,7 @@ def main() -> None:
         table.add_row(side.name, f"{statistics.median(lost):.2f}", f"{max(lost):.2f}",
                       f"{statistics.median(beyond):.2f}", f"{max(beyond):.2f}",
                       f"{statistics.median(hit.redone for hit in side.hits):g}",
-                      f"{statistics.median(hit.recovery_ms for hit in side.hits):.0f}", f"{side.period:.2f}",
-                      f"{side.reduced:.2f}")
+                      f"{statistics.median(hit.recovery_ms for hit in side.hits):.0f}", f"{side.period:.2f}")
     Console().print(table)
     (OUT / "redo.json").write_text(json.dumps({"grid": str(args.grid), "reduction": args.reduction,
                                                "sides": [asdict(side) for side in sides]}, indent=1) + "\n")
