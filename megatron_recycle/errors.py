@@ -64,6 +64,11 @@ class GenerationOver(RecycleError):
     """
 
 
+class FailureMet(GenerationOver):
+    """A failure has ended the generation here, and not a wrong guess: peers may still be in the same exchange, so that
+    nothing else may be exchanged with them on these groups."""
+
+
 class JobEnded(RecycleError):
     """The coordinator ended the job.
 

@@ -40,7 +40,7 @@ from megatron_recycle.runtime.phases import OF_ACTION
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
-from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.stepper import Stepper, only_failures
 
 
 def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> Exchanges:
@@ -181,9 +181,9 @@ class Attempt:
         execute(self._site, self._stepper.standing, rest, handlers, self._enter, f"iteration {self._iteration}")
 
     def close(self) -> None:
-        """Wait until the stage is closed for the iteration, if that can be found out. Raises GenerationOver."""
+        """Wait until the stage is closed for the iteration, if that can be found out. Raises FailureMet."""
         if may_close(self._site, self._generation, self._iteration):
-            with self._site.phases.waiting("the readers of its messages"):
+            with self._site.phases.waiting("the readers of its messages"), only_failures():
                 self._shared.acknowledgements.close()
             self._stepper.standing.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron_recycle.errors import GenerationOver, JobEnded, LendingError, RecycleError
+from megatron_recycle.errors import FailureMet, GenerationOver, JobEnded, LendingError, RecycleError
 from megatron_recycle.membership import Standing
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid
@@ -154,7 +154,7 @@ class Loop:
 
     def _leave_generation(self, error: GenerationOver) -> None:
         """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""
-        commit, site = self.stepper.pending, self.site
+        commit, site = None if isinstance(error, FailureMet) else self.stepper.pending, self.site
         with site.phases.waiting("a verdict"):
             while commit is not None and not commit.done.wait(_POLL_SECONDS) and not site.interrupted(self.standing):
                 pass

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_recycle.errors import GenerationOver, RecycleError
+from megatron_recycle.errors import FailureMet, GenerationOver, RecycleError
 from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
@@ -49,6 +49,15 @@ class WrongGuess(Exception):
     def __init__(self, iteration: int, drains: bool) -> None:
         super().__init__(f"iteration {iteration}")
         self.drains = drains
+
+
+@contextmanager
+def only_failures() -> Iterator[None]:
+    """A block of exchanges that a wrong guess does not cut short. Raises FailureMet for a GenerationOver."""
+    try:
+        yield
+    except GenerationOver as error:
+        raise FailureMet(str(error)) from error
 
 
 class Stepper:
@@ -157,11 +166,10 @@ class Stepper:
 
     def gather(self) -> None:
         """Where the optimizer is cut into shards: get the parameters that others have stepped. Returns once all have
-        theirs, so that no script changes what is yet to be given. Raises GenerationOver: the step is made all the
-        same."""
+        theirs, so that no script changes what is yet to be given. Raises FailureMet: the step is made all the same."""
         generation, site = self._site.current.get(), self._site
         if generation.cuts is not None:
-            with site.phases.waiting("parameters"):
+            with site.phases.waiting("parameters"), only_failures():
                 with site.phases.writing():
                     gather(site.stage, generation.groups, generation.cuts,
                            generation.groups.peers(generation.groups.me.stage))

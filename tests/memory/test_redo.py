@@ -187,6 +187,28 @@ def test_a_worker_that_had_no_micro_batch_of_a_closed_iteration_stays_with_its_s
     assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
+def test_a_failure_that_is_met_while_a_stage_closes_is_not_taken_for_a_wrong_guess(monkeypatch):
+    """All steps are wrong at first. 1:1 knows that of iteration 1 when it meets the death of 0:0; its peers wait for it
+    to close the stage, and would take the first exchange of the next iteration for that."""
+    close, met = Acknowledgements.close, list[str]()
+    job = Job(replace(SHAPES["clipped"], microbatches=4))
+
+    def meets(acknowledgements: Acknowledgements) -> None:
+        process = job.processes[job.ranks[acknowledgements._groups.me][0]]
+        if process.name == "1:1" and process.worker.standing.stepped == 1 and not met:
+            met.append(process.name)
+            pending = process.worker.stepper.pending
+            job.wait_for(lambda: pending is None or pending.known, "the verdict")
+            job.control.lost("0:0")
+            raise GenerationOver("a reader has closed the connection")
+        close(acknowledgements)
+
+    monkeypatch.setattr(Acknowledgements, "close", meets)
+    with job:
+        check(job, job.wait(), {"0:0"}, within=1e-5)
+    assert met
+
+
 def test_a_worker_of_a_closed_stage_is_healed_once_the_step_is_final():
     """One number at 0:1 is another one since it has left iteration 1; then 1:0 dies, which has not reduced it."""
     held = Moment("1:0", "reduce", 1)
