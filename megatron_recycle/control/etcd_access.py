@@ -5,7 +5,6 @@ They stay in the environment: command lines are public.
 
 from __future__ import annotations
 
-import http.client
 import os
 import ssl
 from collections.abc import Mapping
@@ -57,7 +56,7 @@ class Access:
 
 def hint(error: Exception, access: Access) -> tuple[str, bool]:
     """What to do if a member does not answer as it should ("": nothing is known), and whether it never will."""
-    if isinstance(error, http.client.RemoteDisconnected):
+    if isinstance(error, ConnectionResetError):  # http.client.RemoteDisconnected is one
         return "it hangs up; perhaps it speaks TLS: give --store etcds://...", False
     if not isinstance(error, ssl.SSLError):
         return "", False
