@@ -176,6 +176,18 @@ class Job:
         self._silent.discard(rank)
         self.processes[rank] = self._start(rank, holds, {**self.arguments, **arguments}, joining=True)
 
+    def comes_back(self, dies: Hold, late: Hold, rank: int) -> None:
+        """The worker of `dies`, whose process has this `rank`, is killed there, and joins the job again while another
+        one waits at `late`."""
+        self.wait_held(dies)
+        self.kill(dies)
+        self.wait_ended(rank)
+        self.wait_held(late)
+        self.rejoin(rank)
+        self.wait_event("waiting", worker=dies.worker)
+        self.release(late)
+        self.wait_event("joined", worker=dies.worker)
+
     def __exit__(self, *failure: object) -> None:
         if failure[0] is not None:
             print(self.where())

@@ -158,7 +158,7 @@ def decide(
     parts = parts_of(stages, members)
     slices += _numbers(target, parts, reports)
     found = [report["closed"] for report in reports.values() if report.get("closed", {}).get("iteration") == following]
-    closed = tuple(sorted({stage for each in found for stage in each["stages"]}))
+    closed = tuple(sorted({stage for each in found for stage in each["stages"] if 0 <= stage < stages}))
     return Resume(target, following, attempt, verdict, copies, redone, slices=tuple(slices),
                   shards=tables(parts, reports, joined, hosts, leaving), closed=closed)
 

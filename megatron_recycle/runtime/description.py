@@ -38,7 +38,7 @@ def description(site: Site) -> dict[str, Any]:
             "policy": config.policy, "clip_norm": config.clip_norm, "check_forward": config.check_forward,
             # Where all are at the end of an iteration before any begins the next one, that end counts.
             "objective": "period" if config.step == "staggered" and site.closes else "makespan",
-            "reduction": config.reduction,
+            "reduction": config.reduction, "keep_messages": config.keep_messages,
             "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
             "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
             "report_timeout": config.report_timeout,

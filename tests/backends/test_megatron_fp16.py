@@ -74,14 +74,7 @@ def test_a_worker_that_dies_among_steps_that_are_left_out_comes_back_to_the_same
     assert {0, 1} < {*left_out(calm[0].value["norms"])} and len(left_out(calm[0].value["norms"])) < ITERATIONS - 1
     dies, late = Hold("1:1", "backward", dies_in, 1), Hold("0:0", "forward", dies_in + 3)
     with Job(megatron_job.train, 4, arguments, [dies, late], limit=150) as job:
-        job.wait_held(dies)
-        job.kill(dies)
-        job.wait_ended(3)
-        job.wait_held(late)
-        job.rejoin(3)
-        job.wait_event("waiting", worker="1:1")
-        job.release(late)
-        job.wait_event("joined", worker="1:1")
+        job.comes_back(dies, late, 3)
         for rank, result in job.wait().items():
             assert result.status == 0, job.where()
             found = {} if more else differences(result, calm[rank])

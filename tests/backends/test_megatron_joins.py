@@ -37,14 +37,7 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(worker, undis
     rank = next(rank for rank, result in undisturbed.items()
                 if f"{result.value['pipeline']}:{result.value['stage']}" == worker)
     with Job(megatron_job.train, PIPELINES * STAGES, EXACT, [dies, late], limit=150) as job:
-        job.wait_held(dies)
-        job.kill(dies)
-        job.wait_ended(rank)
-        job.wait_held(late)
-        job.rejoin(rank)
-        job.wait_event("waiting", worker=worker)
-        job.release(late)
-        job.wait_event("joined", worker=worker)
+        job.comes_back(dies, late, rank)
         results = job.wait()
         for own, result in results.items():
             assert result.status == 0, job.where()

@@ -50,14 +50,7 @@ def test_a_killed_worker_of_one_stage_is_taken_over_and_comes_back(worker, setti
     other = "0:0" if rank else "1:0"
     dies, late = Hold(worker, "backward", KILLED_IN, 1), Hold(other, "forward", KILLED_IN + 2)
     with Job(megatron_job.train, 3, arguments, [dies, late]) as job:
-        job.wait_held(dies)
-        job.kill(dies)
-        job.wait_ended(rank)
-        job.wait_held(late)
-        job.rejoin(rank)
-        job.wait_event("waiting", worker=worker)
-        job.release(late)
-        job.wait_event("joined", worker=worker)
+        job.comes_back(dies, late, rank)
         for own, result in job.wait().items():
             assert result.status == 0, job.where()
             assert len(result.value["members"]) == 3

@@ -52,14 +52,7 @@ def test_a_worker_comes_back_and_all_end_with_the_bits_of_stocks_own_interleavin
     worker, rank = "1:2", WORKERS - 1
     dies, late = Hold(worker, "backward", 1, 1), Hold("0:0", "forward", 3)
     with Job(megatron_job.train, WORKERS, {**arguments, "settings": EXACT}, [dies, late], limit=150) as job:
-        job.wait_held(dies)
-        job.kill(dies)
-        job.wait_ended(rank)
-        job.wait_held(late)
-        job.rejoin(rank)
-        job.wait_event("waiting", worker=worker)
-        job.release(late)
-        job.wait_event("joined", worker=worker)
+        job.comes_back(dies, late, rank)
         results = job.wait()
     assert all(result.status == 0 for result in results.values()), job.where()
     compare(results, stock, options)
