@@ -323,12 +323,6 @@ class RecycleConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
 
-    @property
-    def settles(self) -> bool:
-        """Whether an iteration is committed when the script gets its result: the script may then change whatever the
-        iteration was computed with."""
-        return self.reduction == "exact"
-
     def _check_leaving_out(self) -> None:
         """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss
         is another one than the script was told."""

@@ -56,6 +56,11 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
              "workers": _closed(state, resume)},)
 
 
+def left_for_good(state: State) -> bool:
+    """Whether no iteration that scripts have left is run again, since bits have to be the same whatever fails."""
+    return (state.description or {}).get("reduction") == "exact"
+
+
 def without_kept(state: State, resume: Resume) -> Resume:
     """``resume`` with the number of actions that are lost although somebody who did them lives. Where the iteration
     begins anew no stage stays behind it."""

@@ -197,8 +197,7 @@ class Site:
         With shards the peers of a stage make together again what a failure has lost, whatever each of them holds.
         Where an abort may spoil what a survivor has computed of messages that are used, they may be needed again.
         """
-        return (not self.config.settles and self.keeps_messages and self.stage.shards is None
-                and BACKENDS[self.place.backend].host)
+        return self.keeps_messages and self.stage.shards is None and BACKENDS[self.place.backend].host
 
     @cached_property
     def tied(self) -> tuple[int, ...]:

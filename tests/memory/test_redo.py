@@ -23,7 +23,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.kept import Kept
 from megatron_recycle.runtime.stage import Tie
-from tests.memory.job import Job, Shape, check
+from tests.memory.job import Job, Result, Shape, check
 from tests.memory.scenes import SHAPES
 from tests.moments import Moment
 
@@ -226,11 +226,10 @@ def test_a_worker_of_a_closed_stage_is_healed_once_the_step_is_final():
     assert healed["worker"] == "0:1" and healed["iteration"] == 2
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_so(reduction):
-    """1:1 made the gradient that 1:0 used; the last stage has left the iteration."""
+def both_ends_die(shape: Shape) -> Job:
+    """1:1 made the gradient that 1:0 used; the last stage has left iteration 1."""
     held = Moment("1:0", "reduce", 1)
-    job = Job(replace(ANNEALS, anneals=False).with_settings(reduction=reduction), holds=[held])
+    job = Job(shape, holds=[held])
     with job:
         job.wait_held()
         last = [process for process in job.processes.values() if process.name.endswith(":1")]
@@ -238,9 +237,36 @@ def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_
         job.kills.add(Moment("1:1", "recovering", 1))
         job.kills.add(Moment("1:1", "recovering", 2))
         job.release(held, die=True)
-        check(job, job.wait(), {"1:0", "1:1"}, within=0.0 if reduction == "exact" else 1e-5)
+        job.wait()
+    return job
+
+
+def results(job: Job) -> dict[int, Result]:
+    return {rank: process.result for rank, process in job.processes.items()}
+
+
+def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_so():
+    job = both_ends_die(replace(ANNEALS, anneals=False).with_settings(reduction="fast"))
+    check(job, results(job), {"1:0", "1:1"}, within=1e-5)
     (event,) = [event for event in job.control.events if event["event"] == "repeated"]
     assert event["iteration"] == 1 and set(event["workers"]) == {"0:1", "2:1"}
+
+
+def test_with_exact_the_job_goes_back_to_a_checkpoint_then():
+    job = both_ends_die(replace(ANNEALS, anneals=False, save=(1,)))
+    check(job, results(job), {"1:0", "1:1"}, again=True)
+    (event,) = [event for event in job.control.events if event["event"] == "restored"]
+    assert event["iteration"] == 0 and event["from"] == {"1": "checkpoint"}
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+def test_with_exact_the_job_ends_then_if_there_is_no_checkpoint():
+    """No code of the script has run again, whose factors of the loss are others by now."""
+    job = both_ends_die(ANNEALS)
+    (end,) = {result.error for result in results(job).values() if result.status == 1}
+    assert "scripts have left it, for which reduction exact does not run it again" in end and "iteration 1 " in end
+    assert job.control.state.ended[2], "the script may be started again"
+    assert not job.after_leaving
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
