@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
+from megatron_recycle.control.resizing import resized
 from megatron_recycle.measure.measurements import Measured, Measurements
 from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker, borrowings, overfull, pairs
 from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth
@@ -123,12 +124,16 @@ class Planning:
             return plan
         return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
-    def redo(self, plan: Mapping[str, Any], done: Mapping[str, Sequence[str]],
+    def redo(self, plan: Mapping[str, Any], done: Mapping[str, Sequence[str]], size: tuple[int, int],
              closed: Sequence[int] = ()) -> dict[str, Any] | None:
-        """A plan for the rest of an iteration of ``plan`` that begins with the actions which are ``done``, by worker,
-        and with all actions of the stages that are ``closed`` (`planner.redo`); None if there is none, or if the rest
-        takes longer than the whole, which nobody has left. Raises PlanError."""
-        whole = Plan.from_json(dict(plan))
+        """A plan for the rest of an iteration of ``plan``, or of one with as many micro-batches in a pipeline and in a
+        block as ``size`` says. It begins with the actions which are ``done``, by worker, and with all actions of the
+        stages that are ``closed`` (`planner.redo`). None if there is none, or if the rest takes longer than the whole,
+        which nobody has left. Raises PlanError."""
+        whole, (microbatches, block) = Plan.from_json(dict(plan)), size
+        grid = whole.problem.grid
+        if microbatches != max(grid.microbatches):
+            whole = resized(whole, replace(grid, microbatches=(microbatches,) * grid.pipelines), block)
         rest = redo(whole, {
             Worker.parse(name): [Action.parse(action) for action in actions] for name, actions in done.items()}, closed)
         longer = rest is not None and rest.makespan > whole.makespan and not closed

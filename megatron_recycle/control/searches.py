@@ -19,9 +19,9 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 """(description, failed) -> plan, at once; runs in a thread."""
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
-Redoer = Callable[[Mapping[str, Any], Mapping[str, Sequence[str]], Sequence[int]], "Plan | None"]
-"""(plan, the actions that each live worker has done) -> a plan that begins with these or None, at once; runs in a
-thread."""
+Redoer = Callable[[Mapping[str, Any], Mapping[str, Sequence[str]], tuple[int, int], Sequence[int]], "Plan | None"]
+"""(plan, the actions that each live worker has done, micro-batches of a pipeline and of a block, closed stages) -> a plan
+that begins with these actions or None, at once; runs in a thread."""
 Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
 """(description, failed) -> which members had better take which empty positions; runs in a thread."""
 
@@ -55,7 +55,7 @@ def make_plan(plans: Plans, description: Mapping[str, Any], order: MakePlan) -> 
 def make_redo(plans: Plans, order: MakeRedo) -> Input:
     """The plan for the rest of an interrupted iteration, if there is one."""
     try:
-        plan = plans.redo and plans.redo(order.plan, order.done, order.closed)
+        plan = plans.redo and plans.redo(order.plan, order.done, order.size, order.closed)
     except Exception:  # the iteration can always begin anew
         log.exception("recycle: planning the rest of an iteration failed")
         plan = None

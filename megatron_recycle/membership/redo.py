@@ -35,6 +35,12 @@ def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) ->
                 any(each is not None and each["provisional"] for each in kept))
 
 
+def size(state: State, resume: Resume) -> tuple[int, int]:
+    """Micro-batches of each pipeline of the iteration, and those of a block."""
+    kept = next(each for report in state.reports.values() if (each := _kept(report, resume.next)) is not None)
+    return kept["microbatches"], kept["block"]
+
+
 def carried(state: State, resume: Resume) -> dict[str, Any] | None:
     """As `policies.carried`, of an iteration whose rest is planned. Where a script has been given the iteration's
     `loss` and `weight`, all are."""

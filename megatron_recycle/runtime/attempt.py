@@ -73,8 +73,8 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
 def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     """Whether stages find out when they are closed for ``iteration``; the same on all workers.
 
-    The rest of an iteration with lent layers, left out micro-batches or another grid cannot be planned: it would have
-    to begin anew after a failure.
+    The rest of an iteration with lent layers or left out micro-batches cannot be planned: it would have to begin anew
+    after a failure.
     """
     return site.closes and generation.groups.world.backend.host and _may_keep(
         site, generation, generation.program_of(iteration), iteration)
@@ -82,8 +82,7 @@ def may_close(site: Site, generation: Generation, iteration: int) -> bool:
 
 def _may_keep(site: Site, generation: Generation, program: Program, iteration: int) -> bool:
     """Whether an attempt with this program is kept when it is given up, so that it goes on after a failure."""
-    plain = not program.terms.crossings and not generation.scope.poisoned(iteration) and (
-        program.plan.problem.grid == site.place.grid)
+    plain = not program.terms.crossings and not generation.scope.poisoned(iteration)
     if POLICIES[site.config.policy].in_flight == "whole":
         return plain and program.of_one_pipeline  # there nobody runs another pipeline's micro-batches
     return plain and site.keeps_messages
@@ -166,9 +165,10 @@ class Attempt:
         keeping, standing = self._keeping, self._stepper.standing
         given_up = standing.committed < self._iteration and (kind is None or isinstance(error, GenerationOver))
         if keeping.wanted and not keeping.torn and given_up:
+            problem = self._program.plan.problem
             self._site.current.kept[self._iteration] = Kept(
                 self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
-                self._generation.transport.metas)
+                self._generation.transport.metas, max(problem.grid.microbatches), problem.block)
         else:
             self._site.current.torn = keeping.torn
             self.computed.discard()

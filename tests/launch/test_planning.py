@@ -284,10 +284,19 @@ def test_the_rest_of_an_iteration_is_planned_where_that_takes_less_than_the_whol
     made = Planning(handed_out.append)
     whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
     first = next(action for action in whole["workers"]["0:0"] if action != "S")
-    rest = made.redo(whole, {"0:0": [first]})
+    size = max(Plan.from_json(whole).problem.grid.microbatches), Plan.from_json(whole).problem.block
+    rest = made.redo(whole, {"0:0": [first]}, size)
     assert rest is not None and rest["done"] == {"0:0": 1} and rest["makespan"] <= whole["makespan"]
     assert handed_out[-1].digest == rest["digest"]
 
     longer = replace(Plan.from_json(rest), makespan=whole["makespan"] + 1)
     monkeypatch.setattr("megatron_recycle.control.planning.redo", lambda base, done, closed: longer)
-    assert made.redo(whole, {"0:0": [first]}) is None and handed_out[-1].digest == rest["digest"]
+    assert made.redo(whole, {"0:0": [first]}, size) is None and handed_out[-1].digest == rest["digest"]
+
+
+def test_the_rest_of_an_iteration_of_another_batch_size_is_planned_for_that() -> None:
+    made = Planning()
+    whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
+    first = next(action for action in whole["workers"]["0:0"] if action != "S")
+    rest = made.redo(whole, {"0:0": [first]}, (7, 2))
+    assert rest is not None and rest["done"] == {"0:0": 1} and rest["grid"]["microbatches"] == [7, 7, 7]

@@ -16,7 +16,8 @@ ITERATION = 5
 
 
 def kept(*actions: str, iteration: int = ITERATION, provisional: bool = False) -> dict[str, Any]:
-    return {"iteration": iteration, "chain": 1, "actions": list(actions), "provisional": provisional}
+    return {"iteration": iteration, "chain": 1, "actions": list(actions), "provisional": provisional,
+            "microbatches": 4, "block": 2}
 
 
 def stopped(**settings: Any) -> Cluster:
@@ -57,7 +58,7 @@ def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
     cluster = stopped()
     decisions = all_say(cluster, w0_0=("F0.0", "F0.1"), w2_1=("F2.0",))
     (order,) = orders(decisions)
-    assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and not told(decisions, "go")
+    assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and order.size == (4, 2) and not told(decisions, "go")
     done = {"0:0": 2, "2:1": 1}
     plan = {"source": "greedy", "digest": "sha256:1", "done": done}
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, plan))
@@ -197,7 +198,7 @@ def test_other_policies_begin_the_iteration_anew(settings: dict[str, str]):
 
 @pytest.mark.parametrize("strange", [
     "F0.0", {"iteration": 5}, kept("S"), kept("F0"), kept("X0.1"), {**kept(), "actions": [3]},
-    {**kept(), "provisional": 1}, {**kept(), "chain": "1"}])
+    {**kept(), "provisional": 1}, {**kept(), "chain": "1"}, {**kept(), "microbatches": None}, {**kept(), "block": 1.5}])
 def test_a_report_that_names_no_attempts_is_refused(strange: Any):
     with pytest.raises(WireError):
         check_report({**report(), "kept": [strange]})

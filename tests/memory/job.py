@@ -103,6 +103,8 @@ class Shape:
     """Whether the script keeps an average of the stage's parameters, and has registered it."""
     anneals: bool = False
     """The script sets a factor of the loss for each iteration, where nothing can see it."""
+    sizes: tuple[int, ...] = ()
+    """Micro-batches of a pipeline in each iteration, and in all later ones."""
     lengths: tuple[int, ...] = ()
     """Of the samples of each iteration, and of all later ones, up to `model.LENGTH`, which it is without them."""
     folder: str = ""
@@ -112,6 +114,10 @@ class Shape:
     @property
     def workers(self) -> list[str]:
         return [f"{pipeline}:{stage}" for pipeline in range(self.pipelines) for stage in range(self.stages)]
+
+    def size(self, iteration: int) -> int:
+        """Micro-batches of a pipeline in ``iteration``."""
+        return self.sizes[min(iteration, len(self.sizes) - 1)] if self.sizes else self.microbatches
 
     def length(self, iteration: int) -> int:
         """Of the samples of ``iteration``."""
@@ -397,6 +403,10 @@ class Job:
                     self.disk.clear))
             if iteration and shape.length(iteration) != shape.length(iteration - 1):
                 made.reshape(iteration, "reshape()")
+            if iteration and shape.size(iteration) != stage.microbatches:  # as `backends.session.Session.resize`
+                made.settle()
+                made.site.grids.change(iteration, shape.size(iteration))
+            stage.microbatches = shape.size(iteration)
             if shape.anneals:
                 stage.factor = 1 + iteration / 8
             result.losses.append(made.train(iteration))

@@ -154,16 +154,36 @@ def test_no_code_of_the_script_runs_for_an_iteration_that_it_has_left(shape, see
     assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (2, 6, 4)], ids=str)
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "stepped"])
+def test_an_iteration_of_another_batch_size_goes_on_where_it_stood(phase, sizes, reduction):
+    """Survivors lose nothing of it, and the last stage's scripts may have left it."""
+    shape = replace(ANNEALS, microbatches=sizes[0], sizes=sizes).with_settings(reduction=reduction)
+    job, seen = ended(shape, [Moment("1:0", phase, 1, phase in MICRO)])
+    begun = Counter(moment.phase for moment in seen if moment.iteration == 1 and moment.worker != "1:0")
+    assert all(begun[each] <= 3 * 2 * sizes[1] + 5 for each in MICRO), begun
+    assert phase not in MICRO or lost(job) == [0]
+
+
+def test_a_stage_that_has_closed_an_iteration_of_another_batch_size_stays_there():
+    stays(replace(ANNEALS, sizes=(4, 3)))
+
+
 def test_a_stage_that_has_closed_an_iteration_stays_there():
+    stays(ANNEALS)
+
+
+def stays(shape: Shape, within: float = 0.0) -> None:
     """1:0 dies before it has reduced iteration 1, with which the last stage's scripts have gone on."""
     held = Moment("1:0", "reduce", 1)
-    job = Job(ANNEALS, holds=[held])
+    job = Job(shape, holds=[held])
     with job:
         job.wait_held()
         last = [process for process in job.processes.values() if process.name.endswith(":1")]
         job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
         job.release(held, die=True)
-        check(job, job.wait(), {"1:0"})
+        check(job, job.wait(), {"1:0"}, within=within)
     (go,) = [event for event in job.control.events if event["event"] == "reconciled"]
     assert go["iteration"] == 1, "the others had still to do some of it"
 
@@ -360,17 +380,30 @@ def test_a_message_that_its_reader_has_not_used_keeps_the_stage_open(reduction):
     assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
+SHARDED = replace(ANNEALS, sharded=True)
+"""Each shard has two holders."""
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05, 0.9])
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_with_shards_no_stage_is_closed_before_the_commit(reduction):
-    """1:0 dies in its reduction of an iteration whose gradient the last stage may hold."""
-    shape = replace(ANNEALS, anneals=False, sharded=True).with_settings(reduction=reduction, state_copies=3)
+def test_a_stage_in_shards_that_is_closed_stays_there(reduction, clipping):
+    """Also where its step turns out to have been wrong. 1:1 dies as well, which had some of its slices."""
+    shape = replace(SHARDED, clipping=clipping).with_settings(reduction=reduction)
+    within = 0.0 if reduction == "exact" else 1e-5
+    stays(shape, within)
     held = Moment("1:0", "reduce", 1)
     job = Job(shape, holds=[held])
     with job:
         job.wait_held()
-        job.release(held, die=True)
-        check(job, job.wait(), {"1:0"}, within=0.0 if reduction == "exact" else 1e-5)
-    assert {process.worker.standing.closed for process in job.processes.values()} == {-1}
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.control.lost("1:1")
+        job.wait_event("decided", generation=2)
+        job.release(held)
+        check(job, job.wait(), {"1:1"}, within=within)
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+    others = [process.worker.site.stage.shards.held for process in last if process.name != "1:1"]
+    assert all(len(held) == 3 for held in others), "what 1:1 had is adopted"
 
 
 def test_with_nccls_rules_no_stage_is_closed_before_the_commit():

@@ -749,7 +749,8 @@ class Process:
     def _report(self) -> dict[str, Any]:
         standing, held = self.standing, self.held
         kept = [{"iteration": each.iteration, "chain": each.chain, "actions": [str(action) for action in each.done],
-                 "provisional": standing.committed < each.iteration - 1} for each in self.kept.values()]
+                 "provisional": standing.committed < each.iteration - 1,
+                 "microbatches": max(self.job.problem.grid.microbatches), "block": 0} for each in self.kept.values()]
         told: dict[str, Any] = {**standing.report(), "kept": kept}
         if held is not None and standing.closed == held.iteration and self.job.rules.stays:
             told["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": 0.0,
