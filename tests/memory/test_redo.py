@@ -134,6 +134,29 @@ def test_a_failure_while_kept_messages_are_sent_again(monkeypatch):
     assert interrupted
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_block_that_comes_after_a_later_one_is_summed_apart(sharded):
+    """1:0 dies, and 0:0 with its share of the blocks, of which 2:0 has made later ones: nobody else can take them."""
+    first, second, order = Moment("1:0", "forward", 1, 1), Moment("0:0", "backward", 1, 2), list[int]()
+    shape = replace(SHAPE, microbatches=4, sharded=sharded).with_settings(block=1, state_copies=3)
+
+    def at(job: Job, moment: Moment) -> None:
+        if (moment.worker, moment.phase, moment.iteration) == ("2:0", "reduce", 1):
+            done = job.processes[job.ranks[Worker(2, 0)][0]].worker.standing.done
+            order[:] = [action.microbatch for action in done if (action.kind, action.pipeline) == ("B", 1)]
+
+    job = Job(shape, [first], holds=[second], at=at)
+    with job:
+        job.wait_event("decided", generation=2)
+        job.wait_held()
+        ahead = job.processes[job.ranks[Worker(2, 0)][0]].worker.standing
+        job.wait_for(lambda: ("W", 1) in [action[:2] for action in ahead.done], "one of 1:0's micro-batches")
+        job.release(second, die=True)
+        check(job, job.wait(), {"1:0", "0:0"})
+    assert len(order) == 4 and order != sorted(order), order
+    assert lost(job) == [0, 0]
+
+
 ANNEALS = replace(SHAPE, microbatches=4, iterations=4, anneals=True)
 """The script sets a variable of its loss before each iteration, which nothing can see."""
 

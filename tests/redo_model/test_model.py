@@ -43,11 +43,11 @@ def test_any_job_through_any_failures(batch):
 @pytest.mark.parametrize("batch", batches(2))
 @pytest.mark.parametrize("wanted", [
     {"tied": True}, {"parts": 2}, {"parts": 2, "tied": True}, LENT, {"idle": True}, {"closes": False},
-    {"spoils": True}],
+    {"spoils": True}, {"exact": True}, {"exact": True, "tied": True}],
     ids=lambda wanted: ", ".join(each for each, value in wanted.items() if value) or "settles")
 def test_special_jobs(batch, wanted):
     """Tied stages; workers of several parts; lent layers; workers without micro-batches; scripts that wait for
-    commits; aborts that spoil sums."""
+    commits; aborts that spoil sums; exact reductions, whose blocks stay whole and whose left iterations are left."""
     run(batch, **wanted)
 
 
