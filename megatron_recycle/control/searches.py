@@ -20,8 +20,8 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
 Redoer = Callable[[Mapping[str, Any], Mapping[str, Sequence[str]], tuple[int, int], Sequence[int]], "Plan | None"]
-"""(plan, the actions that each live worker has done, micro-batches of a pipeline and of a block, closed stages) -> a plan
-that begins with these actions or None, at once; runs in a thread."""
+"""(plan, the actions that each live worker has done, micro-batches of a pipeline and of a block, closed stages) -> a
+plan that begins with these actions or None, at once; runs in a thread."""
 Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
 """(description, failed) -> which members had better take which empty positions; runs in a thread."""
 

@@ -372,8 +372,8 @@ def _go(state: State, now: float) -> Step:
 def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
     """Scripts have left an iteration that cannot be made without them, nor all go back to a checkpoint: the job ends,
     after a last checkpoint of the iteration before if there can be one."""
-    text = (f"iteration {iteration} cannot be made to its end: a failure has lost what its rest needs of it, and scripts "
-            f"have left it, for which reduction exact does not run it again; {why} {RESTART}")
+    text = (f"iteration {iteration} cannot be made to its end: a failure has lost what its rest needs of it, and "
+            f"scripts have left it, for which reduction exact does not run it again; {why} {RESTART}")
     if not closing.possible(state, ()):
         return closing.end(state, 1, f"{closing.sentence(text)} {closing.last(state)}", now, again=True)
     return next_generation(state, {}, now, now, reason=closing.LAST, to_close=Closing(text, again=True))

@@ -160,9 +160,10 @@ def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _S
                 key = half, w, chunks[place], d
                 latest[key] = max(m, latest.get(key, -1))
                 if instance.ordered and half != "F":
-                    if inside.get((*key, m // problem.block), -1) > m:
+                    of_block = (*key, m // problem.block)
+                    if inside.get(of_block, -1) > m:
                         return None
-                    inside[*key, m // problem.block] = m
+                    inside[of_block] = m
             progress[node], at[node] = after, w
             actions += after - before if split else 1
             if after == 2:

@@ -1,10 +1,10 @@
 """What workers do with the shards of their stage's optimizer state: gather parameters, adopt what the dead have held.
 
 A step changes on each worker the part of the model that belongs to its own shards; the others' parts come from those
-that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`), or
-before the next iteration, where it meets some peers in their scripts, or the stage is closed for an iteration that is not
-committed: there a step may be made again, by those that have its slices. A copy counts when it is whole. Whoever has
-given one away keeps it until the next gradient is held, of which it gets nothing.
+that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`). That
+happens before the next iteration instead where it meets some peers in their scripts, or where the stage is closed for
+an iteration that is not committed: its step may have to be made again, by those that have its slices. A copy counts
+when it is whole. Whoever has given one away keeps it until the next gradient is held, of which it gets nothing.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
     cluster = stopped()
     decisions = all_say(cluster, w0_0=("F0.0", "F0.1"), w2_1=("F2.0",))
     (order,) = orders(decisions)
-    assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and order.size == (4, 2) and not told(decisions, "go")
+    assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and order.size == (4, 2)
+    assert not told(decisions, "go")
     done = {"0:0": 2, "2:1": 1}
     plan = {"source": "greedy", "digest": "sha256:1", "done": done}
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, plan))

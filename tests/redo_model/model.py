@@ -482,7 +482,7 @@ def play(case: Case, rules: Rules = ALL) -> Outcome:
 
 def case_of(seed: int, **wanted: Any) -> Case:
     """A random case, with the ``wanted`` properties of its shape: parts, tied, idle, closes, spoils,
-    lent, exact, copies (of shards)."""
+    lent, exact, copies (of shards), wrong (in all iterations)."""
     draw = random.Random(seed)
     parts = wanted.get("parts", 2 if draw.random() < 0.1 else 1)
     grids = ((2, 2), (2, 2), (2, 3), (3, 2), (3, 2), (3, 3))[:6 if parts == 1 else 3]
@@ -495,6 +495,7 @@ def case_of(seed: int, **wanted: Any) -> Case:
         microbatches[draw.randrange(pipelines)] = 0
     iterations = draw.choice((2, 3))
     wrong = frozenset(each for each in range(iterations) if draw.random() < 0.2)
+    wrong = frozenset(range(iterations)) if wanted.get("wrong") else wrong
     tied = wanted.get("tied", draw.random() < 0.15)
     asked = Asked(stages, tuple(microbatches), placement, draw.random() < 0.8, (0,) if draw.random() < 0.2 else ())
     if asked.full_backward == () and wanted.get("exact", random.Random(f"exact {seed}").random() < 0.2):
@@ -511,7 +512,8 @@ def case_of(seed: int, **wanted: Any) -> Case:
     shape = Shape(asked, iterations, wrong, (0, stages - 1) if tied else (), parts,
                   wanted.get("closes", draw.random() < 0.9), hosts, wanted.get("spoils", draw.random() < 0.1))
     if parts == 1 and pipelines > 1 and wanted.get("copies", random.Random(f"copies {seed}").random() < 0.15):
-        return Case(replace(shape, asked=asked._replace(copies=2 if pipelines > 2 or seed % 2 else 1)), tuple(kills), seed)
+        asked = asked._replace(copies=2 if pipelines > 2 or seed % 2 else 1)
+        return Case(replace(shape, asked=asked), tuple(kills), seed)
     if parts == 1 and not placement and not tied and wanted.get("lent", draw.random() < 0.15):
         lent = frozenset(item for item in problem_of(asked).grid.items() if draw.random() < 0.5)
         shape = replace(shape, lent=lent)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_recycle.membership import Process as Name
 from megatron_recycle.membership import Resume, Standing, StepMode, Verdict
+from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.plan import (
     Action,
     Message,
@@ -25,7 +26,6 @@ from megatron_recycle.plan import (
     readers,
     results_in,
 )
-from megatron_recycle.membership.shards import ShardTable
 from tests.redo_model import values
 from tests.redo_model.cut import Cut
 from tests.redo_model.values import GUESS, WRONG, Sums
