@@ -48,7 +48,8 @@ def test_any_job_through_any_failures(batch):
     ids=lambda wanted: ", ".join(each for each, value in wanted.items() if value) or "settles")
 def test_special_jobs(batch, wanted):
     """Tied stages; workers of several parts; lent layers; workers without micro-batches; scripts that wait for
-    commits; aborts that spoil sums; exact reductions, whose blocks stay whole and whose left iterations are left; optimizers in shards."""
+    commits; aborts that spoil sums; exact reductions, whose blocks stay whole and whose left iterations are left;
+    optimizers in shards."""
     run(batch, **wanted)
 
 
