@@ -99,7 +99,8 @@ class MakeRedo:
 
     `plan` is the generation's; `done` has the actions that each live worker has done of the iteration, in its order.
     Nothing of the stages that are `closed` is to be run again. `size`: the micro-batches of each of the iteration's
-    pipelines, which the script may have changed, and those of a block of its exact reduction.
+    pipelines, which the script may have changed, and those of a block of its exact reduction. `lent`: digest of the
+    plan by which they were done, where that lends layers.
     """
 
     generation: int
@@ -107,6 +108,7 @@ class MakeRedo:
     done: Mapping[str, Sequence[str]]
     size: tuple[int, int]
     closed: tuple[int, ...] = ()
+    lent: str = ""
 
 
 @dataclass(frozen=True)
