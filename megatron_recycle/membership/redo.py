@@ -7,30 +7,52 @@ dead worker has done is lost: its peers run it again, with inputs from their nei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership.names import in_order
+from megatron_recycle.membership.names import Process, in_order, workers_of
 from megatron_recycle.membership.policies import policy
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Redo, State
+from megatron_recycle.plan.grid import Worker
 
 
 def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
-    """The actions of the iteration ``resume.next`` that each member has kept, in its order. Empty where the iteration
+    """The actions of the iteration ``resume.next`` that each worker has kept, in its order. Empty where the iteration
     is to begin anew."""
     plain = policy(state).reroutes and state.fallback is None and state.closing is None
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
-    found = {name: _kept(report, resume.next) for name, report in state.reports.items()}
-    return {name: tuple(kept["actions"]) for name, kept in found.items() if kept is not None and kept["actions"]}
+    found = {str(worker): levelled([() if kept is None else kept["actions"] for kept in _of_parts(state, worker, resume)])
+             for worker in workers_of(state.reports)}
+    return {name: actions for name, actions in found.items() if actions}
+
+
+def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """What counts of what the parts of a worker have done, who follow one order.
+
+    A forward or a backward counts if all have done it, and W if all have done its backward and one has done W: the
+    others need nobody for that. A part drops a forward that does not count. Nothing counts at all where a part would
+    have to undo something else.
+    """
+    if len(parts) == 1:
+        return tuple(parts[0])
+    sets = [frozenset(part) for part in parts]
+    counted = [action for action in max(parts, key=len) if all(action in each for each in sets)]
+    late = [action for part in parts for action in part if action not in counted and action[0] == "W"]
+    counted += dict.fromkeys(action for action in late if all(f"B{action[1:]}" in each for each in sets))
+    for each in sets:
+        for action in each.difference(counted):
+            if not action.startswith("F") or action[1] == "B" or {f"B{action[1:]}", f"FB{action[1:]}"} & each:
+                return ()
+    return tuple(counted)
 
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
     """The rest of the iteration, before its plan is known."""
-    kept = [_kept(state.reports[name], resume.next) for name in found]
+    kept = [each for name in found for each in _of_parts(state, Worker.parse(name), resume)]
     return Redo(resume.next, {name: len(actions) for name, actions in found.items()},
                 any(each is not None and each["provisional"] for each in kept))
 
@@ -63,7 +85,7 @@ def without_kept(state: State, resume: Resume) -> Resume:
     if redo is None or redo.plan is None:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
-        min(count, _counted(state.reports[name], resume.next)) for name, count in redo.done.items()))
+        min(count, _counted(_reports(state, Worker.parse(name))[0], resume.next)) for name, count in redo.done.items()))
 
 
 def _closed(state: State, resume: Resume) -> list[str]:
@@ -77,6 +99,16 @@ def _counted(report: Mapping[str, Any], iteration: int) -> int:
     """How many actions of ``iteration`` `resume.decide` has counted. One that has just begun another attempt has done
     none in that, though it has kept some."""
     return int(report["actions"] if report["iteration"] == iteration else report.get("earlier", 0))
+
+
+def _of_parts(state: State, worker: Worker, resume: Resume) -> list[Mapping[str, Any] | None]:
+    """What each part of ``worker`` has kept of the iteration ``resume.next``."""
+    return [_kept(report, resume.next) for report in _reports(state, worker)]
+
+
+def _reports(state: State, worker: Worker) -> list[Mapping[str, Any]]:
+    """Of the parts of ``worker``, in order."""
+    return [state.reports[name] for name in in_order(state.reports) if Process.parse(name).worker == worker]
 
 
 def _kept(report: Mapping[str, Any], iteration: int) -> Mapping[str, Any] | None:

@@ -114,9 +114,11 @@ class Attempt:
         self._iteration = iteration
         self._shared = opened(site, generation, iteration, standing.attempt)
         carried, kept = generation.scope.carried_in(iteration), site.current.kept.get(iteration)
-        counted = program.plan.done.get(site.place.me, 0)
-        if counted != (0 if kept is None else len(kept.done)):
-            raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
+        counted = program.actions[:program.plan.done.get(site.place.me, 0)]
+        if kept is not None and site.place.parts > 1:
+            kept = site.current.kept[iteration] = kept.levelled(counted, site.place, site.meters.memory)
+        if counted != (() if kept is None else kept.done):
+            raise AssertionError(f"{site.place.me} goes on after {counted}, and has kept {kept}")
         self._keeping = Keeping(standing.attempt if carried is None else carried.chain,
                                 _may_keep(site, generation, program, iteration),
                                 generation.groups.world.backend.host)
@@ -128,6 +130,9 @@ class Attempt:
         self._share_losses_if_complete()
         site.current.kept.pop(iteration, None)  # this attempt has it
         site.current.torn = False
+        self._levelling = generation.groups.levelling
+        if self._levelling is not None:
+            self._levelling.begin(iteration, standing.attempt, len(standing.done))
 
     def _room(self) -> Accumulators:
         """For the sums of gradients."""
@@ -165,10 +170,15 @@ class Attempt:
             self._site.trainable.drop_gradients()
         keeping, standing = self._keeping, self._stepper.standing
         given_up = standing.committed < self._iteration and (kind is None or isinstance(error, GenerationOver))
+        if self._levelling is not None:
+            self._levelling.stand()
         if keeping.wanted and not keeping.torn and given_up:
-            self._site.current.kept[self._iteration] = Kept(
-                self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
-                self._generation.transport.metas)
+            kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
+                        self._generation.transport.metas)
+            if keeping.used is not None:  # a backward that has come to nothing
+                kept = kept.levelled(tuple(action for action in kept.done if action != keeping.used), self._site.place,
+                                     self._site.meters.memory)
+            self._site.current.kept[self._iteration] = kept
         else:
             self._site.current.torn = keeping.torn
             self.computed.discard()
@@ -199,6 +209,8 @@ class Attempt:
         """One F, B, W or FB."""
         self.do(action)
         self._stepper.standing.did(action)
+        if self._levelling is not None:
+            self._levelling.did()
         self._keeping.done()
         self._shared.acknowledgements.did(action)
         self._generation.transport.post()
@@ -325,13 +337,15 @@ class Attempt:
               running_chunk(site.stage, site.place, action.chunk), self._running(action),
               self._measured(action)):
             for_inputs = site.stage.backward(forward, gradients)
+        self._keeping.torn = True
         self._end_backward(action, for_inputs, queue)
         self.computed.queues[action[1:]] = queue
 
     def _full_backward(self, action: Action) -> None:
         _, pipeline, microbatch, _ = action
         site = self._site
-        forward, gradients = self._begin_backward(action)
+        forward, gradients = self._begin_backward(action, meets=self._keeping.wanted)
+        self._keeping.torn = True
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (site.framework.splitter.whole(), self._generation.groups.together(),
               running_chunk(site.stage, site.place, action.chunk), self._running(action),
@@ -340,11 +354,15 @@ class Attempt:
         self._end_backward(action, for_inputs, WeightQueue())
         site.meters.memory.weight(action[1:])
 
-    def _begin_backward(self, action: Action) -> tuple[Forward, list[torch.Tensor]]:
-        place, seed = self._site.place, self._site.config.seed
+    def _begin_backward(self, action: Action, meets: bool = False) -> tuple[Forward, list[torch.Tensor]]:
+        """``meets``: nothing is lost if the other parts of this worker do not come to this action."""
+        place, seed, siblings = self._site.place, self._site.config.seed, self._generation.groups.siblings
         gradients = [] if place.last(action.chunk) else self._read(action)
         self._stepper.enter_action()
-        self._keeping.torn = True
+        if meets and siblings is not None:
+            with self._generation.groups.together():
+                siblings.sum(torch.zeros(1, device=self._site.stage.device)).wait()
+        self._keeping.used = action._replace(kind="F")
         forward = self.computed.forwards.pop(action[1:])
         self._site.meters.memory.begin_backward(action[1:], gradients)
         at = (self._iteration, action.pipeline, action.microbatch, place.chunks[action.chunk])
@@ -359,12 +377,11 @@ class Attempt:
         self._site.meters.memory.end_backward(action[1:], queue)
 
     def _weight(self, action: Action) -> None:
-        _, pipeline, microbatch, chunk = action
         self._stepper.enter_action()
-        self._keeping.torn = True
-        queue = self.computed.queues.pop(action[1:])
-        with torch.no_grad(), self._measured(action):
-            self.computed.sums.of(chunk).add(pipeline, microbatch, queue.contributions())
+        with torch.no_grad(), self._generation.groups.together(), self._measured(action):
+            self.computed.queues[action[1:]].meet()
+            self._keeping.torn = True
+            self.computed.weigh(action)
         self._site.meters.memory.weight(action[1:])
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.
