@@ -25,7 +25,8 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
-    found = {str(worker): levelled([() if kept is None else kept["actions"] for kept in _of_parts(state, worker, resume)])
+    found = {str(worker): levelled([() if kept is None else kept["actions"]
+                                    for kept in _of_parts(state, worker, resume)])
              for worker in workers_of(state.reports)}
     return {name: actions for name, actions in found.items() if actions}
 

@@ -169,6 +169,6 @@ class Groups:
     def retire(self, kept: Collection[str] = ()) -> None:
         """Abort the handles, unless that is done, and tear them down in the background, but for those whose names are
         ``kept``."""
-        if self.levelling is not None:
+        if self.levelling is not None and not kept:
             self.levelling.give_up()
         self.ending.retire([comm for comm in self.all() if comm.name not in kept])

@@ -20,11 +20,10 @@ import torch
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.abort import abort
-from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import LEVELS
 from megatron_recycle.runtime.comm.threads import Threads
 
-_LOOK_SECONDS = 0.0005
 _GLANCE_SECONDS = 0.05
 
 
@@ -52,9 +51,11 @@ class Levelling:
         self.own = Position(-1, -1, 0)
         self._siblings, self._threads, self._limit = siblings, threads, limit
         self._inside = False
-        self._heard: list[Position] = []
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._heard: list[Position] = []
+        self._met = 0
+        self._tells = threading.Event()
 
     # ---- the thread that trains
 
@@ -65,10 +66,12 @@ class Levelling:
     def did(self) -> None:
         """One more action is done."""
         self.own = self.own._replace(done=self.own.done + 1)
+        self._look_again()
 
     def stand(self) -> None:
         """This part has left the attempt."""
         self._inside = False
+        self._look_again()
 
     def wait(self, given_up: Callable[[], bool]) -> None:
         """Return once all parts have said how far they have come, if a failure has ended the generation, or one of them
@@ -79,11 +82,16 @@ class Levelling:
                 self.give_up()
             thread.join(_GLANCE_SECONDS)
 
+    def _look_again(self) -> None:
+        if self._thread is not None:
+            with self._changed:
+                self._changed.notify_all()
+
     # ---- any thread
 
     def start(self) -> None:
         """A failure elsewhere has ended the generation. Returns at once; twice does no harm."""
-        with self._lock:
+        with self._changed:
             if self._thread is None:
                 self._thread = self._threads.start("recycle-level", self._level, self._limit)
 
@@ -91,29 +99,45 @@ class Levelling:
         """Get whoever computes with this part out of that."""
         if not self._siblings.aborted:
             abort([self._siblings], self._threads)
+        with self._changed:
+            self._changed.notify_all()
 
-    # ---- the thread that talks to the siblings
+    # ---- threads that talk to the siblings
 
     def _level(self) -> None:
-        end, others = time.monotonic() + self._limit, [
-            rank for rank in range(self._siblings.size) if rank != self._siblings.rank]
+        end = time.monotonic() + self._limit
+        others = [rank for rank in range(self._siblings.size) if rank != self._siblings.rank]
+        for rank in others:
+            self._threads.start("recycle-level-with", lambda rank=rank: self._meet(rank), self._limit)
+
+        def until(reached: Callable[[], bool]) -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: reached() or self._siblings.aborted, end - time.monotonic())
+
         try:
-            coming = [self._siblings.receive(torch.zeros(3, dtype=torch.int64), rank, LEVELS[0]) for rank in others]
-            told: list[Pending] | None = None
-            while coming or told is None or not all(pending.done() for pending in told):
-                for pending in [pending for pending in coming if pending.done()]:
-                    pending.wait()
-                    coming.remove(pending)
-                    self._heard.append(Position(*map(int, pending.tensor.tolist())))
-                if told is None and self._stands_or_is_stuck():
-                    told = [self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]) for rank in others]
-                if time.monotonic() > end:
-                    break
-                time.sleep(_LOOK_SECONDS)
-        except GenerationOver:
-            pass  # one of them is lost, and with it the worker
+            until(self._stands_or_is_stuck)
+            self._tells.set()
+            until(lambda: self._met == len(others))
         finally:
             self.give_up()
+            self._tells.set()
+
+    def _meet(self, rank: int) -> None:
+        """Hear of one sibling, and tell it."""
+        try:
+            coming = self._siblings.receive(torch.zeros(3, dtype=torch.int64), rank, LEVELS[0])
+            coming.wait()
+            with self._changed:
+                self._heard.append(Position(*map(int, coming.tensor.tolist())))
+                self._changed.notify_all()
+            self._tells.wait()
+            self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]).wait()
+        except GenerationOver:
+            self.give_up()  # it is lost, and with it the worker; or the time is over
+        else:
+            with self._changed:
+                self._met += 1
+                self._changed.notify_all()
 
     def _stands_or_is_stuck(self) -> bool:
         """Whether this part has left its attempt, or is in an action that a sibling stands still before."""
