@@ -344,7 +344,7 @@ class Attempt:
     def _full_backward(self, action: Action) -> None:
         _, pipeline, microbatch, _ = action
         site = self._site
-        forward, gradients = self._begin_backward(action, meets=self._keeping.wanted)
+        forward, gradients = self._begin_backward(action)
         self._keeping.torn = True
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (site.framework.splitter.whole(), self._generation.groups.together(),
@@ -354,14 +354,10 @@ class Attempt:
         self._end_backward(action, for_inputs, WeightQueue())
         site.meters.memory.weight(action[1:])
 
-    def _begin_backward(self, action: Action, meets: bool = False) -> tuple[Forward, list[torch.Tensor]]:
-        """``meets``: nothing is lost if the other parts of this worker do not come to this action."""
-        place, seed, siblings = self._site.place, self._site.config.seed, self._generation.groups.siblings
+    def _begin_backward(self, action: Action) -> tuple[Forward, list[torch.Tensor]]:
+        place, seed = self._site.place, self._site.config.seed
         gradients = [] if place.last(action.chunk) else self._read(action)
         self._stepper.enter_action()
-        if meets and siblings is not None:
-            with self._generation.groups.together():
-                siblings.sum(torch.zeros(1, device=self._site.stage.device)).wait()
         self._keeping.used = action._replace(kind="F")
         forward = self.computed.forwards.pop(action[1:])
         self._site.meters.memory.begin_backward(action[1:], gradients)

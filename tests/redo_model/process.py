@@ -465,7 +465,7 @@ class Process:
     def _with_siblings(self, iteration: int, action: Action, computed: Computed, item: tuple[int, int, int]) -> Life:
         """A collective of tensor parallelism in the midst of the action: no sum is touched before it. It comes to its
         end as long as all parts of the worker come to it, also when the generation is over. One that has left the
-        attempt does not: then a backward that was begun has used up its forward."""
+        attempt does not: then a backward that was begun has used up its forward, and a full one has spoilt the sums."""
         members = [name for name in self._now.members if Name.parse(name).worker == self.me]
         together = self._now.wires.together(self._tag(iteration, "parts", self.me, action), members)
         together.given[self.name] = True
@@ -479,6 +479,7 @@ class Process:
         if action.kind == "B" and self.interrupted:
             self._forget(computed, item)
             self.standing.done.remove(action._replace(kind="F"))
+        self._torn = action.kind == "FB" and self.interrupted
         raise Over
 
     def _compute(self, computed: Computed, iteration: int, item: tuple[int, int, int], action: Action,

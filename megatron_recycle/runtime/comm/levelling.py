@@ -132,8 +132,10 @@ class Levelling:
                 self._changed.notify_all()
             self._tells.wait()
             self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]).wait()
-        except GenerationOver:
-            self.give_up()  # it is lost, and with it the worker; or the time is over
+        except BaseException as error:
+            self.give_up()  # the sibling is lost, and with it the worker; or the time is over
+            if not isinstance(error, GenerationOver):
+                raise
         else:
             with self._changed:
                 self._met += 1
