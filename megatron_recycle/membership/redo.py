@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership.names import Process, in_order, workers_of
+from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.policies import policy
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Redo, State
-from megatron_recycle.plan.grid import Worker
 
 
 def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
@@ -25,10 +24,10 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
-    found = {str(worker): levelled([() if kept is None else kept["actions"]
-                                    for kept in _of_parts(state, worker, resume)])
-             for worker in workers_of(state.reports)}
-    return {name: actions for name, actions in found.items() if actions}
+    found = {worker: levelled([() if kept is None else kept["actions"]
+                               for kept in (_kept(report, resume.next) for report in reports)])
+             for worker, reports in _by_worker(state).items()}
+    return {worker: actions for worker, actions in found.items() if actions}
 
 
 def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -53,7 +52,8 @@ def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
     """The rest of the iteration, before its plan is known."""
-    kept = [each for name in found for each in _of_parts(state, Worker.parse(name), resume)]
+    reports = _by_worker(state)
+    kept = [_kept(report, resume.next) for worker in found for report in reports[worker]]
     return Redo(resume.next, {name: len(actions) for name, actions in found.items()},
                 any(each is not None and each["provisional"] for each in kept))
 
@@ -82,11 +82,11 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
 def without_kept(state: State, resume: Resume) -> Resume:
     """``resume`` with the number of actions that are lost although somebody who did them lives. Where the iteration
     begins anew no stage stays behind it."""
-    redo = state.redo
+    redo, reports = state.redo, _by_worker(state)
     if redo is None or redo.plan is None:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
-        min(count, _counted(_reports(state, Worker.parse(name))[0], resume.next)) for name, count in redo.done.items()))
+        min(count, _counted(reports[worker][0], resume.next)) for worker, count in redo.done.items()))
 
 
 def _closed(state: State, resume: Resume) -> list[str]:
@@ -102,14 +102,12 @@ def _counted(report: Mapping[str, Any], iteration: int) -> int:
     return int(report["actions"] if report["iteration"] == iteration else report.get("earlier", 0))
 
 
-def _of_parts(state: State, worker: Worker, resume: Resume) -> list[Mapping[str, Any] | None]:
-    """What each part of ``worker`` has kept of the iteration ``resume.next``."""
-    return [_kept(report, resume.next) for report in _reports(state, worker)]
-
-
-def _reports(state: State, worker: Worker) -> list[Mapping[str, Any]]:
-    """Of the parts of ``worker``, in order."""
-    return [state.reports[name] for name in in_order(state.reports) if Process.parse(name).worker == worker]
+def _by_worker(state: State) -> dict[str, list[Mapping[str, Any]]]:
+    """The reports of each worker's parts, in order."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for name in in_order(state.reports):
+        found.setdefault(str(Process.parse(name).worker), []).append(state.reports[name])
+    return found
 
 
 def _kept(report: Mapping[str, Any], iteration: int) -> Mapping[str, Any] | None:

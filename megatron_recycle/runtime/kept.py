@@ -56,7 +56,6 @@ class Kept:
         return {"iteration": self.iteration, "chain": self.chain, "actions": [str(action) for action in self.done],
                 "provisional": committed < self.iteration - 1}
 
-
     def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> Kept:
         """With exactly these actions done: forwards, whose backwards are not done, are dropped, and W are run."""
         for action in {*self.done} - {*done}:

@@ -1,7 +1,7 @@
 """When a worker may leave an iteration: its stage has all that it needs of it, and owes nothing.
 
-A stage is *closed* for an iteration once all its live workers, and all parts of each, hold the reduced gradient, and all
-messages that they have sent have been used by their readers. Then nothing of it is run at that stage again when a
+A stage is *closed* for an iteration once all its live workers, and all parts of each, hold the reduced gradient, and
+all messages that they have sent have been used by their readers. Then nothing of it is run at that stage again when a
 worker dies: a script that has left the iteration is not asked for it once more.
 """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -108,7 +109,7 @@ class Levelling:
         end = time.monotonic() + self._limit
         others = [rank for rank in range(self._siblings.size) if rank != self._siblings.rank]
         for rank in others:
-            self._threads.start("recycle-level-with", lambda rank=rank: self._meet(rank), self._limit)
+            self._threads.start("recycle-level-with", partial(self._meet, rank), self._limit)
 
         def until(reached: Callable[[], bool]) -> None:
             with self._changed:
