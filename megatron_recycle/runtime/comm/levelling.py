@@ -21,7 +21,7 @@ import torch
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.abort import abort
-from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.tags import LEVELS
 from megatron_recycle.runtime.comm.threads import Threads
 
@@ -55,6 +55,7 @@ class Levelling:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._heard: list[Position] = []
+        self._told: dict[int, Pending] = {}
         self._met = 0
         self._tells = threading.Event()
 
@@ -117,14 +118,17 @@ class Levelling:
 
         try:
             until(self._stands_or_is_stuck)
+            self._told = {rank: self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]) for rank in others}
             self._tells.set()
             until(lambda: self._met == len(others))
+        except GenerationOver:
+            pass  # a sibling is lost, and with it the worker
         finally:
             self.give_up()
             self._tells.set()
 
     def _meet(self, rank: int) -> None:
-        """Hear of one sibling, and tell it."""
+        """Hear of one sibling; it has heard of this part, too."""
         try:
             coming = self._siblings.receive(torch.zeros(3, dtype=torch.int64), rank, LEVELS[0])
             coming.wait()
@@ -132,7 +136,8 @@ class Levelling:
                 self._heard.append(Position(*map(int, coming.tensor.tolist())))
                 self._changed.notify_all()
             self._tells.wait()
-            self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]).wait()
+            if rank in self._told:
+                self._told[rank].wait()
         except BaseException as error:
             self.give_up()  # the sibling is lost, and with it the worker; or the time is over
             if not isinstance(error, GenerationOver):
