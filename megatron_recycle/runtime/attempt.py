@@ -20,6 +20,7 @@ from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
+from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.partial_gradients import fold_parts
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
@@ -130,9 +131,13 @@ class Attempt:
         self._share_losses_if_complete()
         site.current.kept.pop(iteration, None)  # this attempt has it
         site.current.torn = False
-        self._levelling = generation.groups.levelling
         if self._levelling is not None:
             self._levelling.begin(iteration, standing.attempt, len(standing.done))
+
+    @property
+    def _levelling(self) -> Levelling | None:
+        """Of this worker's parts."""
+        return self._generation.groups.levelling
 
     def _room(self) -> Accumulators:
         """For the sums of gradients."""

@@ -114,8 +114,10 @@ def test_a_part_that_was_without_another_one_goes_on_from_the_iterations_that_it
     assert not job.kills
 
 
-ANNEALS = replace(SHAPE, pipelines=3, microbatches=4, iterations=4, anneals=True)
-"""The script sets a variable of its loss before each iteration, which nothing can see."""
+ANNEALS = replace(SHAPE, pipelines=3, microbatches=4, iterations=4, blocks=4, anneals=True)
+"""The script sets a variable of its loss before each iteration, which nothing can see. Parts compute together on both
+stages."""
+SURVIVORS = 5
 
 
 def interrupted(shape: Shape, kill: Moment, seed: int = 0) -> Job:
@@ -137,14 +139,14 @@ def lost(job: Job) -> list[int]:
     ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "weight", 0), ("1:0", "forward", 3)])
 def test_survivors_keep_what_all_their_parts_have_done(
         worker: str, phase: str, nth: int, reduction: str, part: int):
-    """At most a micro-batch whose backward one part of a worker has begun, and the other one cannot."""
+    """But for a forward of each whose backward one part has begun, and the other one cannot."""
     job = interrupted(ANNEALS.with_settings(reduction=reduction), Moment(f"{worker}.{part}", phase, 1, nth))
-    assert sum(lost(job)) <= 1
+    assert sum(lost(job)) <= SURVIVORS
 
 
 def test_nothing_is_kept_without_messages():
     job = interrupted(ANNEALS.with_settings(keep_messages="none"), Moment("1:1.0", "backward", 1, 2))
-    assert lost(job)[0] > 0
+    assert lost(job)[0] > SURVIVORS
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
@@ -158,7 +160,7 @@ def test_a_part_has_reduced_and_the_other_one_loses_its_peer(reduction: str):
         assert all(len(process.result.losses) == 1 for process in first), "their scripts have not left the iteration"
         job.release(held, die=True)
         check(job, job.wait(), {"1:1.0", "1:1.1"}, within=0.0 if reduction == "exact" else 1e-5)
-    assert sum(lost(job)) <= 1 and not [event for event in job.control.events if event["event"] == "repeated"]
+    assert sum(lost(job)) <= SURVIVORS and not [event for event in job.control.events if event["event"] == "repeated"]
 
 
 def test_all_parts_of_a_stage_leave_an_iteration_together_and_are_closed_then():
@@ -170,7 +172,7 @@ def test_all_parts_of_a_stage_leave_an_iteration_together_and_are_closed_then():
         job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
         job.release(held, die=True)
         check(job, job.wait(), {"1:0.0", "1:0.1"})
-    assert sum(lost(job)) <= 1 and not [event for event in job.control.events if event["event"] == "repeated"]
+    assert sum(lost(job)) <= SURVIVORS and not [event for event in job.control.events if event["event"] == "repeated"]
 
 
 def test_a_part_whose_sibling_has_not_heard_that_the_stage_is_closed_stays_in_the_iteration(

@@ -57,7 +57,6 @@ class Levelling:
         self._heard: list[Position] = []
         self._told: dict[int, Pending] = {}
         self._met = 0
-        self._tells = threading.Event()
 
     # ---- the thread that trains
 
@@ -118,14 +117,14 @@ class Levelling:
 
         try:
             until(self._stands_or_is_stuck)
-            self._told = {rank: self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]) for rank in others}
-            self._tells.set()
+            with self._changed:
+                self._told = {rank: self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]) for rank in others}
+                self._changed.notify_all()
             until(lambda: self._met == len(others))
         except GenerationOver:
             pass  # a sibling is lost, and with it the worker
         finally:
             self.give_up()
-            self._tells.set()
 
     def _meet(self, rank: int) -> None:
         """Hear of one sibling; it has heard of this part, too."""
@@ -135,8 +134,8 @@ class Levelling:
             with self._changed:
                 self._heard.append(Position(*map(int, coming.tensor.tolist())))
                 self._changed.notify_all()
-            self._tells.wait()
-            if rank in self._told:
+                self._changed.wait_for(lambda: self._told or self._siblings.aborted)
+            if self._told:
                 self._told[rank].wait()
         except BaseException as error:
             self.give_up()  # the sibling is lost, and with it the worker; or the time is over
