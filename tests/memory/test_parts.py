@@ -139,9 +139,12 @@ def lost(job: Job) -> list[int]:
     ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "weight", 0), ("1:0", "forward", 3)])
 def test_survivors_keep_what_all_their_parts_have_done(
         worker: str, phase: str, nth: int, reduction: str, part: int):
-    """But for a forward of each whose backward one part has begun, and the other one cannot."""
+    """But for a forward of each whose backward one part has begun, and the other one cannot. With `fast` that may be a
+    full backward, which takes the share of its worker with it."""
     job = interrupted(ANNEALS.with_settings(reduction=reduction), Moment(f"{worker}.{part}", phase, 1, nth))
-    assert sum(lost(job)) <= SURVIVORS
+    (stopped,) = [event for event in job.control.events if event["event"] == "stopped"]
+    done = sum(report["actions"] for name, report in stopped["reports"].items() if name.endswith(".0"))
+    assert sum(lost(job)) <= SURVIVORS if reduction == "exact" else sum(lost(job)) < done
 
 
 def test_nothing_is_kept_without_messages():
@@ -160,7 +163,7 @@ def test_a_part_has_reduced_and_the_other_one_loses_its_peer(reduction: str):
         assert all(len(process.result.losses) == 1 for process in first), "their scripts have not left the iteration"
         job.release(held, die=True)
         check(job, job.wait(), {"1:1.0", "1:1.1"}, within=0.0 if reduction == "exact" else 1e-5)
-    assert sum(lost(job)) <= SURVIVORS and not [event for event in job.control.events if event["event"] == "repeated"]
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
 def test_all_parts_of_a_stage_leave_an_iteration_together_and_are_closed_then():
@@ -172,7 +175,7 @@ def test_all_parts_of_a_stage_leave_an_iteration_together_and_are_closed_then():
         job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
         job.release(held, die=True)
         check(job, job.wait(), {"1:0.0", "1:0.1"})
-    assert sum(lost(job)) <= SURVIVORS and not [event for event in job.control.events if event["event"] == "repeated"]
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
 def test_a_part_whose_sibling_has_not_heard_that_the_stage_is_closed_stays_in_the_iteration(
