@@ -27,7 +27,8 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     found = {worker: levelled([() if kept is None else kept["actions"]
                                for kept in (_kept(report, resume.next) for report in reports)])
              for worker, reports in _by_worker(state).items()}
-    return {worker: actions for worker, actions in found.items() if actions}
+    kept = {worker: actions for worker, actions in found.items() if actions}
+    return kept if len(_lent(state, resume, kept)) < 2 else {}
 
 
 def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -48,6 +49,11 @@ def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
             if not action.startswith("F") or action[1] == "B" or {f"B{action[1:]}", f"FB{action[1:]}"} & each:
                 return ()
     return tuple(counted)
+
+
+def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> str:
+    """The digest of the plan by which ``found`` was done, where that lends layers; else nothing."""
+    return "".join(_lent(state, resume, found))
 
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
@@ -87,6 +93,11 @@ def without_kept(state: State, resume: Resume) -> Resume:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
         min(count, _counted(reports[worker][0], resume.next)) for worker, count in redo.done.items()))
+
+
+def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> set[str]:
+    reports = _by_worker(state)
+    return {(_kept(report, resume.next) or {}).get("lent", "") for worker in found for report in reports[worker]}
 
 
 def _closed(state: State, resume: Resume) -> list[str]:
