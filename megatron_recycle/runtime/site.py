@@ -194,8 +194,8 @@ class Site:
         """Whether training returns to the script once the worker's stage is closed for an iteration; otherwise once all
         workers have committed it. The same on all workers.
 
-        Where an abort may spoil what a survivor has computed of messages that are used, they may be needed again. Shards
-        of a worker's parts are not followed through a closed iteration.
+        Where an abort may spoil what a survivor has computed of messages that are used, they may be needed again.
+        Shards of a worker's parts are not followed through a closed iteration.
         """
         apart = self.place.parts == 1 or self.stage.shards is None
         return self.keeps_messages and apart and BACKENDS[self.place.backend].host
