@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("megatron_recycle", "scripts"):
+    for name in ("megatron_recycle", "scripts", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "out", "."]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=_LIMIT)
@@ -61,6 +61,8 @@ def test_a_wheel_has_all_that_its_commands_need(wheel: Path, tmp_path: Path):
     done = recycle(site, ["example", "megatron", "job"], empty)
     assert done.stdout.startswith("recycle run --nproc 4 job/pretrain_gpt_megatron.py"), done.stderr
     assert (empty / "job/megatron_cpu.py").read_text() == (ROOT / "scripts/megatron_cpu.py").read_text()
+    done = recycle(site, ["runbook", "last-copy"], empty)
+    assert done.stdout.startswith("## Last copy"), done.stderr
     done = recycle(site, ["quickstart", "--help"], empty)
     assert "--pipelines" in done.stdout, done.stderr
 

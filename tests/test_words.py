@@ -17,7 +17,7 @@ asyncio await averages background bamboo base baselines breakdown broadcast budg
 charts child cli client clipping clock cluster conclusions config constants cpsat cuda current cycle dashes dataset
 dead deadlock deaths deep deepspeed default deferred described description detached delayed detectors dice director
 draw dropping durations embedded emit engine entry environment estimate examples exporter factory facts figures
-findings finished form ft gather given gloo grads hang heal health hello here hidden hook ideal improve inbox item
+findings finished form formatter ft gather given gloo grads hang heal health hello here hidden hook ideal improve inbox item
 iterators kernel kind layout lazy lead legacy level limit link main map mapped master measurements merge metric middle
 mirror monitors mutations native noise now numpy objects observe oobleck option outcome output pair parser persistent
 phase planned plugin policies ports preemption price private profile program python quickstart raised re reachability
