@@ -1,4 +1,4 @@
-"""Pictures in the documentation: on light and dark pages, with what the numbers are, and of the numbers that are there."""
+"""Pictures in the documentation: for light and dark pages, with what the numbers are, of the numbers that are there."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_the_alternative_text_of_a_picture_gives_the_result(page: Path):
 
 
 def test_every_picture_is_shown_somewhere():
-    shown = {name for page in PAGES for name in re.findall(r"\]\([^)\s]*?([\w-]+\.svg)\)", page.read_text(encoding="utf-8"))}
+    shown = {name for page in PAGES
+             for name in re.findall(r"\]\([^)\s]*?([\w-]+\.svg)\)", page.read_text(encoding="utf-8"))}
     assert {path.name for path in PICTURES} == shown
     assert not [*DOCS.rglob("*.png")]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from megatron_recycle.observe.runbook import with_section
+from megatron_recycle.observe.runbook import section, with_section
 
 NAME = "megatron_recycle"
 FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
@@ -21,7 +21,7 @@ class _Formatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
-            record.message = with_section(record.message)
+            record.message = with_section(record.message, section(str(record.msg)))
         return super().formatMessage(record)
 
 

@@ -168,7 +168,8 @@ def check_name(settings: RecycleConfig) -> list[Check]:
         text = f"{name} is no address here ({error.strerror or error}): give --master-addr an address, not this name"
         return [Check("own name", "warn", text)]
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
-        text = f"{name} is {', '.join(found)} here (/etc/hosts): with several hosts give --master-addr an address, not this name"
+        text = (f"{name} is {', '.join(found)} here (/etc/hosts): with several hosts give --master-addr an address, "
+                "not this name")
         return [Check("own name", "warn", text)]
     return [Check("own name", "ok", f"{name} is {', '.join(found)}")]
 

@@ -1,6 +1,7 @@
 """How all pictures look: colours that colour-blind readers tell apart, on a ground that may be light or dark.
 
-A title begins with what the numbers are: "Measured:", "Simulated:" or "Planned:". matplotlib is loaded when one is drawn.
+A title begins with what the numbers are: "Measured:", "Simulated:" or "Planned:". matplotlib is loaded when one is
+drawn.
 """
 
 from __future__ import annotations

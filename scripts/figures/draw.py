@@ -3,7 +3,8 @@
 
     python scripts/figures/draw.py [NAME ...]
 
-The programs beside this one make the numbers, and draw with this one. `gcp_replay` draws itself, from all that happened.
+The programs beside this one make the numbers, and draw with this one. `gcp_replay` draws itself, from all that
+happened.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def draw(name: str, folder: Path = FOLDER) -> Path:
 
 def ablation(numbers: Numbers) -> Any:
     """Horizontal bars, a panel for each grid."""
-    made, panels = figure("Planned: re-routing alone keeps 0.77 to 1.01 of stock, with split backward and staggered step "
-                          "1.01 to 1.25", 3.0, len(ABLATED), sharex=True)
+    made, panels = figure("Planned: re-routing alone keeps 0.77 to 1.01 of stock, with split backward and staggered "
+                          "step 1.01 to 1.25", 3.0, len(ABLATED), sharex=True)
     for axes, grid in zip(panels, ABLATED):
         rows = [row for row in numbers["results"] if row["grid"] == grid and row["failed"]]
         for place, row in enumerate(rows):
@@ -79,8 +80,8 @@ def failure_rates(numbers: Numbers) -> Any:
     """A panel for each grid, a line for each policy over the failure rate."""
     rates = ("6 h", "2 h", "30 min")
     grids = [*dict.fromkeys(row["grid"] for row in numbers["results"])]
-    made, panels = figure("Simulated: 4 micro-batches a stage, a failure every 30 min: ours keeps 0.92 to 0.96 of stock, "
-                          "torchft 0.25 to 0.67", 3.4, len(grids), sharey=True)
+    made, panels = figure("Simulated: 4 micro-batches a stage, a failure every 30 min: ours keeps 0.92 to 0.96 of "
+                          "stock, torchft 0.25 to 0.67", 3.4, len(grids), sharey=True)
     for axes, grid in zip(panels, grids):
         stages, pipelines = grid.split("x")
         rows = {row["every"]: row for row in numbers["results"]
@@ -113,8 +114,8 @@ def _policies(axes: Any, rows: Sequence[Numbers], names: Sequence[str]) -> None:
     for key, label, colour in COMPARED:
         found = [next(policy for policy in row["policies"] if policy["policy"] == key) for row in rows]
         axes.errorbar(range(len(rows)), [one["of_fault_free"] for one in found],
-                      [one["of_fault_free_ci95"] for one in found], color=colour, label=label, marker="o", markersize=3.5,
-                      linewidth=1.6, capsize=2, elinewidth=0.8)
+                      [one["of_fault_free_ci95"] for one in found], color=colour, label=label, marker="o",
+                      markersize=3.5, linewidth=1.6, capsize=2, elinewidth=0.8)
     axes.set_xticks(range(len(rows)), names)
     axes.set_xlim(-0.3, len(rows) - 0.7)
     axes.axhline(1.0, color=INK, linewidth=0.6)
@@ -145,8 +146,8 @@ def planner_latency(numbers: Numbers) -> Any:
     """Seconds until the first plan over the size of the job."""
     rows = numbers["results"]
     made, (axes,) = figure("Measured: a first plan takes 0.07 s for 1,536 GPUs and 2 s for 98,304", 3.2)
-    axes.plot([row["gpus_tp8"] for row in rows], [row["seconds"] for row in rows], color=BLUE, marker="o", markersize=3.5,
-              linewidth=1.6)
+    axes.plot([row["gpus_tp8"] for row in rows], [row["seconds"] for row in rows], color=BLUE, marker="o",
+              markersize=3.5, linewidth=1.6)
     axes.set_xscale("log")
     axes.set_yscale("log")
     for row in (rows[0], rows[len(rows) // 2], rows[-1]):
@@ -161,8 +162,8 @@ def planner_latency(numbers: Numbers) -> Any:
 
 def lent_layers(numbers: Numbers) -> Any:
     """A panel for each grid, a line for each way."""
-    made, panels = figure("Planned: a tenth of the workers lost, lent layers keep 0.85 to 0.91, re-routing 0.78 to 0.82", 3.5,
-                          len(LENT_GRIDS), sharey=True)
+    made, panels = figure("Planned: a tenth of the workers lost, lent layers keep 0.85 to 0.91, re-routing 0.78 to "
+                          "0.82", 3.5, len(LENT_GRIDS), sharey=True)
     for grid, axes in zip(LENT_GRIDS, panels):
         chosen = [row for row in numbers["results"] if row["grid"] == grid and row["failures"] in LENT_LOST]
         pipelines, stages, _ = map(int, grid.split("x"))

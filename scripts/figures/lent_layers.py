@@ -33,7 +33,8 @@ def main() -> None:
         raise SystemExit(f"{numbers} is not there: run scripts/bench/lending.py --layers {LAYERS}")
     told = json.loads(numbers.read_text(encoding="utf-8"))
     rows = [row for row in told["rows"] if row["layers"] == LAYERS and row["grid"] in LENT_GRIDS]
-    missing = {(grid, name) for grid in LENT_GRIDS for name in LENT_LOST} - {(row["grid"], row["failures"]) for row in rows}
+    there = {(row["grid"], row["failures"]) for row in rows}
+    missing = {(grid, name) for grid in LENT_GRIDS for name in LENT_LOST} - there
     if missing:
         raise SystemExit(f"not there: {sorted(missing)}; run scripts/bench/lending.py --layers {LAYERS}")
     keys = ("grid", "failures", "gone", *(key for key, *_ in LENT), "lent 1", "share")

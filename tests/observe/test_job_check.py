@@ -102,7 +102,7 @@ def test_a_script_is_run_to_where_it_meets_the_others(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_script_that_insists_on_a_gpu_is_judged_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As Megatron-LM's do, before they have read an option: on a login node, too, people ask whether a job would run."""
+    """As Megatron-LM's do before they read an option: on a login node, too, people ask whether a job would run."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n"
                       "assert torch.cuda.is_available(), 'Megatron requires CUDA.'\n"

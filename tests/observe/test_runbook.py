@@ -19,8 +19,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_recycle"
 TOLD_BY_OTHERS = re.compile(r"(?:megatron-)?recycle: %s(?: \(%s\); training goes on)?")
 """Messages whose words are a value's: those of the places that make the value."""
-ENDS = ("closing.end", "surviving.end", "DeadEnd")
-"""Calls in `membership` that end a job, with the reason."""
+LEVELS = ("warning", "error", "critical")
 
 
 @functools.cache
@@ -45,7 +44,7 @@ def warnings() -> Iterator[tuple[str, str]]:
     for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args and (
-                    node.func.attr in ("warning", "error", "critical")) and "log" in ast.unparse(node.func.value).lower():
+                    node.func.attr in LEVELS) and "log" in ast.unparse(node.func.value).lower():
                 text = words(node.args[0])
                 if not TOLD_BY_OTHERS.fullmatch(text):
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", text
@@ -75,6 +74,8 @@ def test_every_section_is_named_by_something():
     ("the coordinator at 10.0.0.5:29500 cannot be reached for 60 s (refused)", "unreachable"),
     ("rank 3 ended with status 2 before training began: see worker-3.log (SyntaxError)", "not-started"),
     ("micro-batch 1.2 of iteration 7 fails on every worker: ValueError", "script-failed"),
+    ("1:1, the only one that holds stage 1, has failed in F1.2 of iteration 7: ValueError: no", "script-failed"),
+    ("the recovery has failed on 1:1, 0:1: no route", "cannot-go-on"),
     ("the job has finished", None),
 ])
 def test_closing_lines_are_told_apart(text: str, name: str | None):
@@ -86,9 +87,10 @@ def test_closing_lines_are_told_apart(text: str, name: str | None):
 def test_a_warning_names_its_section_on_the_screen_and_an_ordinary_line_does_not(capsys: pytest.CaptureFixture[str]):
     get_logger().warning("megatron-recycle: NO CHECKPOINT after iteration %d: the disk is full", 7)
     get_logger().info("megatron-recycle: the checkpoint of iteration 7 is there")
-    first, second = capsys.readouterr().out.splitlines()
+    get_logger().error("megatron-recycle: %s is over by %s", "1:1", 7)
+    first, second, third = capsys.readouterr().out.splitlines()
     assert first.endswith("NO CHECKPOINT after iteration 7: the disk is full [recycle runbook checkpoints]")
-    assert "[recycle" not in second
+    assert "[recycle" not in second and third.endswith("1:1 is over by 7")
 
 
 def test_the_command_prints_a_section_and_names_the_nearest(capsys: pytest.CaptureFixture[str]):
