@@ -127,8 +127,8 @@ def status() -> JobStatus | None:
     """How the job is now, as this process knows it: who is there, who is missing, what is committed.
 
     It costs microseconds, needs no other process, and may be asked by any thread. After a failure another rank may give
-    another answer at the same iteration: what all ranks do alike (leave an evaluation out) is for one of them to decide
-    and to broadcast.
+    another answer at the same iteration: agree (by an all-reduce, say) on what all ranks do alike, such as leaving an
+    evaluation out.
 
     Returns:
         None without the plugin, and before the framework's engine is built.
