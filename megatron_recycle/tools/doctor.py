@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="with --stages: the optimizer is cut into shards (ZeRO-1, distributed optimizer)")
     if isinstance(parser, Parser):
         parser.behind, parser.folded = "command", config.GROUP
-        parser.epilog = ("every setting of a job is a flag, too, as --recycle-reduction exact: docs/configuration.md has "
-                         f"them all; {parser.epilog or ''}").rstrip("; ")
+        parser.epilog = ("every setting of a job is a flag, too, as --recycle-reduction exact: docs/configuration.md "
+                         f"has them all; {parser.epilog or ''}").rstrip("; ")
         parser.usage = "%(prog)s [options] [-- SCRIPT ARGUMENTS]"
     config.add_arguments(parser)
 
