@@ -145,7 +145,7 @@ def on_event(callback: Callable[[Mapping[str, Any]], None]) -> None:
     `train_step()`), with a dict: ``event`` is "lost", "joined", "resumed", "last_copy", "whole" or "ended"; ``t`` the
     Unix time in seconds at which it is told; ``generation``, ``iteration``, ``live`` and ``of`` (numbers of workers),
     ``workers`` (list of "d:s"), with "last_copy" ``stages``; "ended" has ``status`` and ``message`` instead. All live
-    processes are told; `status().speaks` is true on one worker. It must not wait for other ranks. What it raises is
+    processes are told, one that joins first of who is missing; `status().speaks` is true on one worker. It must not wait for other ranks. What it raises is
     logged, and training goes on.
 
     Raises:
