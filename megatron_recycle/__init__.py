@@ -141,12 +141,12 @@ def status() -> JobStatus | None:
 def on_event(callback: Callable[[Mapping[str, Any]], None]) -> None:
     """Have ``callback`` told, in this process, what has happened to the job. Call it at any time; each call adds one.
 
-    It is called in the thread that trains, at the end of the call to the engine in which it happened (`train_batch()`,
-    `train_step()`), with a dict: ``event`` is "lost", "joined", "resumed", "last_copy", "whole" or "ended"; ``t`` the
-    Unix time in seconds at which it is told; ``generation``, ``iteration``, ``live`` and ``of`` (numbers of workers),
-    ``workers`` (list of "d:s"), with "last_copy" ``stages``; "ended" has ``status`` and ``message`` instead. All live
-    processes are told, one that joins first of who is missing; `status().speaks` is true on one worker. It must not wait for other ranks. What it raises is
-    logged, and training goes on.
+    It is called in the thread that trains, at the end of the call to the engine in which it happened
+    (`train_batch()`, `train_step()`), with a dict: ``event`` is "lost", "joined", "resumed", "last_copy", "whole" or
+    "ended"; ``t`` the Unix time in seconds at which it is told; ``generation``, ``iteration``, ``live`` and ``of``
+    (numbers of workers), ``workers`` (list of "d:s"), with "last_copy" ``stages``; "ended" has ``status`` and
+    ``message`` instead. All live processes are told, one that joins first of who is missing; `status().speaks` is
+    true on one worker. It must not wait for other ranks. What it raises is logged, and training goes on.
 
     Raises:
         TypeError: it cannot be called.
