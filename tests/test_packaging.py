@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -110,3 +111,13 @@ def test_all_examples_of_a_checkout_come_with_the_wheel():
     build = (ROOT / "setup.py").read_text()
     names = {f"scripts/{name}" for files, _ in examples.EXAMPLES.values() for name in files}
     assert [name for name in sorted(names) if f'"{name}"' not in build] == []
+
+
+def test_messages_name_installs_that_are_there():
+    """This package is on no index: its name would bring a stranger's. Ranges are those of pyproject.toml."""
+    declared = (ROOT / "pyproject.toml").read_text()
+    for path in sorted((ROOT / "megatron_recycle").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install [^\n]{0,40}megatron[-_]recycle", text), path
+        for name, wanted in re.findall(r"['\"](deepspeed|megatron-core)([<>=][^'\"]+)['\"]", text):
+            assert f'"{name}{wanted}"' in declared, f"{path}: {name}{wanted}"
