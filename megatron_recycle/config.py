@@ -33,6 +33,8 @@ from megatron_recycle.policy import POLICIES, PolicyName
 
 __all__ = ["SECTION", "Option", "RecycleConfig", "add_arguments", "docs_table", "flag", "options", "variable"]
 
+GROUP = "megatron-recycle"
+"""Title of the settings' group in a script's `--help`."""
 _COSTS = re.compile(r"TRIPLE(;TRIPLE)*".replace("TRIPLE", r" *\d+ *, *\d+ *, *\d+ *"))
 
 
@@ -387,7 +389,7 @@ def add_arguments(
             if when_given is not None:
                 when_given(namespace)
 
-    group = parser.add_argument_group("megatron-recycle", "keep training when workers fail")
+    group = parser.add_argument_group(GROUP, "keep training when workers fail")
     group.add_argument(
         "--recycle",
         action=Switch,

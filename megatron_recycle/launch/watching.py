@@ -62,7 +62,7 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{option}: {path.absolute().parent} is no folder that can be written to")
     if (args.metrics is not None or args.textfile is not None) and find_spec(_LIBRARY) is None:
         option = "--metrics" if args.metrics is not None else "--textfile"
-        raise ConfigError(f"{option} needs prometheus-client: `pip install 'megatron-recycle[metrics]'`")
+        raise ConfigError(f"{option} needs prometheus-client: `pip install prometheus-client`")
 
 
 def address(text: str) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_recycle import nccl_settings
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.observe.runbook import with_section
 
 
 def torchrun_environment(
@@ -53,10 +54,10 @@ NO_PYTHON = "--no-python"
 
 
 def say_to(stream: Any) -> Callable[[str], None]:
-    """A `say` that writes lines at once."""
+    """A `say` that writes lines at once; warnings name their section of the runbook."""
 
     def say(line: str) -> None:
-        print(line, file=stream, flush=True)
+        print(with_section(line) if "recycle: warning: " in line else line, file=stream, flush=True)
 
     return say
 

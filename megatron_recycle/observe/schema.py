@@ -27,7 +27,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     "iteration": ("int", "counted from 0"),
     "worker": ("text", "the one that it is about"),
     "kind": ("text", "how a worker failed or left"),
-    "ms": ("number", "milliseconds since the failure"),
+    "ms": ("number", "milliseconds since the failure: since the end of the process was seen, since its last sign of "
+           "life, or since it began what it is stuck in"),
     "rank": ("int", "torch's number of the process"),
     "pid": ("int", "of the process, on its host"),
 }

@@ -17,16 +17,15 @@ from typing import Any
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Plan, PlanError, Timeline, Worker, check, replay
+from megatron_recycle.tools.pictures import GREEN, INK, ORANGE, PURPLE, SKY, WIDTH, YELLOW, looks
 
 FORMATS = (".png", ".svg", ".pdf")
 
-COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "FB": "#f0e442", "S": "#cc79a7"}
-"""Okabe and Ito's, which colour-blind readers can tell apart too."""
+COLOURS = {"F": SKY, "B": ORANGE, "W": GREEN, "FB": YELLOW, "S": PURPLE}
 NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient", "FB": "both gradients in one",
          "S": "reduce and step"}
 FAILED = "#bdbdbd"
 
-_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
 _ROW = 0.8  # height of a box, in rows
 _LARGE = 48  # from this many rows on, rows shrink and only some are labelled
 
@@ -72,7 +71,7 @@ class Style:
     clear: bool = False
 
 
-PAGE = Style(width=8.3, facts=False, ink="#808080", clear=True)
+PAGE = Style(width=WIDTH, facts=False, ink=INK, clear=True)
 """For a page of documentation, 830 pixels wide."""
 
 
@@ -134,10 +133,7 @@ def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style
     rows = [len(plan.problem.grid.workers()) for plan, _ in parts]
     heights = [count * (0.13 if count >= _LARGE else 0.27) for count in rows]
     span = max(1, *(timeline.makespan for timeline in timelines))
-    with rc_context(
-        {"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none", "font.size": 9,
-         **dict.fromkeys(_INKED, style.ink)}
-    ):
+    with rc_context({**looks(style.ink), "hatch.linewidth": 0.6, "text.color": "black"}):
         figure = Figure(figsize=(style.width, sum(heights) + 0.75 * len(parts) + 0.85), layout="constrained")
         axes: Any = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights, sharex=True)
         for axis, (plan, title), timeline, height in zip(axes[:, 0], parts, timelines, heights):
@@ -167,7 +163,7 @@ def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, hei
         for worker in failed:
             axis.text(span * 0.005, row[worker], "failed", va="center", color="#555555", style="italic")
     for first in range(1, plan.problem.grid.pipelines):
-        axis.axhline(first * plan.problem.grid.stages - 0.5, color="#888888", lw=0.5)
+        axis.axhline(first * plan.problem.grid.stages - 0.5, color=INK, lw=0.5)
     large = len(workers) >= _LARGE
     named = [worker for worker in workers if not large or worker.stage == 0 or worker in failed]
     axis.set_yticks([row[worker] for worker in named], [str(worker) for worker in named])
@@ -176,8 +172,6 @@ def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, hei
     axis.set_xlim(0, span * 1.01)
     axis.set_ylabel("worker (pipeline:stage)")
     axis.set_title(_headline(plan, timeline, title) if style.facts else title, loc="left", fontsize=10)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
 
 
 def _boxes(axis: Any, shown: Sequence[Box], row: dict[Worker, int]) -> None:
