@@ -1,4 +1,4 @@
-"""A job's state as numbers for its curves (TensorBoard, CSV, Weights & Biases), which a framework's own writers take."""
+"""A job's state as numbers for its curves, which a framework's own writers take (TensorBoard, CSV, W&B)."""
 
 from __future__ import annotations
 

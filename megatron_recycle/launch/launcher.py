@@ -14,9 +14,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.wire import Message
+from megatron_recycle.launch import attribution
+from megatron_recycle.launch.attribution import Attribution
 from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.obeying import Obeying
@@ -78,6 +81,11 @@ class Launcher:
         self._refused = False
         self._idle_since: float | None = None
         self._told: list[Message] = []
+        self._explained: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._attribution = Attribution(
+            attribution.Host(job.environ, (job.run_dir, Path.cwd())), lambda rank, pid, found: self._explained.put(
+                {"type": "explains", "rank": rank, "pid": pid, "causes": list(found.causes), "gpu": found.gpu,
+                 "repair": found.repair}))
         self._link = Link(
             control,
             token,
@@ -171,6 +179,9 @@ class Launcher:
             name = self.summary.names.get(worker.rank)
             known = "" if name is None else f"{name}, "
             self._say(f"rank {worker.rank} ({known}pid {worker.pid}) {ended}{early}{why}")
+            if worker.status:
+                self._attribution.failed(worker.rank, self.processes.devices[worker.rank], worker.pid,
+                                         worker.status == -signal.SIGKILL)
             self.starting.failed(worker)
 
     def _tell(self, message: Message) -> None:
@@ -194,6 +205,8 @@ class Launcher:
                 self._ended(key.data)
         while not self._inbox.empty():
             self._receive(self._inbox.get())
+        while not self._explained.empty():
+            self._tell(self._explained.get())
         while self._signals:
             self.ending.interrupt(*self._signals.popleft())
         if self._link.lost_since is None:  # nobody else would let them in

@@ -1,6 +1,6 @@
 """Megatron-LM's own training loop (`megatron.training`, not in the pip package), once workers may be missing.
 
-Its log line and its curves are written by the last rank, its checkpoints by all of them: these are rebound in the loop's
+Its log line and curves are written by the last rank, its checkpoints by all of them: these are rebound in the loop's
 module. `backends.megatron.options` treats its options.
 """
 

@@ -79,7 +79,7 @@ class Writers:
                 getattr(variables, f"_set_{name}")(SimpleNamespace(**{**vars(arguments),
                                                                       "rank": arguments.world_size - 1}))
             except Exception as error:
-                get_logger().warning("megatron-recycle: the %s cannot be opened on the worker that has to write it now; "
+                get_logger().warning("megatron-recycle: the %s cannot be opened on the worker that is to write now; "
                                      "training goes on without: %r", name.replace("_", " "), error)
             found = getattr(variables, f"get_{name}")()
             if found is None:

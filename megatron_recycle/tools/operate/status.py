@@ -181,6 +181,8 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
     over = outlook.word in ("ENDED", "STOPPED", "FAILED")
     for one in facts.seen.out.values() if not over else ():
         print_line(f"{'out':9} {_absent(one, facts.now)}")
+    for repair in dict.fromkeys(one.repair for one in facts.seen.out.values() if one.repair):
+        print_line(f"{'drain':9} {one_line(repair, 500)}")
     for problem in problems:
         print_line(f"{'warning':9} {one_line(problem)}")
     rows = workers(facts)
@@ -227,7 +229,7 @@ def _absent(one: Any, now: float) -> str:
     where = f" on {one.host}" if one.host else ""
     rank = "" if one.rank is None else f" (rank {one.rank}, pid {one.pid})"
     at = "" if one.iteration is None else f" in iteration {one.iteration}"
-    why = f": {one_line(one.why, 200)}" if one.why else ""
+    why = f": {one_line('; '.join(one.causes) or one.why, 200)}" if one.causes or one.why else ""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
     return f"{one.worker}{rank}{where}: {one.kind}{at}, since {clock}, {duration(now - one.since)} ago{why}"
 
