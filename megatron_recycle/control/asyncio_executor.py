@@ -13,8 +13,8 @@ from megatron_recycle.control.wire import Message
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import EndLate, NoLoss, PlaceLate, ReportsLate, SavedLate
 from megatron_recycle.membership.next_life import NextLife, Shape, node_of, plan_life
-from megatron_recycle.membership.vacancies import failed_too_often, plain
 from megatron_recycle.membership.state import State
+from megatron_recycle.membership.vacancies import failed_too_often, plain
 
 
 class AsyncioExecutor:

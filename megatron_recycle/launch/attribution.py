@@ -245,7 +245,7 @@ def _gpu_errors(look: Look, gpu: Gpu | None) -> Iterator[str]:
         if number in _OF_PROGRAMS or (gpu is not None and gpu.pci not in pci):
             continue
         name = gpu.uuid if gpu is not None else f"at PCI {pci}"
-        yield f"GPU {name}: Xid {number}, {_XIDS.get(number, 'see NVIDIA’s list')}"
+        yield f"GPU {name}: Xid {number}, {_XIDS.get(number, 'see the list of NVIDIA')}"
     if gpu is not None and (errors := _memory_errors(gpu)):
         yield f"GPU {gpu.uuid}: {errors} memory errors that cannot be corrected (ECC) since the driver was loaded"
 

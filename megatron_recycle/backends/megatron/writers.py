@@ -78,7 +78,7 @@ class Writers:
             try:
                 getattr(variables, f"_set_{name}")(SimpleNamespace(**{**vars(arguments),
                                                                       "rank": arguments.world_size - 1}))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (a curve is no reason to end a job)
                 get_logger().warning("megatron-recycle: the %s cannot be opened on the worker that is to write now; "
                                      "training goes on without: %r", name.replace("_", " "), error)
             found = getattr(variables, f"get_{name}")()

@@ -90,7 +90,7 @@ def _once(folder: Path, args: argparse.Namespace) -> Level:
     facts = facts_of(found, args.token_file)
     outlook = judge(facts)
     if args.json:
-        print(json.dumps(to_json(facts, outlook, found.problems)), flush=True)
+        print(json.dumps(to_json(facts, outlook, found.problems, plan_seconds(facts))), flush=True)
         return outlook.level
     if args.watch is not None and sys.stdout.isatty():
         print("\x1b[H\x1b[2J", end="")
@@ -112,9 +112,11 @@ def plan_seconds(facts: Facts) -> float | None:
     return seen.period
 
 
-def to_json(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The status as `--json` prints it. Times are Unix seconds, durations seconds."""
-    seen, planned = facts.seen, plan_seconds(facts)
+def to_json(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), planned: float | None = None
+            ) -> dict[str, Any]:
+    """The status as `--json` prints it, with the seconds of an iteration that are ``planned``. Times are Unix seconds,
+    durations seconds."""
+    seen = facts.seen
     return {
         "v": VERSION, "t": facts.now, "run": facts.run, "verdict": outlook.word.lower().replace(" ", "_"),
         "exit_status": int(outlook.level), "line": outlook.line, "next_end": outlook.next_end, "repair": outlook.repair,
