@@ -22,7 +22,7 @@ from megatron_recycle.usage import USAGE_ERROR, Parser, hint
 COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
     "status": ("megatron_recycle.tools.operate.status", "how a job is, what would end it next, and what repairs it"),
-    "watch": ("megatron_recycle.tools.operate.watch", "alarms, metrics and a page of a job, for those who look after it"),
+    "watch": ("megatron_recycle.tools.operate.watch", "alarms, metrics and a page of a job"),
     "logs": ("megatron_recycle.tools.operate.logs", "the logs of all or some workers, also while they grow"),
     "report": ("megatron_recycle.tools.operate.report", "what the failures of a job have cost, in GPU hours"),
     "stacks": ("megatron_recycle.tools.operate.stacks", "where the threads of live workers stand"),

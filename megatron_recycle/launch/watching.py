@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        "127.0.0.1; 0.0.0.0 is everywhere)")
     group.add_argument("--metrics-sd", type=Path, metavar="FILE",
                        help="with --metrics: write where it is served to FILE, for Prometheus' file_sd_configs")
-    group.add_argument("--page", metavar="HOST:PORT", help="serve a page of the job for browsers there (HOST may be empty: "
-                       "127.0.0.1; elsewhere it asks for the secret in RUN_DIR/page.token)")
+    group.add_argument("--page", metavar="HOST:PORT", help="serve a page of the job for browsers there (HOST may be "
+                       "empty: 127.0.0.1; elsewhere it asks for the secret in RUN_DIR/page.token)")
     group.add_argument("--textfile", type=Path, metavar="FILE",
                        help="write the metrics to FILE.prom, for a node exporter's textfile collector")
     group.add_argument("--until-told", action="store_true", help=argparse.SUPPRESS)  # the launcher says SIGTERM

@@ -1,5 +1,5 @@
 """`recycle timeline PLAN [PLAN] [-o PICTURE]`: one plan file as a picture, or two of them one above the other.
-`recycle timeline RUN [--iteration K]`: an iteration of a job, its plan above what its workers did, and a Perfetto trace.
+`recycle timeline RUN [--iteration K]`: an iteration of a job, its plan above what was, and a Perfetto trace.
 
 A picture has one row per worker, time from left to right, as the replay runs them from a cold start. Forward,
 input-gradient and weight-gradient work, full backwards and the step have a colour each; work done for another pipeline
@@ -140,7 +140,8 @@ def _draw_panels(panels: Sequence[tuple[str, Sequence[Box]]], rows: dict[Worker,
         axes[-1, 0].set_xlabel("milliseconds since the iteration's first action")
         kinds = [kind for kind in NAMES if any(box.kind == kind for _, shown in panels for box in shown)]
         handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {NAMES[kind]}") for kind in kinds]
-        handles.append(Patch(facecolor="white", edgecolor="#303030", hatch="/////", label="guest (of another pipeline)"))
+        handles.append(Patch(facecolor="white", edgecolor="#303030", hatch="/////",
+                             label="guest (of another pipeline)"))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
         quiet = {"Date": None} if target.suffix.lower() == ".svg" else None
         try:

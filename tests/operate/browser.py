@@ -24,8 +24,8 @@ class Browser:
         assert DRIVER is not None and BROWSER is not None
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = found.getsockname()[1]
-        self._process = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                         start_new_session=True)
+        self._process = subprocess.Popen([DRIVER, f"--port={port}"], stdout=subprocess.DEVNULL,
+                                         stderr=subprocess.DEVNULL, start_new_session=True)
         self._at = f"http://127.0.0.1:{port}/session"
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
                    "--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}",

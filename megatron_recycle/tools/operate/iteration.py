@@ -5,6 +5,7 @@ Workers write down every 25th iteration, and those around a failure (`runtime.sp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -77,10 +78,8 @@ def load(given: Path, wanted: int | None) -> Iteration:
                           f"failure; there are {', '.join(map(str, near))}")
     digest, measured, generation = _in_force(folder, wanted)
     plan = None
-    try:
+    with contextlib.suppress(PlanError):
         plan = Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")
-    except PlanError:
-        pass
     found = records[wanted]
     begin = min(float(one["t"]) for one in found.values())
     spans = {name: [_span(float(found[name]["t"]) - begin, one) for one in found[name]["spans"]]
