@@ -53,7 +53,7 @@ class Run:
         """So many iterations, the last one now."""
         now = time.time()
         for number in range(count):
-            self.tell("committed", t=now - seconds * (count - 1 - number) * (1 + 0.03 * (number % 3)),
+            self.tell("committed", t=now - seconds * (count - 1 - number - 0.05 * (number % 3)),
                       generation=self._generation, iteration=self._iteration, loss=2.0)
             self._iteration += 1
 
@@ -177,7 +177,7 @@ def test_elsewhere_than_on_a_loopback_address_it_needs_the_secret_and_not_the_jo
         with opener.open(address + f"?token={secret_of(TOKEN)}", timeout=10) as answer:
             assert answer.url == address and "token" not in answer.url
         with opener.open(address + "state", timeout=10) as answer:
-            assert json.loads(answer.read())["verdict"] == "healthy"
+            assert json.loads(answer.read())["verdict"] in ("starting", "healthy")
     finally:
         found.close()
 
@@ -235,7 +235,8 @@ def test_a_kill_is_on_the_page_within_two_seconds_and_keys_reach_the_worker(tmp_
                           "document.querySelectorAll('#plan rect').length > 20", 10)
             label = "return document.activeElement.getAttribute('aria-label')"
             browser.run("document.querySelector('#grid button').focus()")
-            browser.press("Down", "Right", "Right")
+            down, right = (2, 1) if pipelines > stages else (1, 2)  # a large grid lies on its side
+            browser.press(*["Down"] * down, *["Right"] * right)
             host = (stages + 2) // 8
             assert browser.run(label) == f"worker 1:2, exit, on n{host}/{host}"
             browser.press("Enter")

@@ -7,7 +7,7 @@ const SHORT = {up: "", slow: "slow", leaving: "leaves", exit: "âœ•", frozen: "â
 const KINDS = {F: "forward", B: "input gradient", W: "weight gradient", FB: "both gradients", S: "reduce and step"};
 const BAD = new Set(["suspected", "explained", "last_copy", "last_host", "save_failed", "join_failed", "unreadable"]);
 const $ = (id) => document.getElementById(id);
-let chosen = null, drawn = "", pipeline = null, lastEvent = 0, lastAnswer = 0, cells = new Map(), grid = "";
+let chosen = null, drawn = "", pipeline = null, lastEvent = 0, lastAnswer = 0, cells = new Map(), grid = "", lies = false;
 
 function make(tag, attributes = {}, text = null) {
   const svg = ["svg", "line", "rect", "path", "text", "title", "g"].includes(tag);
@@ -74,24 +74,28 @@ function showGrid(now) {
   if (grid !== size) {
     grid = size;
     cells = new Map();
-    const table = $("grid"), head = make("tr"), body = make("tbody");
-    head.append(make("td"), ...Array.from({length: stages}, (_, s) => make("th", {scope: "col"}, `${s}`)));
-    for (let d = 0; d < pipelines; d++) {
+    const table = $("grid"), head = make("tr"), body = make("tbody"), many = pipelines * stages > MANY;
+    lies = many && pipelines > stages;  // screens are wider than high
+    const [rows, columns] = lies ? [stages, pipelines] : [pipelines, stages];
+    head.append(make("td"), ...Array.from({length: columns}, (_, n) => make("th", {scope: "col"}, `${n}`)));
+    for (let down = 0; down < rows; down++) {
       const row = make("tr", {role: "row"});
-      row.append(make("th", {scope: "row"}, `${d}`));
-      for (let s = 0; s < stages; s++) {
+      row.append(make("th", {scope: "row"}, `${down}`));
+      for (let right = 0; right < columns; right++) {
+        const place = lies ? `${right}:${down}` : `${down}:${right}`;
         const cell = make("td", {role: "gridcell"}), button = make("button", {type: "button", tabindex: "-1"});
-        button.dataset.place = `${d}:${s}`;
+        button.dataset.place = place;
         cell.append(button);
         row.append(cell);
-        cells.set(`${d}:${s}`, button);
+        cells.set(place, button);
       }
       body.append(row);
     }
+    say("axes", lies ? "A row for each stage, a column for each pipeline" : "A row for each pipeline, a column for each stage");
     const top = make("thead");
     top.append(head);
     table.replaceChildren(top, body);
-    table.className = pipelines * stages > MANY ? "many" : "";
+    table.className = many ? "many" : "";
     if (cells.size) cells.get("0:0").tabIndex = 0;
   }
   const states = new Map();
@@ -124,7 +128,8 @@ function showWorker(now, place) {
 }
 
 function move(from, down, right) {
-  const [d, s] = from.dataset.place.split(":").map(Number), next = cells.get(`${d + down}:${s + right}`);
+  const [d, s] = from.dataset.place.split(":").map(Number);
+  const next = cells.get(lies ? `${d + right}:${s + down}` : `${d + down}:${s + right}`);
   if (!next) return;
   from.tabIndex = -1;
   next.tabIndex = 0;
