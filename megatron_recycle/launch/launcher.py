@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.wire import Message
-from megatron_recycle.launch import attribution
+from megatron_recycle.launch import attribution, devices
 from megatron_recycle.launch.attribution import Attribution
 from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.life import Life
@@ -82,8 +82,9 @@ class Launcher:
         self._idle_since: float | None = None
         self._told: list[Message] = []
         self._explained: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._machine, self._gpus = attribution.Host(job.environ, (job.run_dir, Path.cwd())), dict[int, str]()
         self._attribution = Attribution(
-            attribution.Host(job.environ, (job.run_dir, Path.cwd())), lambda rank, pid, found: self._explained.put(
+            self._machine, lambda rank, pid, found: self._explained.put(
                 {"type": "explains", "rank": rank, "pid": pid, "causes": list(found.causes), "gpu": found.gpu,
                  "repair": found.repair}))
         self._link = Link(
@@ -151,6 +152,9 @@ class Launcher:
     def spawn(self, rank: int, out: str | None = None, move: int = 0) -> None:
         """Start a process for `rank`; one that is `out` is to join."""
         worker = self.processes.spawn(rank, out, move)
+        if (gpu := self._machine.gpu(self.processes.devices[rank])) is not None and self._gpus.get(rank) != str(gpu):
+            self._gpus[rank] = str(gpu)
+            devices.write(self.job.run_dir, self.processes.host.rpartition("/")[2], self._gpus)
         self._selector.register(worker.child.pidfd, selectors.EVENT_READ, worker)
 
     def _ended(self, worker: WorkerProcess) -> None:
@@ -178,6 +182,8 @@ class Launcher:
             ended = f"ended with {describe_status(worker.status)}"
             name = self.summary.names.get(worker.rank)
             known = "" if name is None else f"{name}, "
+            known += f"{self.processes.host}, "
+            known += f"{self._gpus[worker.rank]}, " if worker.rank in self._gpus else ""
             self._say(f"rank {worker.rank} ({known}pid {worker.pid}) {ended}{early}{why}")
             if worker.status:
                 self._attribution.failed(worker.rank, self.processes.devices[worker.rank], worker.pid,

@@ -52,11 +52,22 @@ def default_nproc(environ: Mapping[str, str]) -> int:
 NO_PYTHON = "--no-python"
 
 
+_PASSING = "recycle: committed "
+_CLEAR = "\r\x1b[K"
+
+
 def say_to(stream: Any) -> Callable[[str], None]:
-    """A `say` that writes lines at once."""
+    """A `say` that writes lines at once. On a terminal those about committed iterations take each other's place, so
+    that what has happened stays in sight."""
+    terminal, passing = stream.isatty(), False
 
     def say(line: str) -> None:
-        print(line, file=stream, flush=True)
+        nonlocal passing
+        before = _CLEAR if passing else ""
+        passing = terminal and _PASSING in line
+        if passing:
+            line = line[:max(1, shutil.get_terminal_size().columns - 1)]
+        print(f"{before}{line}", end="" if passing else "\n", file=stream, flush=True)
 
     return say
 

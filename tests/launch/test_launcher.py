@@ -413,4 +413,5 @@ def test_a_process_that_was_to_join_and_ends_well_has_failed(tmp_path: Path) -> 
         assert made.restarts.pending()
     log = tmp_path / "worker-0.log"
     pid = made.processes.workers[0].pid
-    assert said[0] == f"rank 0 (pid {pid}) ended with status 0 before it had joined: see {log}"
+    host = made.processes.host
+    assert said[0] == f"rank 0 ({host}, pid {pid}) ended with status 0 before it had joined: see {log}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch import devices
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.observe.text import one_line
@@ -73,7 +74,8 @@ def facts_of(found: Run, token_file: Path | None = None, asks: bool = True) -> F
     if not over and asks:
         told, silent = _ask(found.meeting, token_file)
     age = None if not found.seen.last else max(0.0, now - float(found.seen.last["t"]))
-    return Facts(found.seen, now, str(found.folder), found.state, told, silent, found.meeting, age)
+    return Facts(found.seen, now, str(found.folder), found.state, told, silent, found.meeting, age,
+                 devices.read(found.folder))
 
 
 def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any] | None, str]:
@@ -145,7 +147,8 @@ def workers(facts: Facts) -> list[dict[str, Any]]:
         state = gone.kind if gone is not None else "slow" if name in seen.slow else "up"
         if gone is None and name in (facts.told or {}).get("leaving", ()):
             state = "leaving"
-        rows.append({"worker": name, "state": state, "rank": there.get("rank", seen.ranks.get(name)),
+        rank = there.get("rank", seen.ranks.get(name))
+        rows.append({"worker": name, "state": state, "rank": rank, "gpu": facts.gpus.get(rank),
                      "host": there.get("host", seen.hosts.get(name, "")), "pid": there.get("pid", seen.pids.get(name)),
                      "iteration": there.get("iteration"), "silent_s": there.get("silent_s"),
                      "doing": _doing(there.get("progress")), "since": None if gone is None else gone.since})
@@ -196,10 +199,11 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
             print_line(f"{'':9} {line}")
     if not rows or (len(rows) > _SHOWN and not every):
         return
-    table = Table("worker", "state", "host", "rank", "pid", "iteration", "doing", box=None, pad_edge=False)
+    gpus = any(row["gpu"] for row in rows)
+    table = Table("worker", "state", "host", *(("GPU",) if gpus else ()), "rank", "pid", "iteration", "doing", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(row["worker"], row["state"], row["host"], *(("" if row[key] is None else str(row[key])) for key in
-                                                                 ("rank", "pid", "iteration")), row["doing"])
+        shown = ("worker", "state", "host", *(("gpu",) if gpus else ()), "rank", "pid", "iteration", "doing")
+        table.add_row(*("" if row[key] is None else str(row[key]) for key in shown))
     console.print(table)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import meeting, watching
+from megatron_recycle.launch import devices, meeting, watching
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.worker_command import say_to
 from megatron_recycle.observe.events import EventReader
@@ -186,7 +186,7 @@ class Watcher:
             except (Unreachable, Refused, ConfigError) as error:
                 silent = str(error)
         with self._lock:
-            facts = replace(self._facts(), told=told, silent=silent, meeting=found)
+            facts = replace(self._facts(), told=told, silent=silent, meeting=found, gpus=devices.read(self._folder))
             return self._states.state(facts, self._history)
 
     def _planned(self, pipeline: int | None) -> dict[str, Any]:

@@ -122,7 +122,7 @@ function showWorker(now, place) {
   say("worker", parts.map((one) => {
     const out = now.out.find((other) => other.worker === one.worker);
     const done = out ? `${out.kind}, out since ${clock(out.since)}` : one.state;
-    return `${one.worker}: ${done}; host ${one.host}, rank ${one.rank}, pid ${one.pid}` +
+    return `${one.worker}: ${done}; host ${one.host}${one.gpu ? `, ${one.gpu}` : ""}, rank ${one.rank}, pid ${one.pid}` +
       (one.iteration === null ? "" : `, iteration ${one.iteration}`) + (one.doing ? `, ${one.doing}` : "");
   }).join(" | "));
 }
