@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.backends.megatron.writers import VARIABLES, Writers, name_run
+from megatron_recycle.backends.megatron.writers import VARIABLES, Writers, name_run, unopened
 
 
 class Board:
@@ -71,6 +71,14 @@ def test_a_writer_that_cannot_be_opened_is_told_once_and_training_goes_on(variab
         writers.write(lambda: {"Recycle/live_workers": 3.0}, 2)
     told = capsys.readouterr().out
     assert told.count("WARNING") == 1 and "specify the wandb experiment name" in told
+
+
+def test_a_process_that_joins_opens_nothing_until_it_is_its_turn(variables):
+    given = arguments(rank=3)
+    with unopened(given):
+        assert not given.tensorboard_dir and not given.wandb_project
+    assert variables.get_tensorboard_writer() is None and given.tensorboard_dir == "board"
+    assert Writers(lambda: given, lambda: True).tensorboard().folder == "board"
 
 
 @pytest.mark.parametrize(("project", "named"), [("mine", "20260101-7"), ("", None)])

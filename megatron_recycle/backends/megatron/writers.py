@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,17 @@ def name_run(arguments: Any) -> None:
         os.environ.setdefault("WANDB_RUN_ID", Path(folder).name)
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
+
+
+@contextmanager
+def unopened(arguments: Any) -> Iterator[None]:
+    """A block in which Megatron-LM opens no writer, for a process that joins: another one still writes the same run."""
+    before = {name: getattr(arguments, name) for name in _OPENED_BY.values() if hasattr(arguments, name)}
+    vars(arguments).update(dict.fromkeys(before))
+    try:
+        yield
+    finally:
+        vars(arguments).update(before)
 
 
 class Writers:
