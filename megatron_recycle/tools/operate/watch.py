@@ -37,6 +37,8 @@ _PAUSE = 0.25
 """Seconds between looks at the events."""
 _ASK = 15.0
 """Seconds between questions to the coordinator."""
+_SOON = 2.0
+"""Seconds that it has to answer for the page."""
 _UNANSWERED = 4
 """Questions in a row that must stay without an answer before it counts as unreachable: a minute."""
 _FILE = 5.0
@@ -177,14 +179,15 @@ class Watcher:
 
     def _shown(self) -> dict[str, Any]:
         """What the page shows now. Called by its thread."""
-        told, silent, found = None, "", self._meeting or self._met()
+        told, silent, found = None, "", self._meeting
         with self._lock:
             over = bool(self._seen.finished)
-        if not over and found is not None:
-            try:
-                told = ask(found.control, secret(found, os.environ, self._args.token_file), "status", limit=2.0)
-            except (Unreachable, Refused, ConfigError) as error:
-                silent = str(error)
+        try:
+            found = found or self._met()
+            if not over and found is not None:
+                told = ask(found.control, secret(found, os.environ, self._args.token_file), "status", limit=_SOON)
+        except (Unreachable, Refused, ConfigError) as error:
+            silent = str(error)
         with self._lock:
             facts = replace(self._facts(), told=told, silent=silent, meeting=found, gpus=devices.read(self._folder))
             return self._states.state(facts, self._history)
