@@ -324,7 +324,7 @@ def test_a_coordinator_that_stood_by_is_not_called_the_coordinator(standby: bool
 def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: Path) -> None:
     said: list[str] = []
     with launcher(tmp_path, said, range(1)) as made:
-        made._receive({"type": "begun", "max_restarts": 0, "leave_timeout": 0.2})
+        made._receive({"type": "begun", "max_restarts": 0, "max_failures_per_host": 0, "leave_timeout": 0.2})
         made.processes.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
         made.ending.interrupt(signal.SIGTERM, 100.0)
         made.ending.interrupt(signal.SIGTERM, 100.1)
