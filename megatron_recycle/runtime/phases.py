@@ -102,6 +102,7 @@ class Phases:
             self.activity.work(work or phase.value)
         if phase is Phase.RECOVERING:
             self.running = None
+        if phase in (Phase.RECOVERING, Phase.JOINING):
             self.activity.spans.failed()
         self._last = Observed(iteration, self._standing.attempt, phase, action)
         if action is not None:

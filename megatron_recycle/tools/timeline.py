@@ -90,8 +90,7 @@ def draw_iteration(found: Iteration, path: Path) -> None:
     names = list(found.spans)
     workers = [Worker.parse(worker_of(name)) for name in names] if plan is None else list(plan.problem.grid.workers())
     rows = {worker: number for number, worker in enumerate(dict.fromkeys(workers))}
-    actual = [Box(Worker.parse(worker_of(name)), one.kind, 1000 * one.start, 1000 * one.end, _is_guest(name, one.name),
-                  one.name[len(one.kind):] if one.kind != "S" else "")
+    actual = [_ran(name, one.kind, one.name, 1000 * one.start, 1000 * one.end)
               for name in names for one in found.spans[name] if one.kind and not name.endswith(tuple(
                   f".{part}" for part in range(1, 10)))]  # of a worker with several parts the first one
     panels = [(f"iteration {found.number}, generation {found.generation}, as it was", actual)]
@@ -104,9 +103,12 @@ def draw_iteration(found: Iteration, path: Path) -> None:
     _draw_panels(panels, rows, set() if plan is None else set(plan.problem.failed), path)
 
 
-def _is_guest(name: str, action: str) -> bool:
-    pipeline = action.lstrip("FBW").partition(".")[0]
-    return pipeline.isdecimal() and int(pipeline) != Worker.parse(name.partition(".")[0]).pipeline
+def _ran(process: str, kind: str, action: str, start: float, end: float) -> Box:
+    """An action that a process has run, as `boxes` names it."""
+    worker = Worker.parse(process.partition(".")[0])
+    pipeline, _, number = action.lstrip("FBW").partition(".")
+    guest = kind != "S" and pipeline != str(worker.pipeline)
+    return Box(worker, kind, start, end, guest, "" if kind == "S" else f"{pipeline}.{number}" if guest else number)
 
 
 def _draw_panels(panels: Sequence[tuple[str, Sequence[Box]]], rows: dict[Worker, int], failed: set[Worker],
