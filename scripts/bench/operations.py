@@ -8,7 +8,7 @@ are short and follow each other, so that other load on the machine meets both. W
 record for `recycle timeline`, numbers for curves) is timed apart, by itself. Prints both, and writes
 runs/bench/operations.json.
 
-    scripts/bench/operations.py [--turns 8] [--seconds 15] [--grid 2x2x4]
+    scripts/bench/operations.py [--turns 6] [--seconds 12] [--grid 2x2x4]
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ def take_turns(job: Job, turns: int, seconds: float) -> tuple[dict[bool, list[fl
         medians[on] = statistics.median(found)
         if on:
             differences.append(medians[True] - medians[False])
+            print(f"turn {turn // 2 + 1}: {1000 * medians[False]:.1f} ms without, {1000 * medians[True]:.1f} ms with all",
+                  flush=True)
     return sides, shares, differences
 
 
@@ -150,8 +152,8 @@ class Nowhere:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=8, help="of each side")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a turn that count")
+    parser.add_argument("--turns", type=int, default=6, help="of each side")
+    parser.add_argument("--seconds", type=float, default=12.0, help="of a turn that count")
     parser.add_argument("--grid", default="2x2x4", help="pipelines x stages x micro-batches")
     args = parser.parse_args()
     exit_on_sigterm()
