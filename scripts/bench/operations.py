@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """What looking after a job costs it: iterations with everything switched on beside iterations without, in one job.
 
-The job's stages sleep (`emulated_stage.py`), so that an iteration takes about 0.3 s and the two sides differ by nothing
-else. By turns nobody looks at it, and `recycle watch` does with an alarm's command, metrics that are scraped every 5 s, a
-file for node exporters and a page that a browser asks every second; once in each turn `recycle status` runs too. Turns
-are short and follow each other, so that other load on the machine meets both. What workers do for it all the time (the
-record for `recycle timeline`, numbers for curves) is timed apart, by itself. Prints both, and writes
+The job's stages sleep (`emulated_stage.py`), so that an iteration takes about 0.3 s and the two sides differ by
+nothing else. By turns nobody looks at it, and `recycle watch` does with an alarm's command, metrics that are scraped
+every 5 s, a file for node exporters and a page that a browser asks every second; once in each turn `recycle status`
+runs too. Turns are short and follow each other, so that other load on the machine meets both. What workers do for it
+all the time (the record for `recycle timeline`) is timed apart, by itself. Prints both, and writes
 runs/bench/operations.json.
 
     scripts/bench/operations.py [--turns 6] [--seconds 12] [--grid 2x2x4]
@@ -24,6 +24,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -109,8 +110,8 @@ def take_turns(job: Job, turns: int, seconds: float) -> tuple[dict[bool, list[fl
         medians[on] = statistics.median(found)
         if on:
             differences.append(medians[True] - medians[False])
-            print(f"turn {turn // 2 + 1}: {1000 * medians[False]:.1f} ms without, {1000 * medians[True]:.1f} ms with all",
-                  flush=True)
+            print(f"turn {turn // 2 + 1}: {1000 * medians[False]:.1f} ms without, {1000 * medians[True]:.1f} ms with "
+                  "all", flush=True)
     return sides, shares, differences
 
 
@@ -123,7 +124,7 @@ def measured(commits: list[float], seconds: float, run: Path | None) -> list[flo
     since = time.time()
     time.sleep(seconds)
     times = [moment for moment in list(commits) if moment >= since]
-    return [after - before for before, after in zip(times, times[1:])]
+    return [after - before for before, after in pairwise(times)]
 
 
 def transition() -> float:
@@ -180,8 +181,8 @@ def main() -> int:
     print(f"an iteration: {1000 * without:.1f} ms without, {1000 * with_all:.1f} ms with all; the median of "
           f"{len(differences)} pairs of turns differs by {100 * cost:+.2f} % (aim: below {100 * AIM:.0f} %)")
     print(f"the watcher with scrapes and a page: {100 * found['watcher_share_of_a_core']:.1f} % of a core")
-    print(f"the record of a worker: {1e6 * record:.1f} microseconds an action, {100 * found['record_share']:.3f} % of an "
-          f"iteration of {actions} actions")
+    print(f"the record of a worker: {1e6 * record:.1f} microseconds an action, {100 * found['record_share']:.3f} % of "
+          f"an iteration of {actions} actions")
     return int(cost + found["record_share"] >= AIM)
 
 

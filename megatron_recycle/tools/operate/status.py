@@ -200,7 +200,8 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
     if not rows or (len(rows) > _SHOWN and not every):
         return
     gpus = any(row["gpu"] for row in rows)
-    table = Table("worker", "state", "host", *(("GPU",) if gpus else ()), "rank", "pid", "iteration", "doing", box=None, pad_edge=False)
+    table = Table("worker", "state", "host", *(("GPU",) if gpus else ()), "rank", "pid", "iteration", "doing", box=None,
+                  pad_edge=False)
     for row in rows:
         shown = ("worker", "state", "host", *(("gpu",) if gpus else ()), "rank", "pid", "iteration", "doing")
         table.add_row(*("" if row[key] is None else str(row[key]) for key in shown))

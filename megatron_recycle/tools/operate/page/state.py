@@ -68,7 +68,7 @@ class States:
             self._planned = (key, plan_seconds(facts))
         repairs = list(dict.fromkeys(one.repair for one in seen.out.values() if one.repair))
         return {**to_json(facts, judge(facts), planned=self._planned[1]), "grid": list(seen.grid),
-                "digest": seen.digest, "drain": repairs, "failures": len(seen.failures), "iterations": [*history.iterations],
+                "digest": seen.digest, "drain": repairs, "iterations": [*history.iterations],
                 "marks": [*history.marks], "events": [*history.lines]}
 
     def schedule(self, folder: Path, digest: str, pipeline: int | None) -> dict[str, Any]:
