@@ -156,7 +156,9 @@ function showSpeed(now) {
     say("speedhint", "Nothing is measured yet.");
     return;
   }
-  const first = rows[0][0], last = rows[rows.length - 1][0], sorted = rows.map((row) => row[2]).sort((a, b) => a - b);
+  const first = rows[0][0], kinds = ["suspected", "joined", "restored"];
+  const marks = now.marks.filter((one) => one.t >= first && kinds.includes(one.event));
+  const last = Math.max(rows[rows.length - 1][0], ...marks.map((one) => one.t)), sorted = rows.map((row) => row[2]).sort((a, b) => a - b);
   const most = 1.15 * Math.max(sorted[Math.floor(0.97 * (sorted.length - 1))], now.throughput.fault_free_s || 0);
   const x = (t) => left + (width - left - 8) * (t - first) / Math.max(1e-9, last - first);
   const y = (s) => bottom - (bottom - 8) * Math.min(s, most) / most;
@@ -171,7 +173,6 @@ function showSpeed(now) {
     svg.append(make("line", {class: "axis usual", x1: left, x2: width - 8, y1: y(usual), y2: y(usual)}),
                make("text", {x: width - 10, y: y(usual) - 4, "text-anchor": "end"}, "fault-free"));
   }
-  const marks = now.marks.filter((one) => one.t >= first && ["suspected", "joined", "restored"].includes(one.event));
   for (const one of marks.slice(-60)) {
     const line = make("line", {class: one.event === "suspected" ? "mark" : "mark joined", x1: x(one.t), x2: x(one.t),
                                y1: 6, y2: bottom});
