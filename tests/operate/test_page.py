@@ -232,7 +232,8 @@ def test_a_kill_is_on_the_page_within_two_seconds_and_keys_reach_the_worker(tmp_
             assert took < 2.0
             watched.run.commit(12, 0.42)
             browser.until("const mark = document.querySelector('#chart .mark'); "
-                          "return mark && +mark.getAttribute('x1') < 992 && document.querySelector('#line').textContent.includes('iteration 51') && "
+                          "return mark && +mark.getAttribute('x1') < 992 && "
+                          "document.querySelector('#line').textContent.includes('iteration 51') && "
                           "document.querySelectorAll('#plan rect').length > 20", 10)
             label = "return document.activeElement.getAttribute('aria-label')"
             browser.run("document.querySelector('#grid button').focus()")
