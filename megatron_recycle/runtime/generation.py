@@ -268,6 +268,7 @@ class Current:
         kept: by iteration, attempts that may be taken up again: of the one that is not committed, and of the next one.
         torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
         owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
+        had: who holds which shard until then; None: the generation's cuts say so.
     """
 
     def __init__(self) -> None:
@@ -278,6 +279,7 @@ class Current:
         self.kept: dict[int, Kept] = {}
         self.torn = False
         self.owed: Sequence[tuple[int, Worker, Worker]] = ()
+        self.had: Cuts | None = None
 
     def get(self) -> Generation:
         """The one in force."""
@@ -305,15 +307,16 @@ class Current:
             taken, self._in_force = self._in_force, None
         return taken
 
-    def abort(self, generation: int) -> None:
-        """Free the training thread from every wait of a generation older than ``generation``.
+    def abort(self, generation: int, level: bool = False) -> None:
+        """Free the training thread from every wait of a generation older than ``generation``; ``level`` as in
+        `Groups.abort`.
 
         Called by the agent's thread.
         """
         with self._lock:
             current = self._in_force
         if current is not None and current.epoch.generation < generation:
-            current.groups.abort()
+            current.groups.abort(level)
 
 
 def store_prefix(prefix: str, epoch: Epoch) -> str:

@@ -183,10 +183,10 @@ class Site:
     def keeps_messages(self) -> bool:
         """Whether an iteration's messages and sums are kept until it is committed, so that it goes on after a failure.
 
-        A worker's parts would go on from different places. On a GPU an abort ends operations as if they had succeeded.
+        On a GPU an abort ends operations as if they had succeeded.
         """
         wanted = self.config.keep_messages
-        return POLICIES[self.config.policy].reroutes and self.place.parts == 1 and (
+        return POLICIES[self.config.policy].reroutes and (
             wanted == "all" or (wanted == "auto" and self.stage.device.type == "cpu"))
 
     @cached_property
@@ -194,11 +194,11 @@ class Site:
         """Whether training returns to the script once the worker's stage is closed for an iteration; otherwise once all
         workers have committed it. The same on all workers.
 
-        With shards the peers of a stage make together again what a failure has lost, whatever each of them holds.
         Where an abort may spoil what a survivor has computed of messages that are used, they may be needed again.
+        Shards of a worker's parts are not followed through a closed iteration.
         """
-        return (not self.config.settles and self.keeps_messages and self.stage.shards is None
-                and BACKENDS[self.place.backend].host)
+        apart = self.place.parts == 1 or self.stage.shards is None
+        return self.keeps_messages and apart and BACKENDS[self.place.backend].host
 
     @cached_property
     def tied(self) -> tuple[int, ...]:
@@ -208,6 +208,11 @@ class Site:
         while more := [tie for tie in ties if tie & found and tie - found]:
             found.update(*more)
         return tuple(sorted(found - {self.place.me.stage}))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this process is a member of the next generation, as far as it knows."""
+        return not self.agent.outside and self.agent.ended is None
 
     def interrupted(self, standing: Standing) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.redo import redo
@@ -26,14 +28,22 @@ class Asked(NamedTuple):
     placement: tuple[int, ...] = ()
     split_backward: bool = True
     full_backward: tuple[int, ...] = ()
+    block: int = 0
+    """Of the exact reduction; 0: it is the fast one."""
+    copies: int = 0
+    """Workers that hold each shard of a stage's optimizer state; 0: it is not cut."""
+
+    def shards(self, worker: Worker) -> list[int]:
+        """Those that it begins with."""
+        return to_begin_with(worker.pipeline, len(self.microbatches), self.copies) if self.copies else []
 
 
 @lru_cache(maxsize=1024)
 def problem_of(asked: Asked) -> Problem:
-    """The planner's problem; without memory limits and blocks, so that every rest of an iteration has a plan."""
+    """The planner's problem; without memory limits, so that every rest of an iteration has a plan."""
     chunks = len(asked.placement) or asked.stages
     return Problem(Grid(asked.stages, asked.microbatches), Costs.uniform(chunks, 1, 1, 1), placement=asked.placement,
-                   split_backward=asked.split_backward, full_backward=asked.full_backward)
+                   split_backward=asked.split_backward, full_backward=asked.full_backward, block=asked.block)
 
 
 @lru_cache(maxsize=4096)
@@ -48,14 +58,21 @@ def _formed(asked: Asked, members: tuple[tuple[str, str], ...],
     """The machine once all processes are ready."""
     state, decided = st.State(size=len(members)), list[do.Decision]()
     listed = [st.Member(name, rank, name, rank + 1000, host) for rank, (name, host) in enumerate(members)]
-    description = {"grid": {"stages": asked.stages, "microbatches": list(asked.microbatches)}, "block": 0,
-                   "reduction": "fast"} | ({"parts": parts} if parts > 1 else {})
+    description = {"grid": {"stages": asked.stages, "microbatches": list(asked.microbatches)}, "block": asked.block,
+                   "reduction": "exact" if asked.block else "fast"} | ({"parts": parts} if parts > 1 else {})
     report = {"iteration": 0, "attempt": 0, "holds": -1, "stepped": -1, "verdict": None, "actions": 0}
-    happened = [*map(inputs.Hello, listed), *(inputs.Ready(member.worker, description, report) for member in listed)]
+    happened = [*map(inputs.Hello, listed), *(inputs.Ready(member.worker, description, report | _cut(asked, member))
+                                              for member in listed)]
     for each in happened:
         state, decisions = step(state, each, 1000.0)
         decided += decisions
     return state, listed, decided
+
+
+def _cut(asked: Asked, member: st.Member) -> Message:
+    """What a process reports of its shards at the start."""
+    held = dict.fromkeys(map(str, asked.shards(Process.parse(member.worker).worker)), -1)
+    return {"shards": {"of": len(asked.microbatches), "copies": asked.copies, "held": held}} if asked.copies else {}
 
 
 class Coordinator:
@@ -66,7 +83,7 @@ class Coordinator:
         members: every process and its host.
         tell: gets each message for a process.
         parts: processes of a worker.
-        alike: of what each part of a worker has done, that which counts.
+        tells: makes the coordinator's reports of those of a worker's parts.
 
     Attributes:
         events: that were emitted.
@@ -77,8 +94,8 @@ class Coordinator:
 
     def __init__(self, asked: Asked, members: Mapping[str, str], tell: Callable[[str, Message], None],
                  parts: int = 1,
-                 alike: Callable[[Sequence[Sequence[Action]]], Sequence[Action]] = lambda lists: lists[0]) -> None:
-        self._asked, self._tell, self._parts, self._alike = asked, tell, parts, alike
+                 tells: Callable[[Sequence[Message]], Sequence[Message]] = lambda reports: reports) -> None:
+        self._asked, self._tell, self._tells = asked, tell, tells
         self.events: list[Message] = []
         self.ended: do.End | None = None
         self.orders: list[do.MakePlan | do.MakeRedo] = []
@@ -113,8 +130,11 @@ class Coordinator:
         self._reports[name] = inputs.Reported(name, generation, report)
         if set(self._reports) != set(self._state.members):
             return
-        for told in self._reports.values():
-            self._feed(told)
+        for worker in {Process.parse(each).worker for each in self._reports}:
+            names = [each for each in self._reports if Process.parse(each).worker == worker]
+            reports = self._tells([self._reports[each].report for each in names])
+            for each, said in zip(names, reports, strict=True):
+                self._feed(replace(self._reports[each], report=said))
 
     def answer(self, order: do.MakePlan | do.MakeRedo) -> None:
         """What was ordered is done."""
@@ -125,12 +145,9 @@ class Coordinator:
             self._feed(inputs.Redone(order.generation, self._redo(order)))
 
     def _redo(self, order: do.MakeRedo) -> Message | None:
-        """As `control.planning.Planning.redo`, with what counts of what a worker's parts have done."""
+        """As `control.planning.Planning.redo`."""
         whole = Plan.from_json(dict(order.plan))
-        by: dict[Worker, list[list[Action]]] = {}
-        for name, listed in order.done.items():
-            by.setdefault(Process.parse(name).worker, []).append([*map(Action.parse, listed)])
-        done = {worker: self._alike([*listed, *([[]] * (self._parts - len(listed)))]) for worker, listed in by.items()}
+        done = {Worker.parse(name): [*map(Action.parse, listed)] for name, listed in order.done.items()}
         rest = redo(whole, done, order.closed)
         if rest is None:
             assert self._state.redo is not None
