@@ -78,6 +78,8 @@ class Summary:
             return None
         if "error" in event and "pid" in event:
             self.errors[event["rank"], event["pid"]] = event["error"]
+        if name == "explained":
+            return _explained(event)
         if name == "last_copy":
             return _last_copy(event)
         if name == "last_host":
@@ -154,6 +156,14 @@ def _started(event: Mapping[str, Any]) -> str:
     several = len(set(event.get("hosts", {}).values())) > 1
     copies = len(event.get("grid", {}).get("microbatches", ())) > 1
     return f"{line}\nrecycle: {event['survival']}" if "survival" in event and (several or not copies) else line
+
+
+def _explained(event: Mapping[str, Any]) -> str:
+    """Why a worker has failed, and what takes its node out of service."""
+    gpu, repair = event.get("gpu"), event.get("repair")
+    return (f"recycle: {event['worker']} (rank {event['rank']}, pid {event['pid']}) on {event['host']}"
+            f"{f', {gpu}' if gpu else ''}: {'; '.join(event['causes'])}"
+            + (f". Take the node out: {repair}" if repair else ""))
 
 
 def _last_copy(event: Mapping[str, Any]) -> str:

@@ -53,11 +53,24 @@ def default_nproc(environ: Mapping[str, str]) -> int:
 NO_PYTHON = "--no-python"
 
 
+_PASSING = "recycle: committed "
+_CLEAR = "\r\x1b[K"
+
+
 def say_to(stream: Any) -> Callable[[str], None]:
-    """A `say` that writes lines at once; warnings name their section of the runbook."""
+    """A `say` that writes lines at once; warnings name their section of the runbook. On a terminal those about
+    committed iterations take each other's place, so that what has happened stays in sight."""
+    terminal, passing = stream.isatty(), False
 
     def say(line: str) -> None:
-        print(with_section(line) if "recycle: warning: " in line else line, file=stream, flush=True)
+        nonlocal passing
+        before = _CLEAR if passing else ""
+        passing = terminal and _PASSING in line
+        if passing:
+            line = line[:max(1, shutil.get_terminal_size().columns - 1)]
+        elif "recycle: warning: " in line:
+            line = with_section(line)
+        print(f"{before}{line}", end="" if passing else "\n", file=stream, flush=True)
 
     return say
 
