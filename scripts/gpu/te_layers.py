@@ -24,18 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project need
 import torch
 from torch import nn
 
-WIDTHS = {"cpu": 8, "cuda": 256}
+WIDTHS = {"cpu": 32, "cuda": 256}
 MICROBATCHES = 3
+RECIPES = {"tensorwise": "Float8CurrentScaling", "blockwise": "Float8BlockScaling", "mxfp8": "MXFP8BlockScaling"}
+"""Megatron's names of the recipes of 8 bits without a history -> Transformer Engine's classes."""
 
 
 def compare(fused: bool, uses: int, backwards: bool, dtype: torch.dtype = torch.float32,
-            device: str = "cpu") -> dict[str, Any]:
+            device: str = "cpu", recipe: str | None = None) -> dict[str, Any]:
     """What came out of it.
 
     Args:
         fused: weight gradients are added to `main_grad`, of 32 bits, by the kernel that forms them.
         uses: how often a micro-batch goes through the layers.
         backwards: weight gradients are formed the other way round.
+        recipe: of products in 8 bits, one of `RECIPES`.
     """
     from megatron_recycle.backends.megatron import te
     from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
@@ -45,14 +48,14 @@ def compare(fused: bool, uses: int, backwards: bool, dtype: torch.dtype = torch.
     plain, model = _layers(fused, dtype, device), _layers(fused, dtype, device)
     model.load_state_dict(plain.state_dict(), strict=False)
     for seed in range(MICROBATCHES):
-        _loss(plain, seed, uses, dtype, device).backward()
+        _loss(plain, seed, uses, dtype, device, recipe).backward()
         _add_up(plain)
     splitter: Any = te.splitter_for([model], split_backward=True)
     layout = Layout(list(model.parameters()), torch.float32)
     sums = Accumulators(layout, lambda pipeline, microbatch: (WHOLE, 0))
     queues, formed = [WeightQueue() for _ in range(MICROBATCHES)], 0
     for seed, queue in enumerate(queues):
-        loss = _loss(model, seed, uses, dtype, device)
+        loss = _loss(model, seed, uses, dtype, device, recipe)
         with splitter.into(queue, [loss]):
             loss.backward()
         for parameter in model.parameters():
@@ -73,10 +76,11 @@ def compare(fused: bool, uses: int, backwards: bool, dtype: torch.dtype = torch.
             "untouched": all(bool((parameter.main_grad == 0).all()) for parameter in model.parameters())}
 
 
-def is_well(found: dict[str, Any], uses: int, backwards: bool, dtype: torch.dtype) -> bool:
-    """Whether that is as it has to be."""
+def is_well(found: dict[str, Any], uses: int, backwards: bool, dtype: torch.dtype, recipe: str | None = None) -> bool:
+    """Whether that is as it has to be. In 8 bits biases' gradients are formed in B, before rounding."""
     exact = not backwards and uses == 1
-    return bool(found["items"] == [2 * uses] * MICROBATCHES and found["formed in B"] == 2 * MICROBATCHES
+    formed = (2 if recipe is None else 4) * MICROBATCHES
+    return bool(found["items"] == [2 * uses] * MICROBATCHES and found["formed in B"] == formed
                 and found["untouched"] and (found["same bits"] if exact else
                                             found["far"] < (1e-5 if dtype == torch.float32 else 2e-2)))
 
@@ -93,10 +97,15 @@ def _layers(fused: bool, dtype: torch.dtype, device: str) -> nn.Module:
     return model
 
 
-def _loss(model: nn.Module, seed: int, uses: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+def _loss(model: nn.Module, seed: int, uses: int, dtype: torch.dtype, device: str, recipe: str | None) -> torch.Tensor:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as recipes
+
     x = torch.randn(2, 16, WIDTHS[device], generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-    for _ in range(uses):
-        x = model(x)
+    how = {} if recipe is None else {"fp8_recipe": getattr(recipes, RECIPES[recipe])()}
+    with te.fp8_autocast(enabled=recipe is not None, **how):
+        for _ in range(uses):
+            x = model(x)
     return x.float().square().mean()
 
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.te.quantised import is_quantised, matrix, quantize
+
 
 class DType(enum.IntEnum):
     """Types of numbers, by the values that Transformer Engine gives them."""
@@ -72,15 +74,19 @@ def generic_gemm(A: Tensor, transA: bool, B: Tensor, transB: bool, out: Tensor |
     assert quantizer is None and not gelu and comm_overlap is None and not bulk_overlap
     assert alpha == 1.0 and beta in (None, 0.0, 1.0)
     dtype = out.dtype if out is not None else _TORCH[out_dtype] if out_dtype is not None else B.dtype
-    first, second = _rows(B).to(dtype), _rows(A).to(dtype)
+    if is_quantised(A) or is_quantised(B):  # products of 8 bits are summed in 32
+        first, second = _operand(B, not transB), _operand(A, transA)
+    else:
+        first, second = _rows(B).to(dtype), _rows(A).to(dtype)
     product = (first.t() if transB else first) @ (second.t() if transA else second)
     bias_gradient = None
     if bias is not None and grad:
         bias_gradient = _rows(B).sum(0).to(bias.dtype)
     elif bias is not None:
-        product = product + bias.to(dtype)
+        product = product + bias.to(product.dtype)
+    product = product.to(dtype)
     if out is None:
-        out = product if transB else product.reshape(*B.shape[:-1], product.shape[-1])
+        out = product if transB else product.reshape(*B.size()[:-1], product.shape[-1])
     elif accumulate:
         out += product
     else:
@@ -109,6 +115,10 @@ def te_general_grouped_gemm(A: Sequence[Tensor], transA: bool, B: Sequence[Tenso
     return bias
 
 
+def _operand(tensor: Any, by_rows: bool) -> Tensor:
+    return matrix(tensor, by_rows) if is_quantised(tensor) else _rows(tensor).float()
+
+
 def _rows(tensor: Tensor) -> Tensor:
     """(..., n) as (rows, n)."""
     return tensor.reshape(-1, tensor.shape[-1])
@@ -132,7 +142,7 @@ def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tens
     mean = wide.mean(-1)
     scale = (wide.var(-1, unbiased=False) + eps).rsqrt()
     y = (wide - mean[:, None]) * scale[:, None] * _gamma(weight, zero_centred) + bias.float()
-    return _into(out, y.to(x.dtype)), mean, scale
+    return _into(out, y.to(x.dtype), quantizer), mean, scale
 
 
 def layernorm_bwd(dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, margin: int,
@@ -149,7 +159,7 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quant
     """As `layernorm_fwd`, without means."""
     wide = x.float()
     scale = (wide.square().mean(-1) + eps).rsqrt()
-    return _into(out, (wide * scale[:, None] * _gamma(weight, zero_centred)).to(x.dtype)), None, scale
+    return _into(out, (wide * scale[:, None] * _gamma(weight, zero_centred)).to(x.dtype), quantizer), None, scale
 
 
 def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, margin: int,
@@ -165,7 +175,9 @@ def _gamma(weight: Tensor, zero_centred: bool) -> Tensor:
     return weight.float() + (1.0 if zero_centred else 0.0)
 
 
-def _into(out: Tensor | None, value: Tensor) -> Tensor:
+def _into(out: Tensor | None, value: Tensor, quantizer: Any) -> Any:
+    if quantizer is not None:
+        return quantize(value, quantizer, out)
     return value if out is None else out.copy_(value)
 
 
