@@ -74,6 +74,13 @@ def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
     return found
 
 
+def quantizers_of(module: nn.Module) -> list[Any]:
+    """What makes tensors of 8 bits in a layer, from its first forward with them on. With sequence parallelism they keep
+    the group in which they agree on a scale."""
+    made = vars(module).get("quantizers")
+    return [one for several in made.values() for one in several] if is_in(module) and isinstance(made, dict) else []
+
+
 def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronSplitter | TESplitter:
     """What makes the linear layers of ``models`` defer. Raises UnsupportedError where these are to add weight gradients
     up themselves and the backward is not to be split (``split_backward``)."""
@@ -218,6 +225,12 @@ class _Store:
         return self._splitter.own.deferral.queue_for(self._made_in)
 
 
+def _memory_of(tensor: Any) -> list[torch.Tensor]:
+    """What ``tensor`` consists of: a tensor of 8 bits has its numbers twice, or once, as products need them."""
+    halves = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
+    return [half for half in halves if half is not None]
+
+
 def _parameter(value: Any) -> nn.Parameter | None:
     """``value``; without a bias a layer has an empty tensor."""
     return value if isinstance(value, nn.Parameter) else None
@@ -257,7 +270,12 @@ class _Formed:
 
 
 class _Delayed(DeferredLinear):
-    """A layer's gradients, which its own kernel forms: `fused` is a `_Formed`."""
+    """A layer's gradients, which its own kernel forms: `fused` is a `_Formed`. Inputs and output gradient may be
+    Transformer Engine's tensors of 8 bits."""
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        return [tensor for whole in (self.inputs, self.output_gradient) for tensor in _memory_of(whole)]
 
     def add_weight(self, sum_: torch.Tensor) -> None:
         assert self.fused is not None
