@@ -8,6 +8,7 @@ is added to a sum of 32 bits is formed in 32 bits.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ def te_general_grouped_gemm(A: Sequence[Tensor], transA: bool, B: Sequence[Tenso
     With ``grad`` the gradients of biases are written into ``bias``, whose tensors are empty if there are none."""
     parts = torch.split(out[0], list(splits or ())) if single_output else out
     for a, b, product, one in zip(A, B, parts, bias, strict=True):
-        if not b.numel():
+        if not math.prod(b.size()):
             if not accumulate:
                 product.zero_()
             continue

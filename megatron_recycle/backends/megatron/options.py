@@ -68,8 +68,8 @@ ANYWHERE = (
     Option("optimizer", "use one of Megatron's plain ones (--optimizer adam or sgd)",
            lambda name: name not in ("adam", "sgd")),
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
-    Option("fp4", "its kernels round gradients by random numbers of their own, so that an iteration that is begun again "
-           "would differ, and nothing of it has run; use bf16, or fp8 with another recipe than delayed"),
+    Option("fp4", "its kernels round gradients by random numbers of their own, so that an iteration begun again would "
+           "differ, and nothing of it has run; use bf16, or fp8 with another recipe than delayed"),
     *(Option(name, "parameters themselves would have 8 bits, which no copy of a stage's state carries; leave it out")
       for name in ("fp8_param", "fp8_param_gather")),
     *(Option(name, "attention in 8 bits was not tried; leave it out")
