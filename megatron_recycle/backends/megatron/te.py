@@ -220,11 +220,11 @@ class _Store:
         queue, layer, splitter = self._queue(), self._layer, self._splitter
         assert queue is not None
         if _is_grouped(layer):  # as many inputs and gradients as it has weights, and where the weights' would go
-            together = _Together(form, *tensors)
+            together = _Grouped(form, *tensors)
             for number, (weight, bias) in enumerate(zip(_weights(layer), _biases(layer), strict=True)):
                 queue.deferred.append(_Delayed(
                     tensors[0][number], tensors[1][number], _trained(weight), _trained(bias),
-                    fused=_Member(together, number, weight, splitter.place_of(weight))))
+                    fused=_FormedTogether(together, number, weight, splitter.place_of(weight))))
                 splitter.leave(weight)
             return
         inputs, gradient = tensors
@@ -302,7 +302,7 @@ class _Formed:
         return alone
 
 
-class _Together:
+class _Grouped:
     """The gradients of a grouped layer's weights and biases, which one kernel forms when the first of them is wanted.
 
     Args:
@@ -330,10 +330,10 @@ class _Together:
         return found
 
 
-class _Member(_Formed):
-    """One weight of `_Together`."""
+class _FormedTogether(_Formed):
+    """One weight of `_Grouped`."""
 
-    def __init__(self, together: _Together, number: int, weight: nn.Parameter, place: _Place | None) -> None:
+    def __init__(self, together: _Grouped, number: int, weight: nn.Parameter, place: _Place | None) -> None:
         super().__init__(together.take, weight, place)
         self._number = number
 
