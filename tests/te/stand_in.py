@@ -166,6 +166,9 @@ def _replace() -> None:
             vars(module)["get_dummy_wgrad"] = _unread
         if hasattr(module, "get_cudnn_version"):
             vars(module)["get_cudnn_version"] = lambda: (9, 10, 0)
+        if hasattr(module, "_get_cuda_rng_state"):  # as scripts/megatron_cpu.py has Megatron's
+            vars(module)["_get_cuda_rng_state"] = lambda *_, **__: torch.get_rng_state()
+            vars(module)["_set_cuda_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
         for kind in ("fp8", "mxfp8", "fp8_block_scaling"):  # a GPU that can each of these has not been built
             if hasattr(module, f"check_{kind}_support"):
                 vars(module)[f"check_{kind}_support"] = lambda: (True, "")

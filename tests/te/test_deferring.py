@@ -80,3 +80,46 @@ def test_the_first_micro_batch_overwrites_no_sum(engine: Path):
         result = job.wait()[0]
         assert result.status == 0, job.where()
     assert result.value["far"] < 1e-5
+
+
+def again(observer_of: Callable[[str], Any], rank: int) -> dict[str, Any]:
+    """A layer that Transformer Engine's own checkpoint runs again in B."""
+    import sys
+
+    from torch import float32, nn
+
+    from tests.backends.megatron_job import SCRIPTS
+
+    sys.path[:0] = [SCRIPTS, f"{SCRIPTS}/gpu"]
+    import te_layers
+
+    import megatron_cpu
+
+    megatron_cpu.install(pretend=True)
+    te: Any = sys.modules["transformer_engine.pytorch"]
+
+    class Again(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Any) -> Any:
+            return te.checkpoint(self.layer, x)
+
+    plain = te_layers._layers
+
+    def layers(*arguments: Any) -> nn.Module:
+        model = plain(*arguments)
+        model[1] = Again(model[1])
+        return model
+
+    te_layers._layers = layers
+    return te_layers.judge({"fused": False, "uses": 1, "backwards": False, "dtype": float32}, "cpu")
+
+
+@engines
+def test_layers_that_its_own_checkpoint_runs_again_defer_as_well(engine: Path):
+    with TEJob(engine, 1, {}, body=again, coordinated=False) as job:
+        result = job.wait()[0]
+        assert result.status == 0, job.where()
+    assert result.value["well"], result.value
