@@ -25,7 +25,13 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
     found = {name: _kept(report, resume.next) for name, report in state.reports.items()}
-    return {name: tuple(kept["actions"]) for name, kept in found.items() if kept is not None and kept["actions"]}
+    kept = {name: tuple(kept["actions"]) for name, kept in found.items() if kept is not None and kept["actions"]}
+    return kept if len(_lent(state, resume, kept)) < 2 else {}
+
+
+def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> str:
+    """The digest of the plan by which ``found`` was done, where that lends layers; else nothing."""
+    return "".join(_lent(state, resume, found))
 
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
@@ -64,6 +70,10 @@ def without_kept(state: State, resume: Resume) -> Resume:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
         min(count, _counted(state.reports[name], resume.next)) for name, count in redo.done.items()))
+
+
+def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {(_kept(state.reports[name], resume.next) or {}).get("lent", "") for name in found}
 
 
 def _closed(state: State, resume: Resume) -> list[str]:

@@ -35,6 +35,7 @@ class Kept:
         computed: by them.
         log: messages that they have made.
         metas: shapes of the activations that this worker has sent, by the boundary that they cross.
+        lent: digest of the plan that it has followed, where that lends layers.
     """
 
     iteration: int
@@ -43,12 +44,14 @@ class Kept:
     computed: Computed
     log: Log
     metas: Mapping[int, Meta]
+    lent: str = ""
 
     def report(self, committed: int) -> dict[str, Any]:
         """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
         guess may turn out wrong, and with it the parameters that all this was computed with."""
-        return {"iteration": self.iteration, "chain": self.chain, "actions": [str(action) for action in self.done],
+        told = {"iteration": self.iteration, "chain": self.chain, "actions": [str(action) for action in self.done],
                 "provisional": committed < self.iteration - 1}
+        return {**told, "lent": self.lent} if self.lent else told
 
 
 @dataclass(frozen=True)
