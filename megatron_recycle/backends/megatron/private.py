@@ -132,8 +132,16 @@ ENGINE: Sequence[Private] = (
     Private("transformer_engine.pytorch.module.linear", "Linear.wgrad_store Linear.fuse_wgrad_accumulation"),
     Private("transformer_engine.pytorch.module.layernorm_linear", "LayerNormLinear.wgrad_store "
             "LayerNormLinear.fuse_wgrad_accumulation"),
+    Private("transformer_engine.pytorch.module.grouped_linear", "GroupedLinear.wgrad_store "
+            "GroupedLinear.fuse_wgrad_accumulation GroupedLinear.num_gemms"),
+    Private("transformer_engine.pytorch.tensor.float8_tensor", "Float8CurrentScalingQuantizer.amax_reduction_group"),
+    *(Private(f"transformer_engine.pytorch.tensor.storage.{module}", f"{kind}.get_data_tensors")
+      for module, kind in (("float8_tensor_storage", "Float8TensorStorage"),
+                           ("float8_blockwise_tensor_storage", "Float8BlockwiseQTensorStorage"),
+                           ("mxfp8_tensor_storage", "MXFP8TensorStorage"))),
     Private("transformer_engine.pytorch.module._common", "WeightGradStore.delay_wgrad_compute WeightGradStore.put"),
-    Private("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.tp_group"),
+    Private("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.tp_group "
+            "TransformerEngineBaseModule.quantizers"),
 )
 """Of Transformer Engine."""
 

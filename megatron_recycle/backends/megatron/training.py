@@ -24,6 +24,7 @@ from megatron_recycle.backends.megatron.options import (
     message,
     other_evaluations,
     v_shaped,
+    with_history,
 )
 from megatron_recycle.backends.megatron.saves import LoopSaves, SavingSchedule
 from megatron_recycle.backends.megatron.writers import Writers
@@ -58,7 +59,7 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
     beside = () if getattr(arguments, "ckpt_format", None) == "torch_dist" else (ALL_AT_ONCE,)
     writes = (BY_CORE,) if getattr(arguments, "async_save", False) else ()
     refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *beside, *writes), [arguments])
-    refused += other_evaluations(arguments)
+    refused += other_evaluations(arguments) + with_history(arguments)
     if chunks > 1:
         more, others = v_shaped(arguments)
         refused, changed = refused + more, changed + others
