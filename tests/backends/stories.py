@@ -7,6 +7,7 @@ tests, and with ``table`` the tables.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -121,7 +122,14 @@ class Recorder:
         """Stories that were skipped stay as they are written there."""
         if not self._passed:
             return
-        found = json.loads(self._path.read_text()) if self._path.exists() else {}
+        with self._path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # runs in several environments may end at once
+            file.seek(0)
+            text = json.dumps(self._added(json.loads(file.read() or "{}")), indent=1, sort_keys=True)
+            file.truncate(0)
+            file.write(f"{text}\n")
+
+    def _added(self, found: dict[str, Any]) -> dict[str, Any]:
         if found.get("commit") != self._commit:
             found = {"commit": self._commit, "runs": []}
         own = versions()
@@ -131,7 +139,7 @@ class Recorder:
             found["runs"].append(of_this)
         of_this["stories"].update({story: "passed" if passed else "failed" for story, passed in self._passed.items()})
         found["runs"].sort(key=lambda run: [run[name] for name in ("python", *PACKAGES)])
-        self._path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        return found
 
 
 def table(framework: str, runs: Sequence[Mapping[str, Any]]) -> str:
