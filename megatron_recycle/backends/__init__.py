@@ -22,6 +22,8 @@ __all__ = ["BACKENDS", "Options", "enable"]
 
 BACKENDS: Mapping[str, str] = {
     "deepspeed": "deepspeed.version:install",
+    "megatron.bridge.training.setup": "megatron.bridge:watch_setup",
+    "megatron.bridge.training.train": "megatron.bridge:watch_training",
     "megatron.core.optimizer.distrib_optimizer": "megatron.groups_of_optimizer:watch",
     "megatron.core.parallel_state": "megatron.hook:watch_groups",
     "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",

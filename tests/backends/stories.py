@@ -153,7 +153,7 @@ def table(framework: str, runs: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def tested(package: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def passed_with(package: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     """The versions of ``package`` in runs of which nothing has failed."""
     return sorted({run[package] for run in runs if {*run["stories"].values()} == {"passed"}}, key=Version)
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_recycle.backends.deepspeed import private as deepspeed
 from megatron_recycle.backends.deepspeed.version import is_supported
 from megatron_recycle.backends.megatron.private import TESTED
-from tests.backends.stories import FOLDER, OF_MEGATRON, RESULTS, STORIES, Recorder, of, table, tested, versions
+from tests.backends.stories import FOLDER, OF_MEGATRON, RESULTS, STORIES, Recorder, of, passed_with, table, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST = max(TESTED)
@@ -39,11 +39,11 @@ def test_what_is_declared_as_tested_was():
     runs = json.loads(RESULTS.read_text())["runs"]
     megatron = [run for run in runs if any(of("megatron", story) in run["stories"] for story in OF_MEGATRON)]
     others = [run for run in runs if run not in megatron or of("deepspeed", "killed") in run["stories"]]
-    assert tested("megatron-core", megatron) == [*TESTED.values()]
-    releases = tested("deepspeed", others)
+    assert passed_with("megatron-core", megatron) == [*TESTED.values()]
+    releases = passed_with("deepspeed", others)
     assert releases[0] == ".".join(map(str, deepspeed.OLDEST)) and releases[-1] == deepspeed.TESTED
     assert all(map(is_supported, releases))
-    torch = tested("torch", runs)
+    torch = passed_with("torch", runs)
     declared = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert declared is not None and torch[0].startswith(f"{declared[1]}.")
     page = (ROOT / "docs" / "versions.md").read_text()
@@ -84,7 +84,7 @@ def test_a_story_has_failed_if_one_of_its_tests_has_and_results_of_another_commi
         {**versions(), "stories": {"megatron: lent layers": "failed", "megatron: killed": "passed"}}]}
     printed = table("megatron", found["runs"])
     assert "| killed | passed |" in printed and "| comes back | not run |" in printed
-    assert tested("torch", found["runs"]) == []
+    assert passed_with("torch", found["runs"]) == []
     later = Recorder(path, "now")
     later.pytest_runtest_logreport(SimpleNamespace(
         nodeid=f"{FOLDER}/{OF_MEGATRON['comes back']}", when="call", passed=True, failed=False))

@@ -65,7 +65,7 @@ def install(options: Options) -> None:
             made.append(RecycleSchedule(settings, options))
         return made[0]
 
-    _rebind(SCHEDULES, _NAME, get_forward_backward_func)
+    rebind(SCHEDULES, _NAME, get_forward_backward_func)
 
 
 @functools.cache
@@ -91,10 +91,10 @@ def watch_arguments(options: Options) -> None:
     def set_global_variables(stock: Callable[..., Any], args: Any, *rest: Any, **keywords: Any) -> Any:
         settings = options.resolve({})
         if settings.enabled:
-            _judge(args, settings.chunks)
+            refuse_or_tell(lambda: _judge(args, settings.chunks))
         return stock(args, *rest, **keywords)
 
-    _rebind(ARGUMENTS, "set_global_variables", set_global_variables)
+    rebind(ARGUMENTS, "set_global_variables", set_global_variables)
 
 
 def watch_groups(options: Options) -> None:
@@ -119,7 +119,7 @@ def watch_groups(options: Options) -> None:
             _place_chunks()
         return returned
 
-    _rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
+    rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
 
 
 def _place_chunks() -> None:
@@ -127,15 +127,21 @@ def _place_chunks() -> None:
     from megatron_recycle.backends.megatron import vshape
     vshape.install()
     for (module, name), function in vshape.bound().items():
-        _rebind(module, name, function)
+        rebind(module, name, function)
 
 
-def _judge(arguments: Any, chunks: int) -> None:
+def _judge(arguments: Any, chunks: int) -> list[str]:
     from megatron_recycle.backends.megatron.training import check_arguments, keep_batch
+    check_version()
+    return check_arguments(arguments, chunks) + keep_batch(arguments, Launched.read().microbatches)
+
+
+def refuse_or_tell(judge: Callable[[], list[str]]) -> None:
+    """Print what ``judge`` refuses, by an UnsupportedError, and end with status 2; or log the lines that it returns, on
+    the first rank."""
     launched = Launched.read()
     try:
-        check_version()
-        lines = check_arguments(arguments, chunks) + keep_batch(arguments, launched.microbatches)
+        lines = judge()
     except UnsupportedError as error:
         if launched.run_dir is not None or not launched.local_rank:
             print(error, file=sys.stderr, flush=True)
@@ -147,7 +153,7 @@ def _judge(arguments: Any, chunks: int) -> None:
             get_logger().info("megatron-recycle: %s", line)
 
 
-def _rebind(module: str, name: str, function: Callable[..., Any]) -> None:
+def rebind(module: str, name: str, function: Callable[..., Any]) -> None:
     """Put ``function``, which is given the original one first, in that one's place in all modules that have it."""
     now = getattr(sys.modules[module], name)
     stock = getattr(now, _STOCK, now)
