@@ -212,6 +212,37 @@ def test_megatron_lm_is_of_the_version_of_its_core(core, beside, said, tmp_path,
     monkeypatch.setattr(megatron_version, "installed", lambda: core)
     with pytest.raises(UnsupportedError, match=said) if said else nullcontext():
         megatron_version.check_version()
+    assert megatron_version.is_supported() == (not said)
+
+
+@pytest.mark.parametrize("core", ["0.15.0", "0.17.1"])
+def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_refused(core, tmp_path, monkeypatch):
+    """The modules have none of the names that this plugin replaces."""
+    from megatron_recycle.backends import Options
+    from megatron_recycle.backends.megatron import groups_of_optimizer, setup
+    from megatron_recycle.backends.megatron import hook as megatron_hook
+    from megatron_recycle.backends.megatron import version as megatron_version
+    from megatron_recycle.config import RecycleConfig
+
+    package, loop = ModuleType("megatron.training"), ModuleType("megatron.training.training")
+    package.__path__ = [str(tmp_path / "megatron" / "training")]
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 2\n")
+    for module in (package, loop, ModuleType("megatron.core.parallel_state"),
+                   ModuleType("megatron.core.optimizer.distrib_optimizer")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(megatron_version, "installed", lambda: core)
+    for install in (setup.install, megatron_hook.watch_groups, groups_of_optimizer.watch):
+        install(Options(RecycleConfig()))
+    judged: list[Any] = []
+    variables: Any = ModuleType("megatron.training.global_vars")
+    variables.set_global_variables = judged.append
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+    megatron_hook.watch_arguments(Options(RecycleConfig()))
+    monkeypatch.setattr(megatron_hook, "_HEARD", 0.0)
+    with pytest.raises(SystemExit) as end:
+        variables.set_global_variables(object())  # of which nothing is read
+    assert (end.value.code, judged) == (2, [])
 
 
 @pytest.mark.parametrize("module", ["megatron.core.optimizer.distrib_optimizer", "megatron.training.training"])

@@ -4,7 +4,6 @@ that has imported Bridge."""
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing import popen_forkserver
@@ -64,7 +63,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           iterations: int = 4, plugin: bool = True, settings: Mapping[str, Any] | None = None, folder: str = "",
           **more: Any) -> Any:
     """Train the recipe with Bridge's `pretrain`; returns its state and the live workers."""
-    from megatron.bridge.training import checkpointing, gpt_step, pretrain, state
+    from megatron.bridge.training import gpt_step, pretrain
     from megatron.bridge.training import train as loop
 
     if plugin:
@@ -73,8 +72,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         megatron_recycle.enable(
             RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
                              "stall_floor": 60.0, "step": "barrier", **(settings or {})}), observer=observer_of(name))
-    seen: dict[str, Any] = {"losses": {}, "norms": {}, "validations": {}, "saved": []}
-    step, evaluate, save, run = loop.train_step, loop.evaluate_and_print_results, checkpointing.save_checkpoint, pretrain.train
+    seen: dict[str, Any] = {"losses": {}, "norms": {}, "validations": {}}
+    step, evaluate, run = loop.train_step, loop.evaluate_and_print_results, pretrain.train
 
     def train_step(*given: Any) -> Any:
         returned, number = step(*given), int(given[5].train_state.step)
@@ -94,7 +93,6 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         return run(*given, **keywords)
 
     loop.train_step, loop.evaluate_and_print_results, pretrain.train = train_step, evaluate_and_print_results, trained
-    assert save and state
     made = recipe(stages=stages, tensor=tensor, iterations=iterations, folder=folder, **more)
     result: dict[str, Any] = {}
     finish = pretrain._finish_train
@@ -157,5 +155,3 @@ def ended(job: BridgeJob) -> dict[int, Result]:
     assert all(result.status == 0 and not result.error for result in results.values()), job.where()
     return results
 
-
-assert sys

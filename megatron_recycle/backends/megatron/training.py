@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -36,8 +36,12 @@ CHECKPOINTS = "megatron.training.checkpointing"
 
 def loop_in_use() -> Any:
     """Megatron-LM's module, if it is its loop that trains; None: it is another, which may have imported it."""
-    variables: Any = sys.modules.get("megatron.training.global_vars")
-    return None if getattr(variables, "_GLOBAL_ARGS", None) is None else sys.modules.get(LOOP)
+    loop: Any = sys.modules.get(LOOP)
+    if loop is not None:
+        with suppress(AssertionError):  # it has been given no arguments
+            loop.get_args()
+            return loop
+    return None
 
 
 class PluginSchedule(SavingSchedule, Protocol):
