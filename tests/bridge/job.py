@@ -38,7 +38,8 @@ def recipe(*, stages: int, tensor: int = 1, iterations: int, folder: str, bf16: 
         validation=config.ValidationConfig(eval_interval=3, eval_iters=1),
         optimizer=OptimizerConfig(optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, clip_grad=1.0,
                                   use_distributed_optimizer=sharded),
-        scheduler=config.SchedulerConfig(lr_decay_style="cosine", lr_warmup_iters=0, lr_decay_iters=iterations),
+        scheduler=config.SchedulerConfig(lr_decay_style="cosine", lr_warmup_iters=0, lr_decay_iters=iterations,
+                                         start_weight_decay=0.01, end_weight_decay=0.01),
         ddp=DistributedDataParallelConfig(
             check_for_nan_in_grad=True, grad_reduce_in_fp32=True, overlap_grad_reduce=sharded,
             overlap_param_gather=sharded, use_distributed_optimizer=sharded),

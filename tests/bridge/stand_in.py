@@ -99,7 +99,9 @@ def install(folder: Path) -> None:
     megatron.__path__.append(str(folder / "megatron"))
     if str(SCRIPTS) not in sys.path:
         sys.path.insert(0, str(SCRIPTS))
-    importlib.import_module("megatron_cpu").install(pretend=True)
+    cpu: Any = importlib.import_module("megatron_cpu")
+    cpu.install(pretend=True)
+    cpu._borrow_helpers()
     sys.meta_path.insert(0, Absent())
     for name, kind in (("megatron.bridge", ModuleType), ("megatron.bridge.models", Models)):
         module: Any = kind(name)

@@ -121,8 +121,8 @@ def watch_training(options: Options) -> None:
         # All that it asks others for is known here, and stages need not wait for each other.
         with nullcontext() if schedule is None else schedule.alone():
             returned = stock(*given, **keywords)
-        if _job.schedule is not None:
-            _count_nominal(inspect.signature(stock).bind(*given, **keywords).arguments["global_state"])
+        if _job.schedule is not None and _job.parts is not None:
+            _count_nominal(_job.parts["global_state"])
         return returned
 
     hook.rebind(TRAIN, "train", training)
@@ -203,7 +203,7 @@ def _count_nominal(state: Any) -> None:
     many as each pipeline has are counted instead, so that all workers tell the same."""
     train: Any = sys.modules[TRAIN]
     samples = state.cfg.train.micro_batch_size * train.get_num_microbatches()
-    length = state.cfg.model.seq_length
+    length = state.cfg.dataset.seq_length
     state._flops_seqlen_sum, state._flops_seqlen_sq_sum = samples * length, samples * length ** 2
 
 

@@ -14,6 +14,8 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_recycle.backends.megatron.aside import give_name, place_of, remove_parts
 from megatron_recycle.backends.megatron.last import Beginning, LastCheckpoint
 from megatron_recycle.backends.megatron.saves import SavingSchedule, failures_named, forget_old_groups
@@ -157,7 +159,7 @@ class LastBridgeCheckpoint(LastCheckpoint):
         configuration = self._state.cfg
         loop = SimpleNamespace(save_checkpoint=checkpoints.save_checkpoint, get_args=lambda: SimpleNamespace(
             save=configuration.checkpoint.save, data_parallel_random_init=configuration.rng.data_parallel_random_init,
-            world_size=0))
+            world_size=dist.get_world_size()))
         begun = Beginning(parts, int(counters["step"]), int(counters["consumed_train_samples"]),
                           int(counters["consumed_valid_samples"]), counters["floating_point_operations_so_far"], steps)
         super().__init__(loop, begun, wanted, among, lambda folder, iteration: beside(
