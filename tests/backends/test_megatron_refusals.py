@@ -239,7 +239,7 @@ def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_r
     variables.set_global_variables = judged.append
     monkeypatch.setitem(sys.modules, variables.__name__, variables)
     megatron_hook.watch_arguments(Options(RecycleConfig()))
-    monkeypatch.setattr(megatron_hook, "_HEARD", 0.0)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing._HEARD", 0.0)
     with pytest.raises(SystemExit) as end:
         variables.set_global_variables(object())  # of which nothing is read
     assert (end.value.code, judged) == (2, [])

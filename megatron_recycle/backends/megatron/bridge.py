@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from megatron_recycle.backends.megatron import hook
 from megatron_recycle.backends.megatron.bridge_saves import BridgeSaves, LastBridgeCheckpoint
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
 from megatron_recycle.backends.megatron.private import BRIDGE_TESTED
+from megatron_recycle.backends.megatron.rebinding import rebind
+from megatron_recycle.backends.megatron.refusing import refuse_or_tell
 from megatron_recycle.backends.megatron.setup import keep_timers_apart, plain
 from megatron_recycle.backends.megatron.training import PluginSchedule
 from megatron_recycle.backends.megatron.version import check_version, release
@@ -89,16 +90,16 @@ def watch_setup(options: Options) -> None:
     def setup(stock: Callable[..., Any], state: Any, *rest: Any, **keywords: Any) -> Any:
         settings = options.resolve({})
         if settings.enabled:
-            hook.refuse_or_tell(lambda: _judge(state.cfg, settings))
+            refuse_or_tell(lambda: _judge(state.cfg, settings))
         return stock(state, *rest, **keywords)
 
-    hook.rebind(SETUP, "setup", setup)
+    rebind(SETUP, "setup", setup)
     if options.setup is None or not is_supported():
         return
     record = options.setup
-    hook.rebind(SETUP, "_should_load_checkpoint", lambda stock, *given: record.note(
+    rebind(SETUP, "_should_load_checkpoint", lambda stock, *given: record.note(
         "should_load_checkpoint", lambda: bool(stock(*given))))
-    hook.rebind(CHECKPOINTS, "load_checkpoint", lambda stock, *given, **keywords: _loading(
+    rebind(CHECKPOINTS, "load_checkpoint", lambda stock, *given, **keywords: _loading(
         record, stock, inspect.signature(stock).bind(*given, **keywords)))
     keep_timers_apart(record)
 
@@ -125,8 +126,8 @@ def watch_training(options: Options) -> None:
             _count_nominal(_job.parts["global_state"])
         return returned
 
-    hook.rebind(TRAIN, "train", training)
-    hook.rebind(TRAIN, "train_step", train_step)
+    rebind(TRAIN, "train", training)
+    rebind(TRAIN, "train_step", train_step)
 
 
 def is_supported() -> bool:
@@ -257,18 +258,18 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     """Rebind the loop's names."""
     _job.schedule = schedule
     saves = BridgeSaves(sys.modules[CHECKPOINTS], session, schedule)
-    hook.rebind(CHECKPOINTS, "save_checkpoint", saves.save)
+    rebind(CHECKPOINTS, "save_checkpoint", saves.save)
 
     def print_rank_last(_: Any, text: str) -> None:
         if schedule.speaks():
             print(f"{text}{schedule.log_part()}" if " iteration " in text and text.rstrip().endswith("|") else text,
                   flush=True)
 
-    hook.rebind("megatron.bridge.utils.common_utils", "print_rank_last", print_rank_last)
+    rebind("megatron.bridge.utils.common_utils", "print_rank_last", print_rank_last)
     # All stages have the same.
-    hook.rebind("megatron.bridge.training.utils.train_utils", "reduce_max_stat_across_model_parallel_group",
+    rebind("megatron.bridge.training.utils.train_utils", "reduce_max_stat_across_model_parallel_group",
                 lambda _, stat, mp_group=None: stat)
-    hook.rebind("megatron.bridge.training.utils.train_utils", "training_log", _log_of_training(session))
+    rebind("megatron.bridge.training.utils.train_utils", "training_log", _log_of_training(session))
 
 
 def _log_of_training(session: Session) -> Callable[..., bool]:

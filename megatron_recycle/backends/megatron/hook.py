@@ -9,20 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_recycle.backends.megatron.rebinding import rebind
+from megatron_recycle.backends.megatron.refusing import refuse_or_tell
 from megatron_recycle.backends.megatron.version import check_version, is_supported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.environment import Launched
-from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.runtime.comm.standalone import is_joining
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -34,11 +33,6 @@ GROUPS = "megatron.core.parallel_state"
 
 _USUAL, _SPREAD = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
 _NAME = "get_forward_backward_func"
-_STOCK = "recycle_stock_function"
-_HEARD = 5.0
-"""Seconds that a silent rank stays, since torchrun ends all with the first one that ends, and another is to speak."""
-_REFUSED = 2
-"""Exit status, as of a wrong option on any command line."""
 
 
 def install(options: Options) -> None:
@@ -134,31 +128,3 @@ def _judge(arguments: Any, chunks: int) -> list[str]:
     from megatron_recycle.backends.megatron.training import check_arguments, keep_batch
     check_version()
     return check_arguments(arguments, chunks) + keep_batch(arguments, Launched.read().microbatches)
-
-
-def refuse_or_tell(judge: Callable[[], list[str]]) -> None:
-    """Print what ``judge`` refuses, by an UnsupportedError, and end with status 2; or log the lines that it returns, on
-    the first rank."""
-    launched = Launched.read()
-    try:
-        lines = judge()
-    except UnsupportedError as error:
-        if launched.run_dir is not None or not launched.local_rank:
-            print(error, file=sys.stderr, flush=True)
-        else:
-            time.sleep(_HEARD)
-        raise SystemExit(_REFUSED) from None  # no traceback: nothing is wrong with the script
-    if not launched.rank and not is_joining():
-        for line in lines:
-            get_logger().info("megatron-recycle: %s", line)
-
-
-def rebind(module: str, name: str, function: Callable[..., Any]) -> None:
-    """Put ``function``, which is given the original one first, in that one's place in all modules that have it."""
-    now = getattr(sys.modules[module], name)
-    stock = getattr(now, _STOCK, now)
-    bound = functools.partial(function, stock)
-    setattr(bound, _STOCK, stock)
-    for found in list(sys.modules.values()):
-        if getattr(found, "__dict__", {}).get(name) is now:
-            setattr(found, name, bound)
