@@ -23,7 +23,8 @@ iterators kernel kind layout lazy lead legacy level limit link main map mapped m
 mirror monitors mutations native noise now numpy objects observe oobleck option outcome output pair parser persistent
 phase planned plugin policies ports preemption price private profile program python quickstart raised re reachability
 rebind reconciliation redone refused registry relay resizing reuse role rooms row rules runtime sampler scaled scatter
-schema sealed setup shifted shutdown slowness slurm spec speed splitter stacks standalone stateful status stopwatch stream
+schema sealed setup shifted shutdown slowness slurm spec speed splitter stacks standalone stateful status stopwatch
+stream
 stuck style summary support surviving target task te template terminal text timeline timeouts too topology tracker
 unfinished unlent unreadable unsupported unwritten ups usage validate version vshape world wrapping
 """))
