@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import megatron_recycle
-from megatron_recycle.config import RecycleConfig
 from tests.harness import Job, Result
 from tests.te.job import FOLDER as ENGINE
 
@@ -70,9 +69,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if plugin:
         stage, pipeline, part = rank // (tensor * pipelines), rank // tensor % pipelines, rank % tensor
         name = f"{pipeline}:{stage}" + (f".{part}" if tensor > 1 else "")
-        megatron_recycle.enable(
-            RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
-                             "stall_floor": 60.0, "step": "barrier", **(settings or {})}), observer=observer_of(name))
+        megatron_recycle.enable(observer=observer_of(name))
     seen: dict[str, Any] = {"losses": {}, "norms": {}, "validations": {}}
     step, evaluate, run = loop.train_step, loop.evaluate_and_print_results, pretrain.train
 
@@ -95,6 +92,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
 
     loop.train_step, loop.evaluate_and_print_results, pretrain.train = train_step, evaluate_and_print_results, trained
     made = recipe(stages=stages, tensor=tensor, iterations=iterations, folder=folder, **more)
+    given = {"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0, "stall_floor": 60.0}
+    # As `+env_vars.RECYCLE_REDUCTION=exact` on a recipe's command line.
+    made.env_vars = {f"RECYCLE_{key.upper()}": value for key, value in {**given, **(settings or {})}.items()}
     result: dict[str, Any] = {}
     finish = pretrain._finish_train
 
