@@ -280,7 +280,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SimpleName
     kept: list[SimpleNamespace] = []
     module = SimpleNamespace(set_global_variables=kept.append)
     monkeypatch.setitem(sys.modules, megatron_hook.ARGUMENTS, module)
-    monkeypatch.setattr(megatron_hook, "is_joining", lambda: False)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing.is_joining", lambda: False)
     megatron_hook.watch_arguments(Options(RecycleConfig()))
 
     def parse(**changes: Any) -> SimpleNamespace:
@@ -357,7 +357,7 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     assert capfd.readouterr().err.count("\n- ") == len(wrong)
     monkeypatch.setenv("LOCAL_RANK", "1")
     waited: list[float] = []
-    monkeypatch.setattr(megatron_hook.time, "sleep", waited.append)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing.time.sleep", waited.append)
     with pytest.raises(SystemExit):
         parsed(**wrong)
     assert capfd.readouterr().err == "" and waited  # torchrun would end the other one too
