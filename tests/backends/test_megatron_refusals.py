@@ -346,7 +346,6 @@ def test_means_over_pipelines_are_a_micro_batchs_own_and_have_no_place_in_a_grad
 
 
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
-    from megatron_recycle.backends.megatron import hook as megatron_hook
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
     wrong = {"mtp_num_layers": 1, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
