@@ -216,7 +216,8 @@ def check_report(report: Mapping[str, Any]) -> None:
     for attempt in report.get("kept", ()):
         if not isinstance(attempt, dict):
             raise WireError(f"report: kept names {attempt!r:.60}, which is no attempt")
-        _fields("report: kept", attempt, {"iteration": int, "chain": int, "actions": list})
+        _fields("report: kept", attempt, {"iteration": int, "chain": int, "actions": list, "microbatches": int,
+                                          "block": int})
         if not isinstance(attempt.get("lent", ""), str):
             raise WireError(f"report: kept names {attempt['lent']!r:.60}, which is no plan's digest")
         if type(attempt.get("provisional")) is not bool:
