@@ -44,8 +44,6 @@ def test_what_is_declared_as_tested_was():
     assert releases[0] == ".".join(map(str, deepspeed.OLDEST)) and releases[-1] == deepspeed.TESTED
     assert all(map(is_supported, releases))
     torch = passed_with("torch", runs)
-    declared = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
-    assert declared is not None and torch[0].startswith(f"{declared[1]}.")
     page = (ROOT / "docs" / "versions.md").read_text()
     for versions_of, row in ((torch, "torch"), (releases, "DeepSpeed")):
         assert re.search(rf"^\| {row} \|.*\| {', '.join(versions_of)} \|$", page, re.MULTILINE)
