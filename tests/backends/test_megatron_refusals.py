@@ -265,7 +265,7 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("use_pytorch_profiler", True), ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1),
+    ("use_pytorch_profiler", True), ("dsa_indexer_loss_coeff", 0.1),
     ("qk_clip", True), ("logits_save_dir", "logits"), ("multi_latent_attention", True),
     ("experimental_attention_variant", "dsa"), ("qk_l2_norm", True), ("fp8", "hybrid"), ("fp4", "e2m1"),
     ("rerun_mode", "report_determinism_stats"),
@@ -318,7 +318,7 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     from megatron_recycle.backends.megatron import hook as megatron_hook
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
-    wrong = {"mtp_num_layers": 1, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
+    wrong = {"qk_clip": True, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
              "skip_train": True, "context_parallel_size": 2}
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
