@@ -1,8 +1,8 @@
 """Jobs of DeepSpeed's pipelines in public repositories, judged by what their files ask for; nothing is built.
 
 Each job's JSON goes through DeepSpeed's own configuration, and then through the backend's rules
-(`backends/deepspeed/support.py`), on an engine without a model. That a script's own code would be refused (its data, its
-losses, layers that change buffers) does not show here.
+(`backends/deepspeed/support.py`), on an engine without a model. That a script's own code would be refused (its data,
+its losses, layers that change buffers) does not show here.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def rows(project: str, found: Sequence[Judgement]) -> list[str]:
     made = []
     for title, some in _by_stages(found):
         starts = sum(not one.stock and not one.refused for one in some)
-        reasons = Counter(reason for one in some for reason in (one.refused or (["the framework"] if one.stock else [])))
+        reasons = Counter(reason for one in some for reason in one.refused or ["the framework"] * bool(one.stock))
         told = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
         made += [f"| {project} | {title} | {len(some)} | **{starts}** | {told} |"] if some else []
     return made

@@ -17,8 +17,8 @@ _USED = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 _WRITTEN = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n(.*?)\n[ \t]*\1\b", re.S)
 _REPLACED = re.compile(r"sed\s+\"s/(\w+)/([^/]*)/\"")
 _TEMPLATE = re.compile(r"[\w./${}-]+\.json")
-_BRANCH = re.compile(r"""^[ \t]*if[ \t]+\[+[ \t]*"?\$\{?(\w+)\}?"?[ \t]*(==?|!=|-gt|-lt|-ge|-le|-eq|-ne)[ \t]*"?([\w.]+)"?"""
-                     r"""[ \t]*\]+;?[ \t]*\n?[ \t]*then\b((?:(?!^[ \t]*(?:if|elif)\b).)*?)"""
+_BRANCH = re.compile(r"""^[ \t]*if[ \t]+\[+[ \t]*"?\$\{?(\w+)\}?"?[ \t]*"""
+                     r"""(==?|!=|-gt|-lt|-ge|-le|-eq|-ne)[ \t]*"?([\w.]+)"?[ \t]*\]+;?[ \t]*\n?[ \t]*then\b((?:(?!^[ \t]*(?:if|elif)\b).)*?)"""
                      r"""(?:^[ \t]*else\b((?:(?!^[ \t]*(?:if|elif)\b).)*?))?^[ \t]*fi\b""", re.M | re.S)
 _FLAG = re.compile(r"(?<![\w-])--([\w-]+)(?:[ =]+((?!--)[^\s\\'\"]+))?")
 _COMPARED = {"-gt": operator.gt, "-lt": operator.lt, "-ge": operator.ge, "-le": operator.le, "-eq": operator.eq,
@@ -53,8 +53,8 @@ class ShellScript:
             value = value.strip("\"'")
             if re.fullmatch(r"\$\{?\d\}?", value):
                 continue  # of a command line, where the one before is the default
-            # What is added to a variable comes behind what it is already.
-            self._values[name] = re.sub(rf"\$\{{?{name}\b\}}?", lambda found, name=name: self._values.get(name, ""), value)
+            before = self._values.get(name, "")  # what is added to a variable comes behind it
+            self._values[name] = re.sub(rf"\$\{{?{name}\b\}}?", lambda found, before=before: before, value)
     def _followed(self, branch: re.Match[str]) -> str:
         name, how, other, then, otherwise = branch.groups()
         value = self._filled(self._values.get(name, ""))

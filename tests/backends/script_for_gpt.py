@@ -1,6 +1,6 @@
 """Another of Megatron-LM's scripts in the place of pretrain_gpt.py, its second argument: pretrain_bert.py or
-pretrain_t5.py, as the first one says. BERT gets local layers, which it cannot import without Transformer Engine, and both
-a tokenizer that needs no file."""
+pretrain_t5.py, as the first one says. BERT gets local layers, which it cannot import without Transformer Engine, and
+both a tokenizer that needs no file."""
 
 from __future__ import annotations
 

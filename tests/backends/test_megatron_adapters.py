@@ -1,5 +1,4 @@
-"""Adapters (LoRA) beside frozen layers: what is trained is a small part of each stage, and the first one's embedding is not.
-"""
+"""Adapters (LoRA) beside frozen layers: a small part of each stage is trained, and the first one's embedding is not."""
 
 from __future__ import annotations
 

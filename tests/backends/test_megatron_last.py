@@ -82,7 +82,8 @@ def last(loop: Loop, wanted: Path | None = None, skipped: tuple[int, ...] = (),
          gaps: Gaps | None = None) -> LastCheckpoint:
     assert loop.training.beginning is not None
     return LastCheckpoint(loop, loop.training.beginning, wanted and str(wanted), lambda groups: nullcontext(),
-                          lambda folder, iteration: nullcontext(), lambda done: 2 * done, gaps or Gaps(), lambda: skipped)
+                          lambda folder, iteration: nullcontext(), lambda done: 2 * done, gaps or Gaps(),
+                          lambda: skipped)
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +102,8 @@ def test_steps_that_fp16_has_left_out_are_none_of_the_schedulers(tmp_path: Path)
 @pytest.mark.parametrize(("committed", "iteration", "read", "evaluations"), [(0, 6, 2, 1), (1, 8, 4, 1), (2, 9, 5, 2)])
 def test_iterations_that_the_loop_passes_over_count_and_are_not_trained(
         tmp_path: Path, committed: int, iteration: int, read: int, evaluations: int):
-    """It passes over its 5th and its 7th, and the last one trained is the checkpoint's: what the loop passes over behind
-    that is passed over again."""
+    """It passes over its 5th and its 7th, and the last one trained is the checkpoint's: what the loop passes over
+    behind that is passed over again."""
     loop, gaps = Loop(tmp_path), Gaps()
     loop.arguments.iterations_to_skip = [4, 6]
     for number in (0, 2):  # micro-batches trained before

@@ -137,7 +137,8 @@ def predicted(printed: str) -> dict[str, float]:
 
 @pytest.mark.night
 @pytest.mark.parametrize(("worker", "processes", "more"), [
-    ("1:0", 2, (*ONE, *FP16, *CYCLIC)), ("1:1", 4, (*PREDICTING, "--iterations-to-skip", "1", "5")), ("0:0", 2, (*ONE, *gpt.SHARDED)), ("1:1", 4, FP16),
+    ("1:0", 2, (*ONE, *FP16, *CYCLIC)), ("1:1", 4, (*PREDICTING, "--iterations-to-skip", "1", "5")),
+    ("0:0", 2, (*ONE, *gpt.SHARDED)), ("1:1", 4, FP16),
     ("1:1.1", 8, (*TWO_PARTS, "--sequence-parallel", "--qk-layernorm"))])
 def test_a_killed_worker_comes_back(worker, processes, more, checkout, tmp_path, comes_back):
     gpt.come_back(tmp_path, checkout, worker, 3, *more, processes=processes)

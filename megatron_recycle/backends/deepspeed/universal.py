@@ -1,4 +1,4 @@
-"""Parameters of a universal checkpoint of DeepSpeed (`ds_to_universal`), whole: shards take of each what lies in them."""
+"""Parameters of a universal checkpoint of DeepSpeed (`ds_to_universal`), whole: shards take what lies in them."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class UniversalCheckpoint:
         return found
 
     def of(self, parameter: nn.Parameter, name: str) -> tuple[Mapping[str, torch.Tensor], Any]:
-        """The fp32 copy of ``parameter`` and the optimizer's state of it by key, each flat, and its number of steps (None:
-        there is none); they are cut by DeepSpeed's own function.
+        """The fp32 copy of ``parameter`` and the optimizer's state of it by key, each flat, and its number of steps
+        (None: there is none); they are cut by DeepSpeed's own function.
 
         Raises UnsupportedError if the checkpoint has no parameter of this ``name``.
         """
         if id(parameter) not in self._known:
             place = os.path.join(self._folder, name)
             if not os.path.isdir(place):
-                raise UnsupportedError(f"the universal checkpoint has no {place}: it is of another model, or parameters "
-                                       "have other names")
+                raise UnsupportedError(f"the universal checkpoint has no {place}: it is of another model, or "
+                                       "parameters have other names")
             whole = torch.empty(parameter.numel())
             reader: Any = SimpleNamespace(shape=parameter.shape, numel=parameter.numel)
             reader._hp_mapping = SimpleNamespace(

@@ -84,7 +84,8 @@ class LastCheckpoint:
     def __init__(self, loop: Any, beginning: Beginning, wanted: str | None,
                  among: Callable[[Groups], AbstractContextManager[None]],
                  beside: Callable[[str, int], AbstractContextManager[None]],
-                 microbatches: Callable[[int], int], gaps: Gaps, skipped: Callable[[], Collection[int]] = frozenset) -> None:
+                 microbatches: Callable[[int], int], gaps: Gaps,
+                 skipped: Callable[[], Collection[int]] = frozenset) -> None:
         self._loop = loop
         self._begun = beginning
         self._wanted = wanted

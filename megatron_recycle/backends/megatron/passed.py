@@ -1,4 +1,4 @@
-"""Iterations that Megatron-LM's loop passes over (``--iterations-to-skip``): their data is read, and nothing is trained.
+"""Iterations that Megatron-LM's loop passes over (``--iterations-to-skip``): data is read, and nothing is trained.
 
 The runtime counts iterations that are trained, the loop all of them; micro-batches are found by their number among all
 that are trained, and lie further on in the data by those that were passed over.

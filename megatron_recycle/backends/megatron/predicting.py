@@ -7,7 +7,7 @@ and once an iteration is through the table gets what it would have without failu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
