@@ -18,7 +18,8 @@ _WRITTEN = re.compile(r"<<-?\s*['\"]?(\w+)['\"]?[^\n]*\n(.*?)\n[ \t]*\1\b", re.S
 _REPLACED = re.compile(r"sed\s+\"s/(\w+)/([^/]*)/\"")
 _TEMPLATE = re.compile(r"[\w./${}-]+\.json")
 _BRANCH = re.compile(r"""^[ \t]*if[ \t]+\[+[ \t]*"?\$\{?(\w+)\}?"?[ \t]*"""
-                     r"""(==?|!=|-gt|-lt|-ge|-le|-eq|-ne)[ \t]*"?([\w.]+)"?[ \t]*\]+;?[ \t]*\n?[ \t]*then\b((?:(?!^[ \t]*(?:if|elif)\b).)*?)"""
+                     r"""(==?|!=|-gt|-lt|-ge|-le|-eq|-ne)[ \t]*"?([\w.]+)"?[ \t]*\]+;?[ \t]*\n?[ \t]*"""
+                     r"""then\b((?:(?!^[ \t]*(?:if|elif)\b).)*?)"""
                      r"""(?:^[ \t]*else\b((?:(?!^[ \t]*(?:if|elif)\b).)*?))?^[ \t]*fi\b""", re.M | re.S)
 _FLAG = re.compile(r"(?<![\w-])--([\w-]+)(?:[ =]+((?!--)[^\s\\'\"]+))?")
 _COMPARED = {"-gt": operator.gt, "-lt": operator.lt, "-ge": operator.ge, "-le": operator.le, "-eq": operator.eq,
