@@ -84,7 +84,8 @@ def test_a_jobs_json_is_judged_by_the_plugins_own_rules(settings, optimizer, exp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("variable", "stages", "starts"), [
-    ("MEGATRON_DEEPSPEED", "2 stages or more", 12), ("BIGSCIENCE", "2 stages or more", 58), ("GPT_NEOX", "one stage", 36)])
+    ("MEGATRON_DEEPSPEED", "2 stages or more", 12), ("BIGSCIENCE", "2 stages or more", 58),
+    ("GPT_NEOX", "one stage", 36)])
 def test_so_many_jobs_of_a_checkout_start(variable: str, stages: str, starts: int) -> None:
     if variable not in os.environ:
         pytest.skip(f"{variable} does not name a checkout")
