@@ -344,6 +344,21 @@ def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, 
     assert f"megatron-recycle: {name}" in capfd.readouterr().out
 
 
+def test_options_that_no_tested_release_has_are_named_where_they_are_not_at_their_default(parsed, capfd, monkeypatch):
+    from megatron_recycle.backends.megatron import unknown
+
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser.add_argument("--micro-batch-size", type=int, default=1)
+        parser.add_argument("--xielu", action="store_true")
+        parser.add_argument("--goldfish-loss", type=int, default=0)
+        return parser
+
+    monkeypatch.setitem(sys.modules, unknown.PARSER, SimpleNamespace(add_megatron_arguments=add_megatron_arguments))
+    parsed(micro_batch_size=2, xielu=False, goldfish_loss=50)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert "--goldfish-loss (50)" in line and "xielu" not in line and "micro" not in line
+
+
 def test_the_line_on_an_option_that_keeps_its_value_is_not_written_again_for_the_model(parsed, capfd, monkeypatch):
     from megatron_recycle.backends.megatron import training
 

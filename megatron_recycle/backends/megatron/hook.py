@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_recycle.backends.megatron.unknown import unknown
 from megatron_recycle.backends.megatron.version import check_version, is_supported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
@@ -143,7 +144,7 @@ def _judge(arguments: Any, chunks: int) -> None:
             time.sleep(_HEARD)
         raise SystemExit(_REFUSED) from None  # no traceback: nothing is wrong with the script
     if not launched.rank and not is_joining():
-        for line in lines:
+        for line in (*lines, *unknown(arguments)):
             get_logger().info("megatron-recycle: %s", line)
 
 

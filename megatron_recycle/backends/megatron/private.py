@@ -110,6 +110,7 @@ CORE: Sequence[Private] = (
 """Of the package megatron-core."""
 
 LOOP: Sequence[Private] = (
+    Private("megatron.training.arguments", "add_megatron_arguments"),
     Private("megatron.training.global_vars", "set_global_variables get_args"),
     Private("megatron.training.training", "train train_step training_log evaluate load_checkpoint save_checkpoint "
             "maybe_finalize_async_save compute_throughputs_and_append_to_progress_log print_rank_last get_args "
