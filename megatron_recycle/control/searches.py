@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,8 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 """(description, failed) -> plan, at once; runs in a thread."""
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
-Redoer = Callable[[Mapping[str, Any], Mapping[str, Sequence[str]], Sequence[int]], "Plan | None"]
-"""(plan, the actions that each live worker has done) -> a plan that begins with these or None, at once; runs in a
-thread."""
+Redoer = Callable[[Mapping[str, Any], MakeRedo], "Plan | None"]
+"""(description, order) -> a plan that begins with what is done or None, at once; runs in a thread."""
 Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
 """(description, failed) -> which members had better take which empty positions; runs in a thread."""
 
@@ -52,10 +51,10 @@ def make_plan(plans: Plans, description: Mapping[str, Any], order: MakePlan) -> 
     return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
 
 
-def make_redo(plans: Plans, order: MakeRedo) -> Input:
+def make_redo(plans: Plans, description: Mapping[str, Any], order: MakeRedo) -> Input:
     """The plan for the rest of an interrupted iteration, if there is one."""
     try:
-        plan = plans.redo and plans.redo(order.plan, order.done, order.closed)
+        plan = plans.redo and plans.redo(description, order)
     except Exception:  # the iteration can always begin anew
         log.exception("recycle: planning the rest of an iteration failed")
         plan = None
@@ -111,7 +110,8 @@ class Searches:
 
     def make_redo(self, order: MakeRedo) -> None:
         """Everybody waits for it, as for `make_plan`."""
-        self._in_thread("recycle-redo", lambda: make_redo(self._plans, order), needed=True)
+        description = self._state().description or {}
+        self._in_thread("recycle-redo", lambda: make_redo(self._plans, description, order), needed=True)
 
     def improve(self, order: Improve) -> None:
         if self._plans.improve is None:

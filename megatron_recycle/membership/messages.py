@@ -217,6 +217,8 @@ def check_report(report: Mapping[str, Any]) -> None:
         if not isinstance(attempt, dict):
             raise WireError(f"report: kept names {attempt!r:.60}, which is no attempt")
         _fields("report: kept", attempt, {"iteration": int, "chain": int, "actions": list})
+        if not isinstance(attempt.get("lent", ""), str):
+            raise WireError(f"report: kept names {attempt['lent']!r:.60}, which is no plan's digest")
         if type(attempt.get("provisional")) is not bool:
             raise WireError("report: kept does not say whether it is provisional")
         if not all(isinstance(action, str) and _ACTION.match(action) for action in attempt["actions"]):

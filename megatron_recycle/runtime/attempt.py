@@ -20,6 +20,7 @@ from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
+from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.partial_gradients import fold_parts
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
@@ -73,19 +74,20 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
 def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     """Whether stages find out when they are closed for ``iteration``; the same on all workers.
 
-    The rest of an iteration with lent layers, left out micro-batches or another grid cannot be planned: it would have
-    to begin anew after a failure.
+    The rest of an iteration with left out micro-batches or another grid cannot be planned: it would have to begin anew
+    after a failure. With lent layers a stage would need parameters of another one's that has stepped.
     """
-    return site.closes and generation.groups.world.backend.host and _may_keep(
-        site, generation, generation.program_of(iteration), iteration)
+    program = generation.program_of(iteration)
+    return site.closes and generation.groups.world.backend.host and not program.terms.crossings and _may_keep(
+        site, generation, program, iteration)
 
 
 def _may_keep(site: Site, generation: Generation, program: Program, iteration: int) -> bool:
     """Whether an attempt with this program is kept when it is given up, so that it goes on after a failure."""
-    plain = not program.terms.crossings and not generation.scope.poisoned(iteration) and (
-        program.plan.problem.grid == site.place.grid)
+    plain = not generation.scope.poisoned(iteration) and program.plan.problem.grid == site.place.grid
     if POLICIES[site.config.policy].in_flight == "whole":
-        return plain and program.of_one_pipeline  # there nobody runs another pipeline's micro-batches
+        # There nobody runs another pipeline's micro-batches.
+        return plain and program.of_one_pipeline and not program.terms.crossings
     return plain and site.keeps_messages
 
 
@@ -114,9 +116,11 @@ class Attempt:
         self._iteration = iteration
         self._shared = opened(site, generation, iteration, standing.attempt)
         carried, kept = generation.scope.carried_in(iteration), site.current.kept.get(iteration)
-        counted = program.plan.done.get(site.place.me, 0)
-        if counted != (0 if kept is None else len(kept.done)):
-            raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
+        counted = program.actions[:program.plan.done.get(site.place.me, 0)]
+        if kept is not None and site.place.parts > 1:
+            kept = site.current.kept[iteration] = kept.levelled(counted, site.place, site.meters.memory)
+        if counted != (() if kept is None else kept.done):
+            raise AssertionError(f"{site.place.me} goes on after {counted}, and has kept {kept}")
         self._keeping = Keeping(standing.attempt if carried is None else carried.chain,
                                 _may_keep(site, generation, program, iteration),
                                 generation.groups.world.backend.host)
@@ -128,6 +132,13 @@ class Attempt:
         self._share_losses_if_complete()
         site.current.kept.pop(iteration, None)  # this attempt has it
         site.current.torn = False
+        if self._levelling is not None:
+            self._levelling.begin(iteration, standing.attempt, len(standing.done))
+
+    @property
+    def _levelling(self) -> Levelling | None:
+        """Of this worker's parts."""
+        return self._generation.groups.levelling
 
     def _room(self) -> Accumulators:
         """For the sums of gradients."""
@@ -165,10 +176,16 @@ class Attempt:
             self._site.trainable.drop_gradients()
         keeping, standing = self._keeping, self._stepper.standing
         given_up = standing.committed < self._iteration and (kind is None or isinstance(error, GenerationOver))
+        if self._levelling is not None:
+            self._levelling.stand()
         if keeping.wanted and not keeping.torn and given_up:
-            self._site.current.kept[self._iteration] = Kept(
-                self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
-                self._generation.transport.metas)
+            kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
+                        self._generation.transport.metas,
+                        self._program.plan.digest if self._program.terms.crossings else "")
+            if keeping.used is not None:  # a backward that has come to nothing
+                kept = kept.levelled(tuple(action for action in kept.done if action != keeping.used), self._site.place,
+                                     self._site.meters.memory)
+            self._site.current.kept[self._iteration] = kept
         else:
             self._site.current.torn = keeping.torn
             self.computed.discard()
@@ -199,6 +216,8 @@ class Attempt:
         """One F, B, W or FB."""
         self.do(action)
         self._stepper.standing.did(action)
+        if self._levelling is not None:
+            self._levelling.did()
         self._keeping.done()
         self._shared.acknowledgements.did(action)
         self._generation.transport.post()
@@ -325,6 +344,7 @@ class Attempt:
               running_chunk(site.stage, site.place, action.chunk), self._running(action),
               self._measured(action)):
             for_inputs = site.stage.backward(forward, gradients)
+        self._keeping.torn = True
         self._end_backward(action, for_inputs, queue)
         self.computed.queues[action[1:]] = queue
 
@@ -332,6 +352,7 @@ class Attempt:
         _, pipeline, microbatch, _ = action
         site = self._site
         forward, gradients = self._begin_backward(action)
+        self._keeping.torn = True
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (site.framework.splitter.whole(), self._generation.groups.together(),
               running_chunk(site.stage, site.place, action.chunk), self._running(action),
@@ -344,7 +365,7 @@ class Attempt:
         place, seed = self._site.place, self._site.config.seed
         gradients = [] if place.last(action.chunk) else self._read(action)
         self._stepper.enter_action()
-        self._keeping.torn = True
+        self._keeping.used = action._replace(kind="F")
         forward = self.computed.forwards.pop(action[1:])
         self._site.meters.memory.begin_backward(action[1:], gradients)
         at = (self._iteration, action.pipeline, action.microbatch, place.chunks[action.chunk])
@@ -359,12 +380,11 @@ class Attempt:
         self._site.meters.memory.end_backward(action[1:], queue)
 
     def _weight(self, action: Action) -> None:
-        _, pipeline, microbatch, chunk = action
         self._stepper.enter_action()
-        self._keeping.torn = True
-        queue = self.computed.queues.pop(action[1:])
-        with torch.no_grad(), self._measured(action):
-            self.computed.sums.of(chunk).add(pipeline, microbatch, queue.contributions())
+        with torch.no_grad(), self._generation.groups.together(), self._measured(action):
+            self.computed.queues[action[1:]].meet()
+            self._keeping.torn = True
+            self.computed.weigh(action)
         self._site.meters.memory.weight(action[1:])
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.
@@ -387,10 +407,9 @@ class Attempt:
         with (torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"),
               groups.counting("the reduced gradient")):
             self._shared.agreement.check(iteration)
-            self._shared.loans.collect(self.computed.sums)
-            copied = self._keeping.wanted and not self._reduction.keeps_sums
-            gradient = self._reduction.gradient(Copies(self.computed.sums) if copied else self.computed.sums, groups,
-                                                stage.ties)
+            sums = self._shared.loans.collect(self.computed.sums)
+            copied = self._keeping.wanted and not self._reduction.keeps_sums and sums is self.computed.sums
+            gradient = self._reduction.gradient(Copies(sums) if copied else sums, groups, stage.ties)
             fold_parts(getattr(stage, "partial", ()), site.trainable.layout, gradient, groups, self._generation.cuts)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):

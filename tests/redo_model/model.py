@@ -145,7 +145,7 @@ class Job:
         self.lent = frozenset((d, m, 0) for d, m in self.shape.lent)
         self.coordinator = Coordinator(
             self.shape.asked, {name: f"h{hosts.get(Name.parse(name).worker, name)}" for name in names},
-            self._post, self.shape.parts, self._parts_have_done)
+            self._post, self.shape.parts, self._of_parts)
         for name, process in self.processes.items():
             self._lives[name] = process.life()
             self._pauses[name] = next(self._lives[name])
@@ -158,14 +158,14 @@ class Job:
         mine = [name for name in names if Name.parse(name).worker.stage == stage]
         return set(mine if how < 3 else mine[1:])
 
-    def _parts_have_done(self, lists: Sequence[Sequence[Action]]) -> Sequence[Action]:
-        """What counts of what a worker's parts have done: that which all have. They are an action apart at most."""
+    def _of_parts(self, reports: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """The reports of a worker's parts, as the coordinator hears them; with a rule left out not as they are."""
+        kept = [report["kept"] for report in reports]
         if not self.rules.parts_alike:
-            return lists[0]
-        shortest = min(lists, key=len)
-        if any(list(each[:len(shortest)]) != list(shortest) for each in lists):
-            raise Violation(f"a worker's parts have done other things: {lists}")
-        return shortest if self.rules.parts_prefix or all(len(each) == len(shortest) for each in lists) else ()
+            return [{**report, "kept": kept[0]} for report in reports]
+        if not self.rules.parts_level and any(each != kept[0] for each in kept):
+            return [{**report, "kept": []} for report in reports]
+        return reports
 
     # ---- what processes ask
 
