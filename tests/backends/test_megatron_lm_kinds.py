@@ -113,8 +113,8 @@ def test_iterations_are_passed_over_and_all_of_several_validation_sets_is_read_a
     monkeypatch.setattr(gpt, "ARGUMENTS", [*gpt.ARGUMENTS[:at], *gpt.ARGUMENTS[at + 2:]])
     train, *valid = texts(tmp_path, (20_000, 300, 200))
     # Without data for a test, which stock cannot evaluate beside several validation sets.
-    options = ("--train-data-path", train, "--valid-data-path", *valid, "--full-validation", "--multiple-validation-sets", "--iterations-to-skip", "0", "3",
-               "--train-iters", str(gpt.ITERATIONS + 2))
+    options = ("--train-data-path", train, "--valid-data-path", *valid, "--full-validation",
+               "--multiple-validation-sets", "--iterations-to-skip", "0", "3", "--train-iters", str(gpt.ITERATIONS + 2))
     printed = [re.findall(r"validation-(\d) loss at (iteration \d+) .*?lm loss value: (\S+)", one) for one in
                through_a_failure(options, "0:0", 4, checkout, tmp_path, saved_after=5, again=("6", "7", "8"))]
     expected, found = ({(number, when): float(loss) for number, when, loss in one} for one in printed)
