@@ -35,6 +35,5 @@ NAMES: Sequence[Private] = (
     Private("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     Private("deepspeed.runtime.zero.utils", "get_norm_dtype"),
     Private("deepspeed.utils.tensor_fragment", "fragment_address"),
-    Private("deepspeed.checkpoint.universal_checkpoint", "load_hp_checkpoint_state"),
     Private("deepspeed.utils.timer", "SynchronizedWallClockTimer ThroughputTimer"),
 )

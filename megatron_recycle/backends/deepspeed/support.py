@@ -44,7 +44,10 @@ def _zero_features(engine: PipelineEngine) -> list[tuple[bool, str]]:
     """What goes with ZeRO-1 in stock, and not here."""
     zero, sharded = engine._config.zero_config, engine.zero_optimization_stage() == 1
     names = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint", "offload_optimizer", "zenflow")
-    return [(sharded and bool(getattr(zero, name, None)), f"zero_optimization.{name}: leave it out") for name in names]
+    return [(sharded and bool(engine.load_universal_checkpoint()), "checkpoint.load_universal: leave it out; a ZeRO-1 "
+             "checkpoint of another number of pipelines is loaded as it is"),
+            *((sharded and bool(getattr(zero, name, None)), f"zero_optimization.{name}: leave it out")
+              for name in names)]
 
 
 def _scaled_gradients(engine: PipelineEngine) -> list[tuple[bool, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from megatron_recycle.backends.deepspeed import by_layer
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.recut import recut
-from megatron_recycle.backends.deepspeed.universal import UniversalCheckpoint
 from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
 
 
@@ -67,13 +65,8 @@ class WrappingEngine(PipelineEngine):
 
     def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
         """As stock, also of another number of pipelines."""
-        if self.sharded is None:
+        if self.sharded is None or self.load_universal_checkpoint():
             return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        if self.load_universal_checkpoint():
-            self.sharded.load_universal(UniversalCheckpoint(
-                os.path.join(load_dir, tag), self.grid.get_slice_parallel_rank(),
-                self.grid.get_slice_parallel_world_size()))
-            return True
         self.sharded.load_state_dict(self._get_all_zero_checkpoints(load_dir, tag), load_optimizer_states,
                                      self.zero_load_from_fp32_weights())
         return True

@@ -23,8 +23,6 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.recut import BASE, MASTERS
-from megatron_recycle.backends.deepspeed.universal import MASTER as WHOLE
-from megatron_recycle.backends.deepspeed.universal import UniversalCheckpoint
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.runtime.compute.sharded_optimizer import MASTER, ShardedOptimizer, even, trained
@@ -159,8 +157,11 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 "param_slice_mappings": self._mappings(shard)}
 
     def load_state_dict(self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True,
-                        load_from_fp32_weights: bool = False, **_: Any) -> None:
+                        load_from_fp32_weights: bool = False, checkpoint_folder: Any = None, **_: Any) -> None:
         """Take over this worker's shards of a checkpoint, stock's or ours."""
+        if checkpoint_folder is not None:
+            raise UnsupportedError("checkpoint.load_universal is not supported with ZeRO-1 yet: load it once without "
+                                   "the plugin, and save")
         for shard in self.shards.held:
             self._load(shard, state_dict_list[shard], load_optimizer_states, load_from_fp32_weights)
             self.clip_grad = state_dict_list[shard].get("clip_grad", self.clip_grad)
@@ -196,40 +197,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             for master, values in zip(shards.masters(shard), saved[MASTERS], strict=True):
                 length = min(values.numel(), master.numel())  # with padding, or without
                 master.data[:length].copy_(values[:length])
-
-    @torch.no_grad()
-    def load_universal(self, checkpoint: UniversalCheckpoint) -> None:
-        """Take over the model's parameters and this worker's shards of a universal checkpoint."""
-        shards, common = self.shards, checkpoint.common()
-        for shard in shards.held:
-            tensors = {name: tensor for name, tensor in shards.tensors(shard).items() if name.startswith(MASTER)}
-            numbers: list[dict[str, Any]] = []
-            for number, (slot, master) in enumerate(zip(shards.slots(shard), shards.masters(shard), strict=True)):
-                own: dict[str, Any] = {}
-                for piece in slot.pieces:
-                    values, steps = checkpoint.of(piece.parameter, self._names[piece.parameter])
-                    for key, whole in values.items():
-                        name = f"{MASTER if key == WHOLE else key} {number}"
-                        flat = tensors.setdefault(name, torch.zeros_like(master))
-                        flat[piece.offset:][:piece.end - piece.start] = whole[piece.start:piece.end]
-                    if isinstance(steps, torch.Tensor):
-                        tensors[f"step {number}"] = steps.clone()
-                    elif steps is not None:
-                        own["step"] = steps
-                numbers.append(own)
-            shards.take(shard, tensors, numbers)
-        for parameter in shards.parameters:
-            whole = checkpoint.of(parameter, self._names[parameter])[0][WHOLE]
-            parameter.copy_(whole.view_as(parameter))
-        for group, values in zip(self.param_groups, common["param_groups"], strict=True):
-            group.update({key: value for key, value in values.items() if key != "params"})
-        if not self._bf16:
-            self.clip_grad = common.get("clip_grad", self.clip_grad)
-        if self.scales and common.get("loss_scaler") is not None:
-            self.scaler = copy.copy(common["loss_scaler"])
-
-    def update_lp_params(self) -> None:
-        """The model's parameters have been loaded with the masters."""
 
     def refresh_fp32_params(self) -> None:
         """Make the masters what the model's parameters are: only those were loaded."""
