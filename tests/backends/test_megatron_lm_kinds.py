@@ -125,7 +125,7 @@ def left_out(printed: str) -> dict[str, tuple[str, ...]]:
     """Iteration -> (learning rate, loss scale, steps left out)."""
     lines = re.findall(r" iteration +(\d+)/.*?learning rate: (\S+) \|.*?loss scale: (\S+) \|"
                        r".*?number of skipped iterations: +(\d+)", printed)
-    return {iteration: tuple(numbers) for iteration, *numbers in lines}
+    return {iteration: (f"{float(rate):.4e}", *numbers) for iteration, rate, *numbers in lines}  # stock's has 32 bits
 
 
 def predicted(printed: str) -> dict[str, float]:
