@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
-"""Which of Megatron-LM's own test configurations start under the plugin, judged by their options alone.
+"""Which public configurations start under the plugin, judged by their options alone.
 
     python scripts/field/matrix.py CHECKOUT                                  # how many, and what keeps the others out
     python scripts/field/matrix.py CHECKOUT --aside transformer_impl         # as if that were no reason
     python scripts/field/matrix.py CHECKOUT --each                           # a line for each of them
+    python scripts/field/matrix.py CHECKOUT CHECKOUT ... --table             # the table of docs/compatibility.md
 
-Each configuration's arguments go through Megatron-LM's own parser and checks, with two pipelines, and then through the
-plugin's tables (`backends/megatron/options.py`), as at a job's start. Nothing is built or trained. Without a GPU CUDA
-means the CPU. Some of what is refused is found later only, when a model is there: this counts none of it.
+CHECKOUT is one of NVIDIA/Megatron-LM (its own functional tests), deepspeedai/Megatron-DeepSpeed, EleutherAI/gpt-neox or
+bigscience-workshop/bigscience. Megatron-LM's arguments go through its own parser and checks, with two pipelines, and
+then through the plugin's tables (`backends/megatron/options.py`), as at a job's start; of the others see
+`deepspeed_jobs`. Nothing is built or trained. Without a GPU CUDA means the CPU. Some of what is refused is found later
+only, when a model is there: this counts none of it.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ class Judgement:
     """What comes of one configuration.
 
     Attributes:
-        name: folder and case.
-        stages: of its pipelines.
-        stock: what Megatron-LM's own parser says against it; empty if it takes it.
+        name: folder and case, or file.
+        stages: of its pipelines; 0: it has none, and is no job of this plugin's.
+        stock: what the framework itself says against it; empty if it takes it.
         refused: the plugin's refusals, by the option's name or title.
         changed: options that the plugin sets otherwise.
     """
@@ -132,11 +135,10 @@ def _script(path: Path) -> ModuleType:
 def summary(found: Sequence[Judgement]) -> str:
     """How many of these configurations start, by pipelines and without, and what keeps the others out."""
     lines = []
-    for title, some in (("2 stages or more", [one for one in found if one.stages > 1]),
-                        ("one stage", [one for one in found if one.stages == 1])):
+    for title, some in _by_stages(found):
         taken = [one for one in some if not one.stock]
         starts = [one for one in taken if not one.refused]
-        lines += [f"{title}: {len(some)}, taken by Megatron-LM's own parser {len(taken)}, start {len(starts)}"]
+        lines += [f"{title}: {len(some)}, taken by the framework itself {len(taken)}, start {len(starts)}"]
         reasons = Counter(reason for one in taken for reason in one.refused)
         alone = Counter(one.refused[0] for one in taken if len(one.refused) == 1)
         lines += [f"  {count:4d} refused: {reason} ({alone[reason]} by this alone)"
@@ -146,30 +148,68 @@ def summary(found: Sequence[Judgement]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Judge all cases of a checkout, and print what comes of it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="of NVIDIA/Megatron-LM, at the tag of the core that is installed")
-    parser.add_argument("--aside", nargs="*", default=(), help="reasons that do not count")
-    parser.add_argument("--only", nargs="*", default=(), metavar="CASE", help="names of cases; default: all")
-    parser.add_argument("--each", action="store_true", help="print a line for each configuration")
-    chosen = parser.parse_args(argv)
-    sys.path[:0] = [str(chosen.checkout), str(ROOT / "scripts"), str(ROOT)]
+def _by_stages(found: Sequence[Judgement]) -> list[tuple[str, list[Judgement]]]:
+    return [("2 stages or more", [one for one in found if one.stages > 1]),
+            ("one stage", [one for one in found if one.stages == 1])]
+
+
+def rows(project: str, found: Sequence[Judgement]) -> list[str]:
+    """Of the table for the documentation."""
+    made = []
+    for title, some in _by_stages(found):
+        starts = sum(not one.stock and not one.refused for one in some)
+        reasons = Counter(reason for one in some for reason in one.refused or ["the framework"] * bool(one.stock))
+        told = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+        made += [f"| {project} | {title} | {len(some)} | **{starts}** | {told} |"] if some else []
+    return made
+
+
+def of_megatron(checkout: Path, only: Sequence[str]) -> list[Judgement]:
+    """Judge Megatron-LM's own functional tests."""
+    sys.path.insert(0, str(checkout))
     import megatron_cpu
 
     megatron_cpu.install(pretend=True)
     for name in ("megatron.training.arguments", "megatron_recycle.backends.megatron.training"):
         import_module(name)  # once, for all children
+    cases = sorted((checkout / CASES).glob("*/*/model_config.yaml"))
+    return [judge(checkout, case) for case in cases
+            if "inference" not in case.parent.name and (not only or case.parent.name in only)]
 
-    cases = sorted((chosen.checkout / CASES).glob("*/*/model_config.yaml"))
-    found = [judge(chosen.checkout, case) for case in cases if "inference" not in case.parent.name
-             and (not chosen.only or case.parent.name in chosen.only)]
-    for one in found:
-        one.refused = [reason for reason in one.refused if reason not in chosen.aside]
-        if chosen.each:
-            verdict = f"stock: {one.stock}" if one.stock else "; ".join(one.refused) or "starts"
-            print(f"{one.name} ({one.stages}): {verdict}")
-    print(summary(found))
+
+def of_deepspeed(checkout: Path, only: Sequence[str]) -> list[Judgement]:
+    """Judge the jobs of a repository whose pipelines are DeepSpeed's."""
+    import deepspeed_jobs
+
+    neox = (checkout / "megatron" / "neox_arguments").exists()
+    folders = ("examples_deepspeed",) if (checkout / "examples_deepspeed").exists() else (".",)
+    found = []
+    for name, stages, judged in (deepspeed_jobs.of_gpt_neox(checkout) if neox else
+                                 deepspeed_jobs.of_shell_scripts(checkout, folders)):
+        if not only or name in only:
+            stock, refused = judged() if stages else ("", [])
+            found.append(Judgement(name, stages, stock, refused))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge all configurations of checkouts, and print what comes of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkout", type=Path, nargs="+", help="Megatron-LM's at the tag of the core that is installed")
+    parser.add_argument("--aside", nargs="*", default=(), help="reasons that do not count")
+    parser.add_argument("--only", nargs="*", default=(), metavar="CASE", help="names of cases; default: all")
+    parser.add_argument("--each", action="store_true", help="print a line for each configuration")
+    parser.add_argument("--table", action="store_true", help="print rows of a table")
+    chosen = parser.parse_args(argv)
+    sys.path[:0] = [str(ROOT / "scripts"), str(ROOT)]
+    for checkout in chosen.checkout:
+        found = (of_megatron if (checkout / CASES).exists() else of_deepspeed)(checkout, chosen.only)
+        for one in found:
+            one.refused = [reason for reason in one.refused if reason not in chosen.aside]
+            if chosen.each and one.stages:
+                verdict = f"stock: {one.stock}" if one.stock else "; ".join(one.refused) or "starts"
+                print(f"{one.name} ({one.stages}): {verdict}")
+        print("\n".join(rows(checkout.name, found)) if chosen.table else summary(found))
     return 0
 
 

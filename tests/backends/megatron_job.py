@@ -30,14 +30,15 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
           options: tuple[str, ...] = (), ramp: tuple[int, ...] = (), data_parallel: dict[str, Any] | None = None,
           seed: int = 1, lends: bool = False, fused: bool = False, alike: bool = False,
-          compiled: bool = False) -> Any:
+          compiled: bool = False, adapted: bool = False) -> Any:
     """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers.
 
     ``ramp``: micro-batches of a pipeline in the first iterations. ``data_parallel``: options of Megatron's
     DistributedDataParallelConfig that the script does not have. ``lends``: whether plans lend layers. ``fused``:
     whether a stand-in for apex's kernels adds weight gradients up; "fused" is how often it did. ``alike``: whether
     weights begin as their names in the whole model say, whichever stage has them; "whole" has them by these names.
-    ``compiled``: whether layers are, by torch.compile().
+    ``compiled``: whether layers are, by torch.compile(). ``adapted``: whether all is frozen but small matrices beside
+    the linear layers (LoRA).
     """
     if lends:
         lend()
@@ -58,6 +59,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         script.build = lambda args: _alike(build(args), whole)
     if compiled:
         script.build = lambda args: _compiled(build(args))
+    if adapted:
+        _adapt()
     made: list[Any] = []
     make = optimizer.get_megatron_optimizer
 
@@ -127,6 +130,39 @@ def _compiled(built: Any) -> Any:
         if type(layer).__name__ == "TransformerLayer":
             compile_layer(layer, whole=False)
     return built
+
+
+class _Adapter(torch.nn.Module):
+    """A linear layer of core's, frozen, with two small matrices beside it that are trained."""
+
+    def __init__(self, linear: Any, inside: int = 4) -> None:
+        super().__init__()
+        outside, width = linear.weight.shape
+        self.linear = linear
+        self.down, self.up = torch.nn.Linear(width, inside, bias=False), torch.nn.Linear(inside, outside, bias=False)
+        self.to(linear.weight.dtype)
+
+    def forward(self, hidden: torch.Tensor, *more: Any, **named: Any) -> tuple[torch.Tensor, Any]:
+        output, bias = self.linear(hidden, *more, **named)
+        return output + self.up(self.down(hidden)), bias
+
+
+def _adapt() -> None:
+    """Models with such layers."""
+    from megatron.core.models.gpt import gpt_model
+
+    stock = gpt_model.GPTModel
+
+    class Adapted(stock):  # type: ignore[misc,valid-type]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.requires_grad_(False)
+            for layer in self.decoder.layers:
+                for part, name in ((layer.self_attention, "linear_qkv"), (layer.self_attention, "linear_proj"),
+                                   (layer.mlp, "linear_fc2")):
+                    setattr(part, name, _Adapter(getattr(part, name)))
+
+    gpt_model.GPTModel = Adapted  # type: ignore[misc]
 
 
 def _fuse() -> list[torch.dtype]:

@@ -115,7 +115,7 @@ def test_a_topology_with_a_model_axis_of_one_is_a_grid_of_pipelines_and_stages(m
 
 
 @pytest.mark.parametrize(("prescale", "factor", "stage", "said"), [
-    (False, 1.0, 0, ""), (True, 1.0, 0, ""), (True, 4.0, 0, ""), (False, 4.0, 0, "leave it at 1"),
+    (False, 1.0, 0, ""), (True, 1.0, 0, ""), (True, 4.0, 0, ""), (False, 4.0, 0, ""), (False, 4.0, 1, ""),
     (True, 1.0, 1, "with ZeRO-1")])
 def test_where_gradients_are_divided_is_taken_or_refused_by_name(prescale, factor, stage, said):
     from megatron_recycle.backends.deepspeed.support import _scaled_gradients

@@ -171,6 +171,7 @@ def test_a_worker_may_pause_for_longer_than_connecting_may_take():
 @pytest.mark.gloo
 @pytest.mark.parametrize(("pipelines", "more"), [
     pytest.param(2, {}, marks=pytest.mark.night), (3, {}),
+    pytest.param(2, {"gradient_predivide_factor": 2.0}, marks=pytest.mark.night),
     pytest.param(3, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, marks=pytest.mark.night)])
 def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipelines, more):
     arguments = {"pipelines": pipelines, "stages": 2, "iterations": 10, "dropout": 0.0, "engine_settings": more}

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_recycle.backends.megatron import last as megatron_last
 from megatron_recycle.backends.megatron.last import LastCheckpoint, Training
+from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.errors import RecycleError
 
 BATCH = 16
@@ -40,7 +41,7 @@ class Loop:
             consumed_valid_samples=2 * BATCH,
             num_floating_point_operations_so_far=4e9, micro_batch_size=2, data_parallel_size=4, eval_interval=3,
             eval_iters=2, global_batch_size=BATCH, do_valid=True, curr_iteration=0, data_parallel_random_init=False,
-            world_size=8)
+            world_size=8, iterations_to_skip=[])
         self.scheduler, self.machine = Scheduler(), SimpleNamespace(state=Run.INITIAL_RUN)
         self.scheduler.step(4 * BATCH)
         self.get_args = lambda: self.arguments
@@ -77,10 +78,12 @@ class Left:
         self.aborted = True
 
 
-def last(loop: Loop, wanted: Path | None = None, skipped: tuple[int, ...] = ()) -> LastCheckpoint:
+def last(loop: Loop, wanted: Path | None = None, skipped: tuple[int, ...] = (),
+         gaps: Gaps | None = None) -> LastCheckpoint:
     assert loop.training.beginning is not None
     return LastCheckpoint(loop, loop.training.beginning, wanted and str(wanted), lambda groups: nullcontext(),
-                          lambda folder, iteration: nullcontext(), lambda done: 2 * done, lambda: skipped)
+                          lambda folder, iteration: nullcontext(), lambda done: 2 * done, gaps or Gaps(),
+                          lambda: skipped)
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +97,22 @@ def test_steps_that_fp16_has_left_out_are_none_of_the_schedulers(tmp_path: Path)
     last(loop, skipped=(0, 1, 3)).write(Left(), 2)
     (saved,) = loop.saves
     assert (saved["steps"], saved["samples"]) == (5 * BATCH, 7 * BATCH)
+
+
+@pytest.mark.parametrize(("committed", "iteration", "read", "evaluations"), [(0, 6, 2, 1), (1, 8, 4, 1), (2, 9, 5, 2)])
+def test_iterations_that_the_loop_passes_over_count_and_are_not_trained(
+        tmp_path: Path, committed: int, iteration: int, read: int, evaluations: int):
+    """It passes over its 5th and its 7th, and the last one trained is the checkpoint's: what the loop passes over
+    behind that is passed over again."""
+    loop, gaps = Loop(tmp_path), Gaps()
+    loop.arguments.iterations_to_skip = [4, 6]
+    for number in (0, 2):  # micro-batches trained before
+        gaps.add(number, 2)
+    last(loop, gaps=gaps).write(Left(), committed)
+    (saved,) = loop.saves
+    assert saved["iteration"] == iteration
+    assert (saved["samples"], saved["steps"]) == ((4 + read) * BATCH, (4 + committed + 1) * BATCH)
+    assert saved["validation"] == (2 + 2 * evaluations) * BATCH
 
 
 @pytest.mark.parametrize("ahead", [-3, -1, 0, 1])

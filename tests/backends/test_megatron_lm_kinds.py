@@ -20,11 +20,14 @@ from tests.backends import test_megatron_lm as gpt
 pytestmark = gpt.pytestmark
 checkout, text, comes_back = gpt.checkout, gpt.text, gpt.comes_back
 
+ANOTHER = str(Path(__file__).with_name("script_for_gpt.py"))
 ONE = ("--pipeline-model-parallel-size", "1")
 FP16 = ("--fp16", "--initial-loss-scale", str(2**19), "--loss-scale-window", "2",
         "--accumulate-allreduce-grads-in-fp32")
 TWO_PARTS = ("--tensor-model-parallel-size", "2")
 CYCLIC = ("--dataloader-type", "cyclic")
+UNTIED = ("--untie-embeddings-and-output-weights",)  # stock saves no torch_dist checkpoint of tied ones, if predicting
+PREDICTING = ("--mtp-num-layers", "2", "--position-embedding-type", "rope")
 KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
     "one stage, fp16, cyclic": ("1:0", 2, (*ONE, *FP16, *CYCLIC)),
     "one stage": ("0:0", 3, (*ONE, "--global-batch-size", "24")),
@@ -35,6 +38,12 @@ KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
     "sequence parallel": ("0:1.0", 8, (*TWO_PARTS, "--sequence-parallel", "--qk-layernorm")),
     "norms of queries and keys": ("1:0.1", 8, (*TWO_PARTS, "--qk-layernorm")),
     "one stage, sequence parallel": ("1:0.1", 4, (*ONE, *TWO_PARTS, "--sequence-parallel", "--bf16")),
+    "multi-token prediction": ("1:1", 4, (*PREDICTING, *UNTIED)),
+    "multi-token prediction, shards, chunks": (
+        "0:1", 4, (*PREDICTING, *UNTIED, "--num-virtual-stages-per-pipeline-rank", "2", "--calculate-per-token-loss",
+                   *gpt.SHARDED)),
+    "multi-token prediction, one stage, sequence parallel": (
+        "1:0.0", 4, (*PREDICTING, *ONE, *TWO_PARTS, "--sequence-parallel", "--bf16")),
 }
 """Who is killed, of how many processes."""
 BY_DAY = next(iter(KINDS))
@@ -46,38 +55,90 @@ def test_trains_through_a_failure_as_stock_which_goes_on_from_its_checkpoint(
         kind: str, checkout: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
     victim, processes, more = KINDS[kind]
-    options, saved = ("--data-path", str(text), "--ckpt-format", "torch_dist", *more), tmp_path / "checkpoints"
-    stock = gpt.stock(checkout, *options, processes=processes)
+    through_a_failure(("--data-path", str(text), *more), victim, processes, checkout, tmp_path)
+
+
+def through_a_failure(options: Sequence[str], victim: str, processes: int, checkout: Path, tmp_path: Path,
+                      saved_after: int = 4, again: Sequence[str] = ("5", "6"),
+                      through: Sequence[str] = ()) -> tuple[str, str]:
+    """A job whose ``victim`` dies in its third iteration prints what stock prints, and stock goes on from what it has
+    saved after so many iterations: with those of ``again``. Returns what both print."""
+    options, saved = (*options, "--ckpt-format", "torch_dist"), tmp_path / "checkpoints"
+    stock = gpt.stock(checkout, *options, processes=processes, through=through)
     expected = gpt.losses(stock)
     script = tmp_path / "script.chaos"
     script.write_text(f"kill {victim} --at-iteration 2 --phase backward\n")
-    printed = gpt.recycled(tmp_path / "killed", checkout, *options, "--save", str(saved), "--save-interval", "4",
-                           processes=processes, chaos=script)
-    alive = processes // (2 if "--tensor-model-parallel-size" in more else 1)
+    printed = gpt.recycled(tmp_path / "killed", checkout, *options, "--save", str(saved), "--save-interval",
+                           str(saved_after), processes=processes, chaos=script, through=through)
+    alive = processes // (2 if "--tensor-model-parallel-size" in options else 1)
     assert f"| live: {alive - 1}/{alive} |" in printed
     found = gpt.losses(printed)
     assert found.keys() == expected.keys()
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-4), key
     assert left_out(printed) == left_out(stock) and len(left_out(stock)) == gpt.ITERATIONS
-    (saved / "latest_checkpointed_iteration.txt").write_text("4")
-    printed = gpt.stock(checkout, *options, "--load", str(saved), processes=processes)
-    assert left_out(printed) == {iteration: left_out(stock)[iteration] for iteration in "56"}
-    again = gpt.losses(printed)
-    for iteration in {*"56"} & {*expected}:  # not the loss: Megatron's first one after a restart is left to the second
-        assert again[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-3)
+    assert predicted(printed) == pytest.approx(predicted(stock), rel=1e-4)
+    assert len(predicted(stock)) == (2 * gpt.ITERATIONS if "--mtp-num-layers" in options else 0)
+    (saved / "latest_checkpointed_iteration.txt").write_text(str(saved_after))
+    restarted = gpt.stock(checkout, *options, "--load", str(saved), processes=processes, through=through)
+    rates = {iteration: left_out(stock)[iteration][:2] for iteration in again}  # its first line counts for two
+    assert {iteration: numbers[:2] for iteration, numbers in left_out(restarted).items()} == rates
+    losses = gpt.losses(restarted)
+    for iteration in {*again} & {*expected}:  # not the loss: Megatron's first one is left to the second
+        assert losses[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-3)
+    return stock, printed
+
+
+def texts(folder: Path, counts: Sequence[int]) -> list[str]:
+    """Of so many words each, in Megatron's indexed format; their paths without endings."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    draw, found = random.Random(0), []
+    for number, count in enumerate(counts):
+        found.append(str(folder / f"text{number}"))
+        builder = IndexedDatasetBuilder(found[-1] + ".bin", dtype=numpy.uint16)
+        for _ in range(count // 50):
+            builder.add_item(torch.tensor([draw.randint(0, 254) for _ in range(50)], dtype=torch.int32))
+            builder.end_document()
+        builder.finalize(found[-1] + ".idx")
+    return found
+
+
+@pytest.mark.night
+def test_iterations_are_passed_over_and_all_of_several_validation_sets_is_read_as_in_stock(
+        checkout, tmp_path, monkeypatch):
+    """The first rank dies, which tells the others in stock how long a validation takes."""
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    at = gpt.ARGUMENTS.index("--split")
+    monkeypatch.setattr(gpt, "ARGUMENTS", [*gpt.ARGUMENTS[:at], *gpt.ARGUMENTS[at + 2:]])
+    train, *valid = texts(tmp_path, (20_000, 300, 200))
+    # Without data for a test, which stock cannot evaluate beside several validation sets.
+    options = ("--train-data-path", train, "--valid-data-path", *valid, "--full-validation",
+               "--multiple-validation-sets", "--iterations-to-skip", "0", "3", "--train-iters", str(gpt.ITERATIONS + 2))
+    printed = [re.findall(r"validation-(\d) loss at (iteration \d+) .*?lm loss value: (\S+)", one) for one in
+               through_a_failure(options, "0:0", 4, checkout, tmp_path, saved_after=5, again=("6", "7", "8"))]
+    expected, found = ({(number, when): float(loss) for number, when, loss in one} for one in printed)
+    assert found == pytest.approx(expected, rel=1e-4) and len(expected) >= 4
 
 
 def left_out(printed: str) -> dict[str, tuple[str, ...]]:
     """Iteration -> (learning rate, loss scale, steps left out)."""
     lines = re.findall(r" iteration +(\d+)/.*?learning rate: (\S+) \|.*?loss scale: (\S+) \|"
                        r".*?number of skipped iterations: +(\d+)", printed)
-    return {iteration: tuple(numbers) for iteration, *numbers in lines}
+    return {iteration: (f"{float(rate):.4e}", *numbers) for iteration, rate, *numbers in lines}  # stock's has 32 bits
+
+
+def predicted(printed: str) -> dict[str, float]:
+    """Iteration and layer of multi-token prediction -> its loss."""
+    lines = {match[1]: match[0] for match in re.finditer(r" iteration +(\d+)/.*", printed)}
+    return {f"{iteration}.{match[1]}": float(match[2]) for iteration, line in lines.items()
+            for match in re.finditer(r"mtp_(\d+) loss: (\S+)", line)}
 
 
 @pytest.mark.night
 @pytest.mark.parametrize(("worker", "processes", "more"), [
-    ("1:0", 2, (*ONE, *FP16, *CYCLIC)), ("0:0", 2, (*ONE, *gpt.SHARDED)), ("1:1", 4, FP16),
+    ("1:0", 2, (*ONE, *FP16, *CYCLIC)), ("1:1", 4, (*PREDICTING, "--iterations-to-skip", "1", "5")),
+    ("0:0", 2, (*ONE, *gpt.SHARDED)), ("1:1", 4, FP16),
     ("1:1.1", 8, (*TWO_PARTS, "--sequence-parallel", "--qk-layernorm"))])
 def test_a_killed_worker_comes_back(worker, processes, more, checkout, tmp_path, comes_back):
     gpt.come_back(tmp_path, checkout, worker, 3, *more, processes=processes)
@@ -106,7 +167,7 @@ def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkou
     """Its losses are means over pipelines, and all of its stages read masks, those in the middle too."""
     monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
-    through = [str(Path(__file__).with_name("bert_for_gpt.py"))]
+    through = [ANOTHER, "bert"]
     options = ("--data-path", str(sentences), "--attention-backend", "local", "--vocab-size", "127", "--spec", "local",
                *more)
     expected = means(gpt.stock(checkout, *options, processes=processes, through=through))
@@ -117,6 +178,17 @@ def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkou
     assert means(printed).keys() == expected.keys() and len(expected) == gpt.ITERATIONS
     for iteration, values in expected.items():
         assert means(printed)[iteration] == pytest.approx(values, rel=1e-4)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("processes", "victim", "more"), [(2, "1:0", ("--bf16",)), (4, "0:0.1", TWO_PARTS)])
+def test_t5_trains_through_a_failure_as_stock(processes, victim, more, checkout, sentences, tmp_path, monkeypatch):
+    """It has no pipelines of several stages, in stock."""
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
+    options = ("--data-path", str(sentences), "--attention-backend", "local", "--vocab-size", "127", *ONE,
+               "--encoder-num-layers", "2", "--num-layers", "2", "--decoder-seq-length", "24", *more)
+    through_a_failure(options, victim, processes, checkout, tmp_path, through=[ANOTHER, "t5"])
 
 
 def means(printed: str) -> dict[str, list[float]]:

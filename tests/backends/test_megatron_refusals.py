@@ -296,7 +296,7 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("use_pytorch_profiler", True), ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1),
+    ("use_pytorch_profiler", True), ("dsa_indexer_loss_coeff", 0.1),
     ("qk_clip", True), ("logits_save_dir", "logits"), ("multi_latent_attention", True),
     ("experimental_attention_variant", "dsa"), ("qk_l2_norm", True), ("fp8", "hybrid"), ("fp4", "e2m1"),
     ("fp8_param_gather", True), ("fp8_multi_head_attention", True),
@@ -349,7 +349,7 @@ def test_means_over_pipelines_are_a_micro_batchs_own_and_have_no_place_in_a_grad
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
-    wrong = {"mtp_num_layers": 1, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
+    wrong = {"qk_clip": True, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
              "skip_train": True, "context_parallel_size": 2}
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
@@ -373,6 +373,21 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
 def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, value, then, parsed, capfd):
     assert vars(parsed(**{name: value})) == vars(arguments(**{name: then}))
     assert f"megatron-recycle: {name}" in capfd.readouterr().out
+
+
+def test_options_that_no_tested_release_has_are_named_where_they_are_not_at_their_default(parsed, capfd, monkeypatch):
+    from megatron_recycle.backends.megatron import unknown
+
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser.add_argument("--micro-batch-size", type=int, default=1)
+        parser.add_argument("--xielu", action="store_true")
+        parser.add_argument("--goldfish-loss", type=int, default=0)
+        return parser
+
+    monkeypatch.setitem(sys.modules, unknown.PARSER, SimpleNamespace(add_megatron_arguments=add_megatron_arguments))
+    parsed(micro_batch_size=2, xielu=False, goldfish_loss=50)
+    (line,) = capfd.readouterr().out.splitlines()
+    assert "--goldfish-loss (50)" in line and "xielu" not in line and "micro" not in line
 
 
 def test_the_line_on_an_option_that_keeps_its_value_is_not_written_again_for_the_model(parsed, capfd, monkeypatch):

@@ -72,7 +72,8 @@ class DeepSpeedStage:
         self._engine = engine
         self._optimizer = keeper
         self.averaging: Averaging = self._zero.averaging if self._zero is not None else (
-            "after" if engine.postscale_gradients() else "before")
+            # Before the sum, a part of it too: it is what keeps sums of 16 bits from overflowing.
+            "after" if engine.postscale_gradients() and engine.gradient_predivide_factor() == 1.0 else "before")
         self._staggered = settings.step == "staggered"
         self._speaks = speaks
         self.device = engine.device

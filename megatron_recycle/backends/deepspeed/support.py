@@ -51,13 +51,9 @@ def _zero_features(engine: PipelineEngine) -> list[tuple[bool, str]]:
 
 
 def _scaled_gradients(engine: PipelineEngine) -> list[tuple[bool, str]]:
-    prescales = not engine.postscale_gradients()
     return [
-        (prescales and engine.zero_optimization_stage() == 1, "prescale_gradients with ZeRO-1, where DeepSpeed has "
-         "none unless reduce_scatter is off: leave it out"),
-        (not prescales and engine.gradient_predivide_factor() != 1.0, "gradient_predivide_factor, by which a part of "
-         "the mean over pipelines is taken before their sum: leave it at 1, or set prescale_gradients, which takes all "
-         "of it")]
+        (not engine.postscale_gradients() and engine.zero_optimization_stage() == 1, "prescale_gradients with ZeRO-1, "
+         "where DeepSpeed has none unless reduce_scatter is off: leave it out")]
 
 
 def given_up(config: Mapping[str, Any]) -> list[str]:

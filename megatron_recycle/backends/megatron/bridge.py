@@ -21,6 +21,7 @@ from typing import Any
 from megatron_recycle.backends.megatron.bridge_saves import BridgeSaves, LastBridgeCheckpoint
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
+from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.backends.megatron.private import BRIDGE_TESTED
 from megatron_recycle.backends.megatron.rebinding import rebind
 from megatron_recycle.backends.megatron.refusing import refuse_or_tell
@@ -236,11 +237,12 @@ def settings() -> dict[str, Any]:
 
 
 def last_checkpoint(wanted: str | None, among: Callable[[Groups], AbstractContextManager[None]],
-                    microbatches: Callable[[int], int], skipped: Callable[[], Collection[int]]) -> LastCheckpoint:
+                    microbatches: Callable[[int], int], gaps: Gaps,
+                    skipped: Callable[[], Collection[int]]) -> LastCheckpoint:
     """As `training.last_checkpoint`."""
     assert _job.parts is not None and _job.counters is not None
     return LastBridgeCheckpoint(sys.modules[TRAIN], sys.modules[CHECKPOINTS], _job.parts, _job.counters, _job.steps,
-                                wanted, among, microbatches, skipped)
+                                wanted, among, microbatches, gaps, skipped)
 
 
 def way_back() -> None:

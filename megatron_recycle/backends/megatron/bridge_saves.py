@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_recycle.backends.megatron.aside import give_name, place_of, remove_parts
 from megatron_recycle.backends.megatron.last import Beginning, LastCheckpoint
+from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.backends.megatron.saves import SavingSchedule, failures_named, forget_old_groups
 from megatron_recycle.backends.session import Session
 from megatron_recycle.observe.log import get_logger
@@ -149,21 +150,21 @@ class LastBridgeCheckpoint(LastCheckpoint):
         parts: arguments of its `train`, by name.
         counters: of its state, when training began.
         steps: of the learning rate's scheduler then.
-        wanted, among, microbatches, skipped: as those of `LastCheckpoint`.
+        wanted, among, microbatches, gaps, skipped: as those of `LastCheckpoint`.
     """
 
     def __init__(self, train: Any, checkpoints: Any, parts: Mapping[str, Any], counters: Mapping[str, float],
                  steps: int, wanted: str | None, among: Callable[[Groups], AbstractContextManager[None]],
-                 microbatches: Callable[[int], int], skipped: Callable[[], Collection[int]]) -> None:
+                 microbatches: Callable[[int], int], gaps: Gaps, skipped: Callable[[], Collection[int]]) -> None:
         self._state: Any = parts["global_state"]
         configuration = self._state.cfg
         loop = SimpleNamespace(save_checkpoint=checkpoints.save_checkpoint, get_args=lambda: SimpleNamespace(
             save=configuration.checkpoint.save, data_parallel_random_init=configuration.rng.data_parallel_random_init,
-            world_size=dist.get_world_size()))
+            world_size=dist.get_world_size(), iterations_to_skip=()))
         begun = Beginning(parts, int(counters["step"]), int(counters["consumed_train_samples"]),
                           int(counters["consumed_valid_samples"]), counters["floating_point_operations_so_far"], steps)
         super().__init__(loop, begun, wanted, among, lambda folder, iteration: beside(
-            checkpoints, folder, iteration, "last", lambda place: None), microbatches, skipped)
+            checkpoints, folder, iteration, "last", lambda place: None), microbatches, gaps, skipped)
         self._train = train
 
     def _save(self, arguments: Any, folder: str, iteration: int, done: int) -> None:

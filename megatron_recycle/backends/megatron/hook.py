@@ -17,12 +17,14 @@ import torch.distributed as dist
 
 from megatron_recycle.backends.megatron.rebinding import rebind
 from megatron_recycle.backends.megatron.refusing import refuse_or_tell
+from megatron_recycle.backends.megatron.unknown import unknown
 from megatron_recycle.backends.megatron.version import check_version, is_supported
 from megatron_recycle.backends.megatron.writers import name_run, unopened
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.environment import Launched
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.standalone import is_joining
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -132,4 +134,5 @@ def _place_chunks() -> None:
 def _judge(arguments: Any, chunks: int) -> list[str]:
     from megatron_recycle.backends.megatron.training import check_arguments, keep_batch
     check_version()
-    return check_arguments(arguments, chunks) + keep_batch(arguments, Launched.read().microbatches)
+    return [*check_arguments(arguments, chunks), *keep_batch(arguments, Launched.read().microbatches),
+            *unknown(arguments)]

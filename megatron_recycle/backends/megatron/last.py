@@ -23,6 +23,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_recycle.backends.megatron.aside import TRACKER, place_of, remove_parts
+from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
 from megatron_recycle.errors import RecycleError, SaveError
 from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.runtime.comm.handles import Groups, is_broken
@@ -75,20 +76,23 @@ class LastCheckpoint:
         wanted: the folder that the configuration names; None: the loop's own (``--save``).
         among: a block in which Megatron and torch see those that are left, and nobody else.
         beside: a block in which stock writes the checkpoint of an iteration into a folder in the way of `aside`.
-        microbatches: of one pipeline, before iteration n of this job.
+        microbatches: of one pipeline that are trained with, before iteration n of this job.
+        gaps: between those.
         skipped: gives iterations of this job whose step was left out (fp16), which the scheduler does not count.
     """
 
     def __init__(self, loop: Any, beginning: Beginning, wanted: str | None,
                  among: Callable[[Groups], AbstractContextManager[None]],
                  beside: Callable[[str, int], AbstractContextManager[None]],
-                 microbatches: Callable[[int], int], skipped: Callable[[], Collection[int]] = frozenset) -> None:
+                 microbatches: Callable[[int], int], gaps: Gaps,
+                 skipped: Callable[[], Collection[int]] = frozenset) -> None:
         self._loop = loop
         self._begun = beginning
         self._wanted = wanted
         self._among = among
         self._beside = beside
-        self._microbatches = microbatches
+        self._microbatches, self._gaps = microbatches, gaps
+        self._passed = PassedOver(loop.get_args().iterations_to_skip, beginning.iteration)
         self._skipped = skipped
         self._stock_save: Callable[..., Any] = loop.save_checkpoint
         self._own: set[Path] = set()
@@ -113,7 +117,7 @@ class LastCheckpoint:
         Raises RecycleError where there can be none, SaveError where this worker cannot write, GenerationOver if another
         one is lost before anything is written, and what else stock raises.
         """
-        folder, iteration = self.folder, self._begun.iteration + committed + 1
+        folder, iteration = self.folder, self._passed.after(committed + 1)
         if folder is None:
             raise RecycleError("nothing says where to; give --save DIR, or --recycle-emergency-checkpoint DIR")
         place = place_of(folder, iteration)
@@ -150,8 +154,9 @@ class LastCheckpoint:
         size = arguments.micro_batch_size * arguments.data_parallel_size
         before = [size * self._microbatches(number) for number in range(done + 1)]
         arguments.save, arguments.curr_iteration, arguments.async_save = folder, iteration - 1, False
-        arguments.consumed_train_samples = begun.samples + before[done]
-        arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, iteration)
+        passed = size * self._gaps.before(self._microbatches(done) - 1)  # not those that come next
+        arguments.consumed_train_samples = begun.samples + before[done] + passed
+        arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, done)
         scheduler.num_steps = begun.steps + before[done] - sum(
             before[number + 1] - before[number] for number in self._skipped() if number < done)
         scheduler.step(increment=0)
@@ -163,11 +168,11 @@ class LastCheckpoint:
                          train_data_iterator=begun.parts["train_data_iterator"],
                          preprocess_common_state_dict_fn=loop.preprocess_common_state_dict)
 
-    def _evaluated(self, arguments: Any, iteration: int) -> int:
-        """Samples that the evaluations up to ``iteration`` read, that after it included."""
+    def _evaluated(self, arguments: Any, done: int) -> int:
+        """Samples that the evaluations up to the last of ``done`` iterations read, that after it included."""
         if not (arguments.eval_interval and arguments.do_valid):
             return 0
-        times = iteration // arguments.eval_interval - self._begun.iteration // arguments.eval_interval
+        times = sum(self._passed.after(number) % arguments.eval_interval == 0 for number in range(1, done + 1))
         each = arguments.eval_iters
         return times * arguments.global_batch_size * (sum(each) if isinstance(each, list) else each)
 

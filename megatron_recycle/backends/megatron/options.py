@@ -75,7 +75,9 @@ ANYWHERE = (
     *(Option(name, "attention in 8 bits was not tried; leave it out")
       for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
     Option("enable_autocast", "use bf16"),
-    Option("mtp_num_layers", "leave mtp_num_layers unset", title="multi-token prediction"),
+    Option("mtp_standalone", "messages between stages would have another shape behind it; give the layout a last stage "
+           "that has them and the loss (mL)", title="multi-token prediction on another stage than the loss"),
+    Option("mtp_detach_heads", "their gradients would be clipped by a norm of their own; leave it off"),
     Option("cuda_graph_impl", _REPLAYED, lambda kind: kind not in (None, "none"), title="CUDA graphs"),
     Option("enable_cuda_graph", _REPLAYED, title="CUDA graphs"),
     Option("external_cuda_graph", _REPLAYED, title="CUDA graphs"),
@@ -108,9 +110,6 @@ OF_THE_LOOP = (
     Option("qk_l2_norm", "core's local layers would train without it; leave --qk-l2-norm out"),
     Option("spec", "core builds them of Transformer Engine's; use another model",
            lambda spec: bool(spec) and spec[0].startswith("megatron.core.models.mamba."), title="Mamba layers"),
-    Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
-    Option("full_validation", "the first rank tells the others how much there is, and may be gone; leave it out, and "
-           "give --eval-iters"),
     Option("step_batch_size_schedule", "how many micro-batches an iteration will have at most must be known at the "
            "start; use --rampup-batch-size", _given),
     Option("start_eval_at_iter", "a last checkpoint counts evaluations from the first iteration; leave it out", _given),
@@ -192,6 +191,8 @@ _OF_V = (
            lambda kind: kind != "torch_dist"),
     Option("non_persistent_ckpt_type", "which layers are in it depends on the stages; use global",
            lambda kind: kind == "local"),
+    Option("mtp_num_layers", "its copy of the embedding would be beside the embedding; leave chunks out",
+           title="multi-token prediction"),
     *(Option(name, "Megatron writes it on the last rank, which has no loss with chunks 2; leave it out")
       for name in ("tensorboard_dir", "wandb_project")),
 )

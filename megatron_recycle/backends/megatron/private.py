@@ -90,6 +90,7 @@ CORE: Sequence[Private] = (
     Private("megatron.core.transformer.enums", "AttnMaskType"),
     Private("megatron.core.transformer.identity_op", "IdentityOp"),
     Private("megatron.core.transformer.module", "param_is_not_shared"),
+    Private("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
     Private("megatron.core.transformer.spec_utils", "build_module"),
     Private("megatron.core.transformer.transformer_block", "TransformerBlock.layers TransformerBlock.pg_collection "
             "TransformerBlock.vp_stage TransformerBlock.submodules TransformerBlock.num_layers_per_pipeline_rank "
@@ -109,6 +110,7 @@ CORE: Sequence[Private] = (
 """Of the package megatron-core."""
 
 LOOP: Sequence[Private] = (
+    Private("megatron.training.arguments", "add_megatron_arguments"),
     Private("megatron.training.global_vars", "set_global_variables get_args get_tensorboard_writer get_wandb_writer "
             "_set_tensorboard_writer _set_wandb_writer"),
     Private("megatron.training.training", "train train_step training_log evaluate load_checkpoint save_checkpoint "
@@ -116,7 +118,7 @@ LOOP: Sequence[Private] = (
             "get_timers get_tensorboard_writer get_wandb_writer is_last_rank get_one_logger one_logger_utils mpu "
             "write_args_to_tensorboard update_num_microbatches get_rerun_state_machine num_floating_point_operations "
             "preprocess_common_state_dict cyclic_iter reduce_max_stat_across_model_parallel_group "
-            "get_forward_backward_func"),
+            "get_forward_backward_func dummy_train_step evaluate_and_print_results get_num_microbatches"),
     Private("megatron.training.checkpointing", "save_checkpoint load_checkpoint get_checkpoint_name read_metadata "
             "wandb_utils schedule_async_save get_loaded_iteration set_loaded_iteration "
             "_load_base_checkpoint _NON_PERSISTENT_CKPT_SUBDIR"),

@@ -28,6 +28,7 @@ from megatron_recycle.backends.megatron.chunks import placement
 from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.late import LateNumber
+from megatron_recycle.backends.megatron.passed import Gaps, WithGaps
 from megatron_recycle.backends.megatron.script import unwrapped
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
@@ -68,7 +69,7 @@ class RecycleSchedule:
         """Asked for what depends on the loop around."""
         self._late: tuple[LateNumber, ...] = ()
         self._spoke = False
-        self._data = LateSource()
+        self._data, self._gaps = LateSource(), Gaps()
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
         """Iterators that were evaluated with, by identity; where to read their micro-batches, and how many of each
         pipeline have been."""
@@ -107,8 +108,9 @@ class RecycleSchedule:
         if session.iteration < 0:
             session.generators.adopt("forward_step_func", self._stage.forward_step)
             seeds = session.seeds()
-            self._data.source = (source_of(data_iterator, session.place.part, seeds) if self._options.data is None
-                                 else FactorySource(self._options.data, seeds))
+            source = (source_of(data_iterator, session.place.part, seeds) if self._options.data is None
+                      else FactorySource(self._options.data, seeds))
+            self._data.source = WithGaps(source, self._gaps)
         session.resize(microbatches)
         self._stage.microbatches = microbatches
         if session.begin():
@@ -217,6 +219,10 @@ class RecycleSchedule:
         with self.session.worker.among_those_left(), self._kept.of_those_left(groups):
             yield
 
+    def pass_over(self, microbatches: int) -> None:
+        """The loop trains nothing with the next so many of each pipeline."""
+        self._gaps.add(self._number(self.session.iteration + 1) if self._microbatches else 0, microbatches)
+
     def speaks(self) -> bool:
         """Whether this worker writes the log line: the last one of the last stage that is left. Others have written
         those of iterations before it came in.
@@ -251,11 +257,14 @@ class RecycleSchedule:
         v_shaped = self._settings.chunks > 1
         self._kept = megatron_groups.Kept(models, self._loop.collections())
         place = _place(microbatches, self._loop.backend(), placement(_stages(), len(models), v_shaped))
+        if not bridge.trains():
+            megatron_training.tell_validations()
         lends = self._settings.lend_layers if self._settings.lend == "auto" and _stages() > 1 else 0
         alike = bridge.settings() if bridge.trains() else megatron_setup.settings()
         self._stage = MegatronStage(models, optimizer, microbatches, alike, lends, v_shaped)
-        self._last = self._loop.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left,
-                                                       self._number, lambda: self._stage.scaling.skipped)
+        self._last = self._loop.last_checkpoint(
+            self._settings.emergency_checkpoint, self._among_those_left, self._number, self._gaps,
+            lambda: self._stage.scaling.skipped)
         self._back = self._loop.way_back()
         if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
             raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "

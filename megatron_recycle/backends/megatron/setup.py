@@ -51,6 +51,7 @@ def install(options: Options) -> None:
         return
     loop: Any = sys.modules[LOOP]
     loop.train = _over(loop.train, lambda stock: Training(stock, loop.get_args))
+    loop.dummy_train_step = _over(loop.dummy_train_step, lambda stock: _passing(stock, loop))
     setup = options.setup
     if setup is None:
         return
@@ -85,6 +86,18 @@ def _over(now: Any, make: Callable[[Any], Any]) -> Any:
     made = make(stock)
     setattr(made, _STOCK, stock)
     return made
+
+
+def _passing(stock: Callable[..., None], loop: Any) -> Callable[..., None]:
+    """In place of `dummy_train_step`, which reads an iteration's data and trains nothing."""
+    def passing(data_iterator: Any) -> None:
+        schedule = loop.get_forward_backward_func()
+        if hasattr(schedule, "pass_over"):
+            schedule.pass_over(loop.get_num_microbatches())
+        else:
+            stock(data_iterator)
+
+    return passing
 
 
 def _apart(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ from megatron_recycle.backends.megatron.distributed import Distributed
 from megatron_recycle.backends.megatron.groups import TensorGroup
 from megatron_recycle.backends.megatron.lending import BlockLayers
 from megatron_recycle.backends.megatron.main_grads import MainGrads
+from megatron_recycle.backends.megatron.predicting import Predictions
 from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, Rates
 from megatron_recycle.backends.megatron.scaling import Scaling
 from megatron_recycle.backends.megatron.script import Script
@@ -67,9 +68,6 @@ class MegatronStage:
         v_shaped: whether the models are the two chunks of a V (`vshape`).
     """
 
-    report_width = 1 + 2 * _KEYS + 1
-    """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
-
     def __init__(self, models: Sequence[Any], optimizer: MegatronOptimizer, microbatches: int,
                  settings: Mapping[str, Any] | None = None, lends: int = 0, v_shaped: bool = False) -> None:
         self.settings = settings or {}
@@ -81,6 +79,9 @@ class MegatronStage:
         self._config = get_model_config(models[0])
         self.microbatches = microbatches
         """Of a pipeline in the iteration that is to be trained."""
+        self._predictions = Predictions(self._config)
+        self.report_width = 1 + 2 * (_KEYS + self._predictions.most) + 1
+        """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
         self._keys: dict[str, list[tuple[str, int]]] = {}
         self._hidden = HiddenState(self.module)
         self._coefficient = 1.0
@@ -143,6 +144,7 @@ class MegatronStage:
         given = None if inputs is None else inputs[0]
         communicated = _operations()
         reports: list[Any] = []
+        self._predictions.begin()
         output, tokens = forward_step(
             self.forward_step, read_from(batch), self._chunks.model,
             self.microbatches, given, reports, self._config, cp_group_size=1, vp_stage=self._chunks.vp_stage,
@@ -152,7 +154,7 @@ class MegatronStage:
                                    "model-parallel group, whose other members are not there: a micro-batch may run "
                                    "anywhere. Return (sum of losses, number of tokens, {name: value}) of it alone")
         if last:
-            report = self._report(reports[0], float(tokens))
+            report = self._report(reports[0], float(tokens), self._predictions.take())
             return Forward((given, output), (), torch.tensor(_mean(report[1:3])), report, (output,))
         sent = output.detach()
         if torch.is_grad_enabled():
@@ -307,16 +309,18 @@ class MegatronStage:
         has run; not a number where none has."""
         keys = self._keys.get(_kind(not forward_only)) or self._keys.get(_kind(True), [])
         rows = [row for row in table.tolist() if row[-1]] or [[math.nan] * self.report_width]
-        return [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)
-                 for index, (key, size) in enumerate(keys)} for row in rows]
+        found = [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)
+                  for index, (key, size) in enumerate(keys)} for row in rows]
+        self._predictions.show(found, self.microbatches, not forward_only)
+        return found
 
-    def _report(self, values: Any, tokens: float) -> tuple[float, ...]:
+    def _report(self, values: Any, tokens: float, more: Mapping[Any, float]) -> tuple[float, ...]:
         if not isinstance(values, Mapping):
             raise UnsupportedError(f"the loss function reports a {type(values).__name__}: let it return (loss, {{name: "
                                    "value}) or (sum of losses, number of tokens, {name: value})")
-        numbers_of = {key: torch.as_tensor(value).flatten().tolist() for key, value in values.items()}
+        numbers_of = {key: torch.as_tensor(value).flatten().tolist() for key, value in {**values, **more}.items()}
         keys = [(key, len(numbers)) for key, numbers in numbers_of.items()]
-        if len(keys) > _KEYS or any(size not in (1, 2) for _, size in keys):
+        if len(values) > _KEYS or any(size not in (1, 2) for _, size in keys):
             raise UnsupportedError(f"the loss function reports {dict(keys)}; at most {_KEYS} values of one or two "
                                    "numbers each are supported")
         kind = _kind(torch.is_grad_enabled())
@@ -345,12 +349,14 @@ class MegatronStage:
                     or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)))]
 
     def _find_ties(self) -> None:
-        """The embedding is in the first chunk of the first stage, the output layer in the last one of the last."""
+        """The embedding is in the first chunk of the first stage, the output layer in the last one of the last, with
+        another copy of the embedding where several tokens are predicted."""
         last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         stage = parallel_state.get_pipeline_model_parallel_rank()
         model = self._chunks.models[0 if stage == 0 else -1]
         part = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
-        if not part.share_embeddings_and_output_weights or not last:  # with one stage they are one tensor
+        shared = part.share_embeddings_and_output_weights or getattr(self._config, "mtp_num_layers", None)
+        if not shared or not last:  # with one stage they are one tensor
             return
         self.tied_stages = ((0, last),)
         weight = part.shared_embedding_or_output_weight() if stage in (0, last) else None
@@ -385,7 +391,7 @@ class MegatronStage:
         # Its step does not ask other ranks for norm and zeros. Not a number: no norm by which anything is clipped.
         for part in (optimizer, self._single):
             part.get_grad_norm = part.count_zeros = lambda: math.nan
-            part.has_grad_norm_group = lambda name: False  # multi-token prediction's, which is refused
+            part.has_grad_norm_group = lambda name: False  # of multi-token prediction, where it is wanted: refused
         self._single.clip_grad_norm = lambda limit: math.nan
         stock_end: Callable[[], bool] = self._single.step_with_ready_grads
 

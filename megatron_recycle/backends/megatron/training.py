@@ -12,6 +12,9 @@ from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import torch
+import torch.distributed as dist
+
 from megatron_recycle.backends.megatron import averages, back
 from megatron_recycle.backends.megatron.aside import aside
 from megatron_recycle.backends.megatron.last import LastCheckpoint
@@ -26,6 +29,7 @@ from megatron_recycle.backends.megatron.options import (
     v_shaped,
     with_history,
 )
+from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
 from megatron_recycle.backends.megatron.saves import LoopSaves, SavingSchedule
 from megatron_recycle.backends.megatron.writers import Writers
 from megatron_recycle.backends.scalars import Scalars
@@ -116,7 +120,7 @@ def backend() -> str | None:
 
 def last_checkpoint(wanted: str | None,
                     among: Callable[[Groups], AbstractContextManager[None]],
-                    microbatches: Callable[[int], int],
+                    microbatches: Callable[[int], int], gaps: Gaps,
                     skipped: Callable[[], Collection[int]]) -> LastCheckpoint | None:
     """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
     The arguments are those of `LastCheckpoint`."""
@@ -124,7 +128,30 @@ def last_checkpoint(wanted: str | None,
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
-            sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches, skipped)
+            sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches, gaps, skipped)
+
+
+def tell_validations() -> None:
+    """Have all ranks know how long ``--full-validation`` takes, at the start, as the loop's first rank tells the others
+    before each evaluation: later it may be gone."""
+    loop: Any = sys.modules.get(LOOP)
+    if loop is None or not loop.get_args().full_validation:
+        return
+    arguments = loop.get_args()
+    own = arguments.eval_iters if isinstance(arguments.eval_iters, list) else [arguments.eval_iters]
+    told = torch.tensor([one or 0 for one in own], dtype=torch.long, device=torch.cuda.current_device())
+    dist.broadcast(told, 0)
+    arguments.eval_iters = told.tolist() if arguments.multiple_validation_sets else int(told[0])
+    evaluate = loop.evaluate_and_print_results
+
+    def evaluate_and_print_results(*given: Any, **keywords: Any) -> Any:
+        arguments.full_validation = False  # which is asked for that alone
+        try:
+            return evaluate(*given, **keywords)
+        finally:
+            arguments.full_validation = True
+
+    loop.evaluate_and_print_results = evaluate_and_print_results
 
 
 def way_back() -> Callable[[str, str], int] | None:
@@ -135,8 +162,8 @@ def way_back() -> Callable[[str, str], int] | None:
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     if beginning is None or not back.possible(loop.get_args()):
         return None
-    return lambda place, name: back.load(
-        loop, sys.modules[CHECKPOINTS], beginning, place, name) - int(beginning.iteration)
+    passed = PassedOver(loop.get_args().iterations_to_skip, int(beginning.iteration))
+    return lambda place, name: passed.trained(back.load(loop, sys.modules[CHECKPOINTS], beginning, place, name))
 
 
 def collections() -> tuple[Any, ...]:
