@@ -33,6 +33,8 @@ from megatron_recycle.policy import POLICIES, PolicyName
 
 __all__ = ["SECTION", "Option", "RecycleConfig", "add_arguments", "docs_table", "flag", "options", "variable"]
 
+GROUP = "megatron-recycle"
+"""Title of the settings' group in a script's `--help`."""
 _COSTS = re.compile(r"TRIPLE(;TRIPLE)*".replace("TRIPLE", r" *\d+ *, *\d+ *, *\d+ *"))
 
 
@@ -177,6 +179,12 @@ class RecycleConfig:
         least=0,
     )
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again", least=0)
+    max_failures_per_host: int = _option(
+        0,
+        "after so many failures of its workers a host gets no more places: none of its workers is started again, and "
+        "it may not join; workers of it that fail at the same time count as one; 0: no limit",
+        least=0,
+    )
     moves: bool = _option(
         False,
         "whether a healthy worker takes an empty position of a stage that has lost much more than its own; until it "
@@ -387,7 +395,7 @@ def add_arguments(
             if when_given is not None:
                 when_given(namespace)
 
-    group = parser.add_argument_group("megatron-recycle", "keep training when workers fail")
+    group = parser.add_argument_group(GROUP, "keep training when workers fail")
     group.add_argument(
         "--recycle",
         action=Switch,
@@ -402,7 +410,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "On and off": ("enabled",),
     "Results": ("reduction", "block", "step", "split_backward", "clip_norm", "seed", "check_forward", "verify",
                 "verify_every"),
-    "What a failure leads to": ("policy", "keep_messages", "poison", "max_restarts", "moves", "move_cost", "horizon",
+    "What a failure leads to": ("policy", "keep_messages", "poison", "max_restarts",
+                                "max_failures_per_host", "moves", "move_cost", "horizon",
                                 "lend", "lend_layers", "slow_factor_out"),
     "A stage's last copy": ("guard", "guard_interval", "state_copies"),
     "Checkpoints and the end of a job": ("emergency_checkpoint", "on_leave", "leave_timeout", "on_failed_save", "mtbf"),

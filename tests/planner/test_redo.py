@@ -303,10 +303,11 @@ def test_nothing_goes_on_from_what_no_legal_plan_has_done(done):
     assert redo(base, {Worker.parse(name): actions(text) for name, text in done.items()}) is None
 
 
-def test_lent_layers_are_not_followed():
-    base = quick(grid_of(2, 2, 2, ("1:1",)))
-    lends = replace(base, crossings={(0, 0): (1,)})
-    assert redo(lends, {}) is None
+def test_the_rest_lends_nothing_where_the_interrupted_plan_did_not():
+    base = quick(grid_of(2, 2, 2, ("1:1",), layers=(2, 2), lend=((1, 1),), layer_held=((0, 0),) * 2,
+                         costs=replace(Costs.uniform(2, 20, 22, 18, 1, 15), layer=((5, 5, 5),) * 2)))
+    rest = redo(replace(base, crossings={(0, 0): (1,)}), {Worker(0, 0): actions("F0.0")})
+    assert rest is not None and not rest.crossings and violations(rest) == []
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules(cut="pair", connected=False, host_waits=True, exact=True)], ids=str)

@@ -18,10 +18,12 @@ import torch.distributed as dist
 from megatron_recycle.backends.megatron.rebinding import rebind
 from megatron_recycle.backends.megatron.refusing import refuse_or_tell
 from megatron_recycle.backends.megatron.version import check_version, is_supported
+from megatron_recycle.backends.megatron.writers import name_run, unopened
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.environment import Launched
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.standalone import is_joining
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -86,6 +88,10 @@ def watch_arguments(options: Options) -> None:
         settings = options.resolve({})
         if settings.enabled:
             refuse_or_tell(lambda: _judge(args, settings.chunks))
+            name_run(args)
+            if is_joining():
+                with unopened(args):
+                    return stock(args, *rest, **keywords)
         return stock(args, *rest, **keywords)
 
     rebind(ARGUMENTS, "set_global_variables", set_global_variables)
