@@ -8,11 +8,14 @@ dead worker has done is lost: its peers run it again, with inputs from their nei
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.membership.policies import policy
+from megatron_recycle.membership.protocol import Carry
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Redo, State
 
@@ -24,27 +27,26 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
-    found = {name: _kept(report, resume.next) for name, report in state.reports.items()}
-    return {name: tuple(kept["actions"]) for name, kept in found.items() if kept is not None and kept["actions"]}
+    found = {name: report.kept_of(resume.next) for name, report in state.reports.items()}
+    return {name: kept.actions for name, kept in found.items() if kept is not None and kept.actions}
 
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
     """The rest of the iteration, before its plan is known."""
-    kept = [_kept(state.reports[name], resume.next) for name in found]
+    kept = [state.reports[name].kept_of(resume.next) for name in found]
     return Redo(resume.next, {name: len(actions) for name, actions in found.items()},
-                any(each is not None and each["provisional"] for each in kept))
+                any(each is not None and each.provisional for each in kept))
 
 
-def carried(state: State, resume: Resume) -> dict[str, Any] | None:
+def carried(state: State, resume: Resume) -> Carry | None:
     """As `policies.carried`, of an iteration whose rest is planned. Where a script has been given the iteration's
     `loss` and `weight`, all are."""
     redo = state.redo
     if redo is None or redo.plan is None or redo.iteration != resume.next:
         return None
-    closed = next((state.reports[name]["closed"] for name in _closed(state, resume)), None) if resume.closed else None
-    return {"iteration": redo.iteration, "chain": resume.attempt, "plan": redo.plan,
-            "done": dict(redo.plan.get("done", {})), "provisional": redo.provisional,
-            "loss": None if closed is None else [closed["loss"], closed["weight"]]}
+    closed = next((state.reports[name].closed for name in _closed(state, resume)), None) if resume.closed else None
+    return Carry(redo.iteration, resume.attempt, redo.plan, redo.plan.done, redo.provisional,
+                 None if closed is None else (closed.loss, closed.weight))
 
 
 def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
@@ -69,15 +71,10 @@ def without_kept(state: State, resume: Resume) -> Resume:
 def _closed(state: State, resume: Resume) -> list[str]:
     """The members that have found their stage closed for the iteration. One that has not heard a verdict may still
     report an earlier one."""
-    return [name for name in in_order(state.reports)
-            if state.reports[name].get("closed", {}).get("iteration") == resume.next]
+    return [name for name in in_order(state.reports) if state.reports[name].closed_in(resume.next) is not None]
 
 
-def _counted(report: Mapping[str, Any], iteration: int) -> int:
+def _counted(report: Report, iteration: int) -> int:
     """How many actions of ``iteration`` `resume.decide` has counted. One that has just begun another attempt has done
     none in that, though it has kept some."""
-    return int(report["actions"] if report["iteration"] == iteration else report.get("earlier", 0))
-
-
-def _kept(report: Mapping[str, Any], iteration: int) -> Mapping[str, Any] | None:
-    return next((kept for kept in report.get("kept", ()) if kept["iteration"] == iteration), None)
+    return report.actions if report.iteration == iteration else report.earlier

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.description import Description
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.report import Report
 from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.redo import redo
 
@@ -37,9 +40,9 @@ def problem_of(asked: Asked) -> Problem:
 
 
 @lru_cache(maxsize=4096)
-def planned(asked: Asked, failed: frozenset[Worker]) -> Message:
+def planned(asked: Asked, failed: frozenset[Worker]) -> PlanFile:
     """The plan of a membership."""
-    return quick(problem_of(asked).without(sorted(failed))).to_json()
+    return quick(problem_of(asked).without(sorted(failed))).to_file()
 
 
 @lru_cache(maxsize=1024)
@@ -48,9 +51,8 @@ def _formed(asked: Asked, members: tuple[tuple[str, str], ...],
     """The machine once all processes are ready."""
     state, decided = st.State(size=len(members)), list[do.Decision]()
     listed = [st.Member(name, rank, name, rank + 1000, host) for rank, (name, host) in enumerate(members)]
-    description = {"grid": {"stages": asked.stages, "microbatches": list(asked.microbatches)}, "block": 0,
-                   "reduction": "fast"} | ({"parts": parts} if parts > 1 else {})
-    report = {"iteration": 0, "attempt": 0, "holds": -1, "stepped": -1, "verdict": None, "actions": 0}
+    description = Description(grid=Grid(asked.stages, asked.microbatches), reduction="fast", parts=parts)
+    report = Report(0, 0, -1, -1, None, 0)
     happened = [*map(inputs.Hello, listed), *(inputs.Ready(member.worker, description, report) for member in listed)]
     for each in happened:
         state, decisions = step(state, each, 1000.0)
@@ -105,7 +107,7 @@ class Coordinator:
         member = next(member for member in self._members if member.worker == name)
         self._feed(inputs.Exited(member.rank, member.pid, -9, self._now))
 
-    def reported(self, name: str, generation: int, report: Message) -> None:
+    def reported(self, name: str, generation: int, report: Report) -> None:
         """A process says where it stands. Reports are taken in once all have come."""
         if generation != self.generation:
             return
@@ -124,9 +126,9 @@ class Coordinator:
         else:
             self._feed(inputs.Redone(order.generation, self._redo(order)))
 
-    def _redo(self, order: do.MakeRedo) -> Message | None:
+    def _redo(self, order: do.MakeRedo) -> PlanFile | None:
         """As `control.planning.Planning.redo`, with what counts of what a worker's parts have done."""
-        whole = Plan.from_json(dict(order.plan))
+        whole = Plan.from_file(order.plan)
         by: dict[Worker, list[list[Action]]] = {}
         for name, listed in order.done.items():
             by.setdefault(Process.parse(name).worker, []).append([*map(Action.parse, listed)])
@@ -139,7 +141,7 @@ class Coordinator:
         if rest.makespan > whole.makespan and not order.closed:
             self.longer += 1
             return None
-        return rest.to_json()
+        return rest.to_file()
 
     def _feed(self, happened: Any) -> None:
         self._now += 0.01
@@ -149,7 +151,7 @@ class Coordinator:
     def _carry_out(self, decisions: Sequence[do.Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, do.Tell):
-                if decision.message["type"] == "go":
+                if decision.message.type == "go":
                     self.goes.append(decision.message)
                 for to in decision.to:
                     self._tell(to, decision.message)

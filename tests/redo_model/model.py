@@ -16,7 +16,9 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_recycle.membership import Process as Name
+from megatron_recycle.membership.report import Report
 from megatron_recycle.plan import Action, Plan, Problem, Worker
+from megatron_recycle.plan.plan_file import PlanFile
 from tests.redo_model import values
 from tests.redo_model.coordinator import Asked, Coordinator, problem_of
 from tests.redo_model.process import PASS, Life, Process, Rules, Violation
@@ -126,7 +128,7 @@ class Job:
         self._known: dict[Any, Any] = {}
         self._latest: Wires | None = None
         self._mail: dict[str, list[Mapping[str, Any]]] = {}
-        self._reports: list[tuple[str, int, Mapping[str, Any]]] = []
+        self._reports: list[tuple[str, int, Report]] = []
         self._exits: list[str] = []
         self._kills = list(case.kills)
         self._ran: dict[tuple[int, tuple[str, int, int, int]], set[str]] = {}
@@ -180,10 +182,10 @@ class Job:
             found = self._latest = self._wires[generation, renewal] = Wires(members)
         return found
 
-    def plan(self, told: Mapping[str, Any]) -> Plan:
-        found = self._plans.get(told["digest"])
+    def plan(self, told: PlanFile) -> Plan:
+        found = self._plans.get(told.digest)
         if found is None:
-            found = self._plans[told["digest"]] = Plan.from_json(dict(told))
+            found = self._plans[told.digest] = Plan.from_file(told)
         return found
 
     def of_plan(self, function: Callable[[Plan, Worker], Any], plan: Plan, worker: Worker) -> Any:
@@ -204,8 +206,8 @@ class Job:
         lends = self.lent and self.rules.lent_closing and stage == 0
         return sorted({*self.closes_with(stage), *((1,) if lends else ())})
 
-    def report(self, process: Process, generation: int, report: Mapping[str, Any]) -> None:
-        self._reports.append((process.name, generation, json.loads(json.dumps(report))))
+    def report(self, process: Process, generation: int, report: Report) -> None:
+        self._reports.append((process.name, generation, Report.from_json(json.loads(json.dumps(report.to_json())))))
 
     @property
     def all_finished(self) -> bool:
@@ -248,13 +250,13 @@ class Job:
         return found
 
     def loss(self, iteration: int, given: Mapping[str, Mapping[tuple[int, int], int]]) -> int:
-        """The loss of these micro-batches."""
+        """The loss of these micro-batches; a number that travels as a float without losing bits."""
         found: dict[tuple[int, int], int] = {}
         for losses in given.values():
             if found.keys() & losses.keys():
                 raise Violation(f"the loss of iteration {iteration} has some micro-batch twice")
             found.update(losses)
-        return hash(frozenset(found.items()))
+        return hash(frozenset(found.items())) % (1 << 50)
 
     def committed(self, process: Process, iteration: int) -> None:
         """A step is final."""
@@ -286,7 +288,7 @@ class Job:
             self._step()
         self._check()
         events = Counter(str(event["event"]) for event in self.coordinator.events)
-        taken_up = {go["carried"]["iteration"] for go in self.coordinator.goes if go["carried"]}
+        taken_up = {go.carried.iteration for go in self.coordinator.goes if go.carried}
         return Outcome(self._steps, events, taken_up, self.coordinator.longer, self._twice)
 
     def _step(self) -> None:
@@ -387,8 +389,8 @@ class Job:
                 wires.lose(each, self.draw)
         self._exits += dead
 
-    def _post(self, name: str, message: Mapping[str, Any]) -> None:
-        if message["type"] in ("stop", "go"):
+    def _post(self, name: str, message: Any) -> None:
+        if message.type in ("stop", "go"):
             self._mail.setdefault(name, []).append(message)
 
     def _read(self, name: str) -> None:
@@ -398,11 +400,11 @@ class Job:
         if name not in self._lives:
             return
         process = self.processes[name]
-        if message["type"] == "stop":
-            process.stop = message["generation"]
+        if message.type == "stop":
+            process.stop = message.generation
         else:
-            process.stop = max(process.stop, message["generation"])
-            process.go = dict(message)
+            process.stop = max(process.stop, message.generation)
+            process.go = message
 
     def _follow(self) -> None:
         """What the coordinator has decided."""
