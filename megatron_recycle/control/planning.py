@@ -11,7 +11,9 @@ from typing import Any
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.measurements import Measured, Measurements
+from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.description import Job
+from megatron_recycle.membership.lending import allows
 from megatron_recycle.plan import Action, Costs, Plan, Problem, Worker, borrowings, overfull, pairs
 from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth
@@ -22,6 +24,7 @@ log = logging.getLogger(__name__)
 
 WORTHWHILE = 0.02
 """A plan in use is replaced by one that takes less time by more than this share."""
+_LENT = 8  # plans that lend layers; an interrupted iteration has followed one of the last
 _KEPT = 1000  # plans made ahead; those for costs that were measured long ago are of no use
 
 
@@ -86,6 +89,8 @@ class Planning:
         self._measurements = Measurements()
         self._before: Measured | None = None  # what was known before the last change, and plans were made ahead for
         self._best: dict[frozenset[str], Plan] = {}
+        self._lent: dict[str, Plan] = {}
+        """Plans that lend layers, by digest, the last ones that were handed out."""
         self._lock = threading.Lock()
         self.ahead: threading.Thread | None = None
         """Makes plans ahead; None before that has begun."""
@@ -111,6 +116,10 @@ class Planning:
 
     def _hand_out(self, plan: Plan) -> PlanFile:
         self._handed_out(plan)
+        if plan.crossings:
+            self._lent[plan.digest] = plan
+            while len(self._lent) > _LENT:
+                del self._lent[next(iter(self._lent))]
         return plan.to_file()
 
     def _made(self, problem: Problem, before: Problem, seed: int, price: PartnerPrice) -> Plan:
@@ -124,15 +133,20 @@ class Planning:
             return plan
         return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
-    def redo(self, plan: PlanFile, done: Mapping[str, Sequence[str]], closed: Sequence[int] = ()) -> PlanFile | None:
-        """A plan for the rest of an iteration of ``plan`` that begins with the actions which are ``done``, by worker,
-        and with all actions of the stages that are ``closed`` (`planner.redo`); None if there is none, or if the rest
-        takes longer than the whole, which nobody has left. Raises PlanError."""
-        whole = Plan.from_file(plan)
-        rest = redo(whole, {
-            Worker.parse(name): [Action.parse(action) for action in actions] for name, actions in done.items()}, closed)
-        longer = rest is not None and rest.makespan > whole.makespan and not closed
-        return None if rest is None or longer else self._hand_out(rest)
+    def redo(self, job: Job, order: MakeRedo) -> PlanFile | None:
+        """A plan for the rest of an iteration (`planner.redo`). None if there is none, or if the rest takes longer than
+        the whole, which nobody has left; or if the plan that lent layers is not known here, or some of these may not be
+        lent any more. Raises PlanError."""
+        whole, lent_by = Plan.from_file(order.plan), self._lent.get(order.lent)
+        if order.lent and (lent_by is None or not allows(job.lending, lent_by.to_file())):
+            return None
+        rest = redo(whole, {Worker.parse(name): [Action.parse(action) for action in actions]
+                            for name, actions in order.done.items()}, order.closed, lent_by)
+        if rest is None:
+            return None
+        anew = recosted(rest.problem, whole) if rest.crossings else whole
+        longer = rest.makespan > anew.makespan and not order.closed
+        return None if longer else self._hand_out(rest)
 
     def resume(self, job: Job, failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from msgspec import structs
@@ -21,9 +21,8 @@ Planner = Callable[[Job, "frozenset[str]"], PlanFile]
 """(job, failed) -> plan, at once; runs in a thread."""
 Improver = Callable[[Job, "frozenset[str]", PlanFile, threading.Event], "PlanFile | None"]
 """(job, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
-Redoer = Callable[[PlanFile, Mapping[str, Sequence[str]], Sequence[int]], "PlanFile | None"]
-"""(plan, the actions that each live worker has done) -> a plan that begins with these or None, at once; runs in a
-thread."""
+Redoer = Callable[[Job, MakeRedo], "PlanFile | None"]
+"""(job, order) -> a plan that begins with what is done or None, at once; runs in a thread."""
 Mover = Callable[[Job, "frozenset[str]"], "dict[str, str]"]
 """(job, failed) -> which members had better take which empty positions; runs in a thread."""
 
@@ -54,10 +53,10 @@ def make_plan(plans: Plans, job: Job, order: MakePlan) -> Input:
     return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
 
 
-def make_redo(plans: Plans, order: MakeRedo) -> Input:
+def make_redo(plans: Plans, job: Job, order: MakeRedo) -> Input:
     """The plan for the rest of an interrupted iteration, if there is one."""
     try:
-        plan = plans.redo and plans.redo(order.plan, order.done, order.closed)
+        plan = plans.redo and plans.redo(job, order)
     except Exception:  # the iteration can always begin anew
         log.exception("recycle: planning the rest of an iteration failed")
         plan = None
@@ -113,7 +112,8 @@ class Searches:
 
     def make_redo(self, order: MakeRedo) -> None:
         """Everybody waits for it, as for `make_plan`."""
-        self._in_thread("recycle-redo", lambda: make_redo(self._plans, order), needed=True)
+        job = self._state().job
+        self._in_thread("recycle-redo", lambda: make_redo(self._plans, job, order), needed=True)
 
     def improve(self, order: Improve) -> None:
         if self._plans.improve is None:

@@ -111,13 +111,15 @@ class MakeRedo:
     """Plan the rest of an iteration that a failure has interrupted, and feed `Redone`.
 
     `plan` is the generation's; `done` has the actions that each live worker has done of the iteration, in its order.
-    Nothing of the stages that are `closed` is to be run again.
+    Nothing of the stages that are `closed` is to be run again. `lent`: digest of the plan by which they were done,
+    where that lends layers.
     """
 
     generation: int
     plan: PlanFile
     done: Mapping[str, Sequence[str]]
     closed: tuple[int, ...] = ()
+    lent: str = ""
 
 
 @dataclass(frozen=True)

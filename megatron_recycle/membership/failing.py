@@ -332,7 +332,7 @@ def _go(state: State, now: float) -> Step:
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
     if state.redo is None and (done := redo.done(state, resume)):
         return state.with_(redo=redo.asked(state, resume, done)), (
-            MakeRedo(state.generation, state.plan, done, resume.closed),)
+            MakeRedo(state.generation, state.plan, done, resume.closed, redo.lent(state, resume, done)),)
     if state.redo is not None and not state.redo.known:
         return state, ()
     carry, back = policies.carried(state, resume), redo.repeated(state, resume, now)

@@ -28,7 +28,13 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
     found = {name: report.kept_of(resume.next) for name, report in state.reports.items()}
-    return {name: kept.actions for name, kept in found.items() if kept is not None and kept.actions}
+    kept = {name: kept.actions for name, kept in found.items() if kept is not None and kept.actions}
+    return kept if len(_lent(state, resume, kept)) < 2 else {}
+
+
+def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> str:
+    """The digest of the plan by which ``found`` was done, where that lends layers; else nothing."""
+    return "".join(_lent(state, resume, found))
 
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
@@ -66,6 +72,10 @@ def without_kept(state: State, resume: Resume) -> Resume:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
         min(count, _counted(state.reports[name], resume.next)) for name, count in redo.done.items()))
+
+
+def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {kept.lent for name in found if (kept := state.reports[name].kept_of(resume.next)) is not None}
 
 
 def _closed(state: State, resume: Resume) -> list[str]:

@@ -14,19 +14,21 @@ ActionText = Annotated[str, Meta(pattern=r"^(?:F|B|W|FB)\d{1,9}\.\d{1,9}(?:/\d{1
 """An action of a plan other than a step."""
 
 
-class KeptReport(Value, frozen=True):
+class KeptReport(Value, frozen=True, omit_defaults=True):
     """An attempt that was given up, and may be taken up again.
 
     Attributes:
         chain: the attempt that began with the first of its actions.
         actions: those that are done, in their order.
         provisional: whether they were done before the iteration ahead was committed here.
+        lent: digest of the plan that they are of, where that lends layers.
     """
 
     iteration: int
     chain: int
     actions: tuple[ActionText, ...]
     provisional: bool
+    lent: str = ""
 
 
 class ClosedReport(Value, frozen=True):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from megatron_recycle.plan.messages import channels
 
 from .grid import Worker
+from .lending import lent
 from .plan import Plan
 
 Pair = tuple[Worker, Worker]
@@ -28,8 +29,10 @@ def pair_of(one: Node, other: Node) -> tuple[Node, Node]:
 
 
 def pairs(plan: Plan) -> frozenset[Pair]:
-    """The workers that send activations and gradients to each other in an iteration of ``plan``."""
-    return frozenset(pair_of(*pair) for pair, messages in channels(plan).items() if messages)
+    """The workers that send activations and gradients, or copies and sums of lent layers, to each other in an iteration
+    of ``plan``."""
+    talk = frozenset(pair_of(*pair) for pair, messages in channels(plan).items() if messages)
+    return talk | {pair_of(each.helper, each.principal) for each in lent(plan)}
 
 
 def tied_givers(mine: Sequence[Worker], theirs: Sequence[Worker]) -> dict[Worker, Worker]:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..plan import Action, Plan, Worker, bound_of, overfull, replay, surplus
+from ..plan import Action, Plan, Problem, Worker, bound_of, overfull, replay, surplus
 from .alignment import Unit, aligned, units
 from .greedy import Begun, Rules, leading, schedule
-from .instance import KINDS, Instance, build, orders_of
+from .instance import KINDS, Instance, build, crossings_of, orders_of, roomy, spanned
 from .portfolio import filled, templates
 
 #: templates are tried until they have scheduled so many actions, and two schedules are made in any case
@@ -24,7 +24,8 @@ MOST = 10_000
 ROUNDS = 3
 
 
-def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection[int] = ()) -> Plan | None:
+def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection[int] = (),
+         lent: Plan | None = None) -> Plan | None:
     """A legal plan for the rest of an iteration of which live workers have ``done`` these actions, in this order, and
     all others have done nothing. ``base`` is a legal plan for the membership from now on; if its lists begin with what
     was done, it goes on as it is. None where there is no such plan, and the iteration has to begin again.
@@ -32,12 +33,18 @@ def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection
     Stages that are ``closed`` hold the iteration's gradient: nothing of them is run again. The plan lists their dead
     workers' actions as done by a peer. None if a message that only a dead worker had made is still to be read.
 
-    Lent layers are not followed: None where ``base`` lends, and no ``done`` action may have run any. Nothing here is
-    random.
+    ``lent``: the plan by which they were done, where that lends layers. All micro-batches go on to cross boundaries as
+    they do there: sums of gradients cannot be parted again. Otherwise no ``done`` action may have run a lent layer, and
+    the rest lends none, whatever ``base`` does. Nothing here is random.
     """
     begin = time.perf_counter()
-    if base.crossings:
-        return None
+    lends = bool(base.crossings) or lent is not None
+    if lent is not None:
+        if closed or not _goes_on(base.problem, lent.problem):
+            return None
+        base = replace(base, problem=_without(lent.problem, base.problem))
+    if lends:
+        base = replace(base, crossings={} if lent is None else lent.crossings, stated="")
     if closed:
         listed = _completed(base, done, closed)
         if listed is None:
@@ -45,7 +52,8 @@ def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection
         done = listed
     begun = {worker: tuple(actions) for worker, actions in done.items() if actions}
     counts = {worker: len(actions) for worker, actions in begun.items()}
-    if (all(base.workers.get(worker, ())[:len(actions)] == actions for worker, actions in begun.items())
+    if not lends and (
+            all(base.workers.get(worker, ())[:len(actions)] == actions for worker, actions in begun.items())
             and all(counts.get(worker, 0) >= count for worker, count in base.done.items())):
         return base if counts == base.done else _timed(replace(base, done=counts), begin)
     kept: dict[Worker, int] = {}
@@ -58,6 +66,19 @@ def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection
         more = min(map(surplus, plans), key=lambda counts: sum(counts.values()))
         kept = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **more}.items()}
     return None
+
+
+def _goes_on(now: Problem, then: Problem) -> bool:
+    """Whether a plan of the problem ``then`` can go on in ``now``: some of its workers may be gone, and all else is the
+    same."""
+    return (now.grid == then.grid and now.placement == then.placement and now.block == then.block
+            and now.split_backward == then.split_backward and set(then.failed) <= set(now.failed))
+
+
+def _without(then: Problem, now: Problem) -> Problem:
+    """The problem ``then`` for the workers of ``now``."""
+    return replace(then, failed=now.failed, cap={
+        worker: cap for worker, cap in then.cap.items() if worker not in now.failed})
 
 
 def _completed(base: Plan, done: Mapping[Worker, Sequence[Action]],
@@ -104,13 +125,26 @@ def _listed(base: Plan, done: Mapping[Worker, tuple[Action, ...]], kept: Mapping
     route = None if standing is None else _routed(instance, base, standing)
     if standing is None or route is None:
         return []
+    if base.crossings:
+        instance = spanned(instance, route, crossings_of(instance, base))
+        if _to_itself(instance, route) or not roomy(instance, route):
+            return []
     traces = [trace for rules, keys in _ways(instance, route, standing)
               if len(trace := schedule(instance, route, rules, keys, begun=standing.begun)) == standing.left]
     traces.sort(key=lambda trace: _makespan(instance, route, trace))
     count = len(traces) if any(base.problem.message) else 1  # without early messages they differ in time alone
     return [Plan(problem=base.problem, workers=orders_of(instance, route, trace, done), period=0, makespan=0,
-                 lower_bound=0, source="greedy", done={worker: len(actions) for worker, actions in done.items()})
+                 lower_bound=0, source="greedy", crossings=base.crossings,
+                 done={worker: len(actions) for worker, actions in done.items()})
             for trace in traces[:count]]
+
+
+def _to_itself(instance: Instance, route: Sequence[int]) -> bool:
+    """Whether some worker would lend layers to itself."""
+    count, spans = len(instance.jobs), instance.spans
+    return spans is not None and any(
+        by and route[chunk * count + j] == route[(chunk + 1) * count + j]
+        for chunk, row in enumerate(spans.crossings) for j, by in enumerate(row))
 
 
 def _timed(plan: Plan, begin: float) -> Plan:

@@ -73,19 +73,20 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
 def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     """Whether stages find out when they are closed for ``iteration``; the same on all workers.
 
-    The rest of an iteration with lent layers, left out micro-batches or another grid cannot be planned: it would have
-    to begin anew after a failure.
+    The rest of an iteration with left out micro-batches or another grid cannot be planned: it would have to begin anew
+    after a failure. With lent layers a stage would need parameters of another one's that has stepped.
     """
-    return site.closes and generation.groups.world.backend.host and _may_keep(
-        site, generation, generation.program_of(iteration), iteration)
+    program = generation.program_of(iteration)
+    return site.closes and generation.groups.world.backend.host and not program.terms.crossings and _may_keep(
+        site, generation, program, iteration)
 
 
 def _may_keep(site: Site, generation: Generation, program: Program, iteration: int) -> bool:
     """Whether an attempt with this program is kept when it is given up, so that it goes on after a failure."""
-    plain = not program.terms.crossings and not generation.scope.poisoned(iteration) and (
-        program.plan.problem.grid == site.place.grid)
+    plain = not generation.scope.poisoned(iteration) and program.plan.problem.grid == site.place.grid
     if POLICIES[site.config.policy].in_flight == "whole":
-        return plain and program.of_one_pipeline  # there nobody runs another pipeline's micro-batches
+        # There nobody runs another pipeline's micro-batches.
+        return plain and program.of_one_pipeline and not program.terms.crossings
     return plain and site.keeps_messages
 
 
@@ -168,7 +169,7 @@ class Attempt:
         if keeping.wanted and not keeping.torn and given_up:
             self._site.current.kept[self._iteration] = Kept(
                 self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
-                self._generation.transport.metas)
+                self._generation.transport.metas, self._program.plan.digest if self._program.terms.crossings else "")
         else:
             self._site.current.torn = keeping.torn
             self.computed.discard()
@@ -387,10 +388,9 @@ class Attempt:
         with (torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"),
               groups.counting("the reduced gradient")):
             self._shared.agreement.check(iteration)
-            self._shared.loans.collect(self.computed.sums)
-            copied = self._keeping.wanted and not self._reduction.keeps_sums
-            gradient = self._reduction.gradient(Copies(self.computed.sums) if copied else self.computed.sums, groups,
-                                                stage.ties)
+            sums = self._shared.loans.collect(self.computed.sums)
+            copied = self._keeping.wanted and not self._reduction.keeps_sums and sums is self.computed.sums
+            gradient = self._reduction.gradient(Copies(sums) if copied else sums, groups, stage.ties)
             fold_parts(getattr(stage, "partial", ()), site.trainable.layout, gradient, groups, self._generation.cuts)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):

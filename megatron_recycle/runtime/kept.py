@@ -36,6 +36,7 @@ class Kept:
         computed: by them.
         log: messages that they have made.
         metas: shapes of the activations that this worker has sent, by the boundary that they cross.
+        lent: digest of the plan that it has followed, where that lends layers.
     """
 
     iteration: int
@@ -44,11 +45,13 @@ class Kept:
     computed: Computed
     log: Log
     metas: Mapping[int, Meta]
+    lent: str = ""
 
     def report(self, committed: int) -> KeptReport:
         """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
         guess may turn out wrong, and with it the parameters that all this was computed with."""
-        return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1)
+        return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1,
+                          self.lent)
 
 
 @dataclass(frozen=True)

@@ -119,9 +119,9 @@ def announce_profile(me: Worker, found: Profiled) -> None:
     get_logger().info(
         "megatron-recycle: worker %s: a micro-batch holds %s MiB from its forward to its backward, and %s MiB from "
         "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s; messages and sums "
-        "that are kept until each commit take %.2f (keep_messages)", me,
+        "that are kept until each commit take %.3f GiB (keep_messages)", me,
         _mib(before), _mib(after), held["peak"] / _MIB, held["planned"] / _MIB,
-        "" if room is None else f", {room / _MIB:.2f} are there", found.kept["log"] / _MIB)
+        "" if room is None else f", {room / _MIB:.2f} are there", found.kept["log"] / _GIB)
 
 
 def _mib(sizes: Iterable[int]) -> str:
@@ -141,21 +141,22 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
                       len(plan.problem.live(me.stage)),
                       plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators,
                       _on_the_way(site, plan))
-    kept["log"] = _log(site, plan, gradient)
+    kept["log"] = _log(site, plan, kept["sums"] if plan.crossings else 0 if exact else gradient)
     if shards is not None:  # of the reduced gradient only what lies in them
         length = sum(shards.length(shard) for shard in shards.held)
         kept["gradient"] = length * site.trainable.layout.dtype.itemsize
     return kept
 
 
-def _log(site: Site, plan: Plan, gradient: int) -> int:
+def _log(site: Site, plan: Plan, copied: int) -> int:
     """Bytes of the messages and sums that are kept until an iteration is committed. Where a stage goes on once it is
-    closed, the next iteration's messages are there as well by then. A fast reduction works on a copy of the sums."""
+    closed, the next iteration's messages are there as well by then. ``copied``: bytes of the sums that a reduction
+    works on a copy of."""
     if not site.keeps_messages:
         return 0
     me, open_ = site.place.me, 2 if site.config.step == "staggered" and site.closes else 1
     made = sum(results_in(plan, me, action) is not None for action in plan.actions(me))
-    return open_ * made * site.meters.memory.message + (0 if site.exact else gradient)
+    return open_ * made * site.meters.memory.message + copied
 
 
 def _on_the_way(site: Site, plan: Plan) -> int | None:

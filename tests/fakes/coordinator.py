@@ -223,7 +223,7 @@ class InMemory:
         self._in(self._plan_s + self.delay(), answer)
 
     def make_redo(self, decision: do.MakeRedo) -> None:
-        self._in(self._plan_s + self.delay(), searches.make_redo(self._plans, decision))
+        self._in(self._plan_s + self.delay(), searches.make_redo(self._plans, self.state.job, decision))
 
     def improve(self, decision: do.Improve) -> None:
         """Nobody looks for a better plan."""

@@ -14,6 +14,7 @@ from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning, problem_of
 from megatron_recycle.measure.measurements import Measured, Memory
+from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.description import Description, Job, Lendable, Lending
 from megatron_recycle.membership.lending import lending
 from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Worker, violations
@@ -289,10 +290,29 @@ def test_the_rest_of_an_iteration_is_planned_where_that_takes_less_than_the_whol
     made = Planning(handed_out.append)
     whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
     first = next(action for action in whole.workers["0:0"] if action != "S")
-    rest = made.redo(whole, {"0:0": [first]})
+    order = MakeRedo(2, whole, {"0:0": [first]})
+    rest = made.redo(DESCRIPTION, order)
     assert rest is not None and rest.done == {"0:0": 1} and rest.makespan <= whole.makespan
     assert handed_out[-1].digest == rest.digest
 
     longer = replace(Plan.from_file(rest), makespan=whole.makespan + 1)
-    monkeypatch.setattr("megatron_recycle.control.planning.redo", lambda base, done, closed: longer)
-    assert made.redo(whole, {"0:0": [first]}) is None and handed_out[-1].digest == rest.digest
+    monkeypatch.setattr("megatron_recycle.control.planning.redo", lambda base, done, closed, lent: longer)
+    assert made.redo(DESCRIPTION, order) is None and handed_out[-1].digest == rest.digest
+
+
+def test_the_rest_of_an_iteration_with_lent_layers_is_planned_from_the_plan_that_lent_them() -> None:
+    """As long as that is known here, and its layers may still be lent."""
+    made = Planning()
+    whole = made.plan(LENDING, frozenset({"1:1"}))
+    better = made.improve(changed(LENDING, planner_budget=0.2, horizon=1e9), frozenset({"1:1"}), whole,
+                          threading.Event())
+    assert better is not None and better.crossings
+    orders = {name: better.workers[name] for name in ("0:0", "1:0", "2:0")}
+    done = {name: listed[:next(place for place, action in enumerate(listed) if not action.startswith("F"))]
+            for name, listed in orders.items()}
+    order = MakeRedo(3, made.plan(LENDING, frozenset({"1:1", "0:1"})), done, lent=better.digest)
+    rest = made.redo(LENDING, order)
+    assert rest is not None and rest.crossings == better.crossings
+    assert rest.done == {name: len(actions) for name, actions in done.items()}
+    taken_back = changed(LENDING, lending=structs.replace(LENDING.lending, lend=((0, 0),)))
+    assert made.redo(taken_back, order) is None and Planning().redo(LENDING, order) is None

@@ -15,13 +15,18 @@ from msgspec import structs
 from torch import nn
 
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.decisions import MakeRedo
+from megatron_recycle.membership.description import Job as Described
 from megatron_recycle.plan import Costs, Microbatch, Plan, violations
+from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.runtime.lent.layers import offer
+from tests.memory import control
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.model import SmallStage
 from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw
 from tests.memory.scenes import SHAPES as JOBS
 from tests.moments import Moment
+from tests.planner.crossings import crossing
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
@@ -76,6 +81,32 @@ def lends(monkeypatch):
                                 always or plan.problem.failed) else {})
 
     return lend
+
+
+@pytest.fixture
+def plans_lend(monkeypatch):
+    """The coordinator's plans lend layers, as plan files say it: any that may be lent."""
+    made, plan, redo = dict[str, Plan](), control._plan, Planning.redo
+
+    def planned(described: Described, failed: frozenset[str]) -> PlanFile:
+        found, lending = Plan.from_file(plan(described, failed)), described.lending
+        if lending is None:
+            return found.to_file()
+        problem, chunks = found.problem, found.problem.chunks
+        problem = replace(problem, layers=lending.layers, lend=lending.lend,
+                          layer_held=((0, 0),) * chunks, layer_parameters=(0,) * chunks, objective="makespan",
+                          costs=replace(problem.costs, layer=((0, 0, 0),) * chunks, lent=(0, 0)))
+        better = crossing(replace(found, problem=problem), random.Random(found.digest))
+        made[better.digest] = better
+        return better.to_file()
+
+    def rest(self: Planning, described: Described, order: MakeRedo) -> PlanFile | None:
+        self._lent.update(made)
+        return redo(self, described, order)
+
+    monkeypatch.setattr(control, "_plan", planned)
+    monkeypatch.setattr(Planning, "redo", rest)
+    return made
 
 
 def borrows(job: Job) -> bool:
@@ -144,6 +175,21 @@ def test_what_the_script_sets_in_a_layer_its_copies_get_too(seed, lends):
     play(shape, seed, Moment("1:1", "backward", 1, 1))
 
 
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize(("worker", "phase", "nth"), [
+    ("0:0", "forward", 2), ("2:0", "backward", 1), ("2:1", "backward", 3), ("1:2", "weight", 2), ("2:2", "forward", 3),
+    ("0:2", "reduce", 0), ("1:0", "reduced", 0)])
+def test_survivors_of_a_second_failure_lose_nothing_while_layers_are_lent(worker, phase, nth, reduction, plans_lend):
+    """Micro-batches go on to cross where they did, and so helpers and those that lend to them change."""
+    shape = replace(DEEP, microbatches=4).with_settings(reduction=reduction)
+    job = Job(shape, [Moment("1:1", "backward", 0, 1), Moment(worker, phase, 1, nth)])
+    with job:
+        check(job, job.wait(), {"1:1", worker}, within=0.0 if reduction == "exact" else 1e-5)
+        assert borrows(job)
+    lost = [event["redone"] for event in job.control.events if event["event"] == "reconciled"]
+    assert lost == [0, 0], lost
+
+
 @pytest.mark.parametrize("seed", seeds(14))
 def test_random_campaign(seed, lends):
     """As that of jobs that lend nothing, every third of stages with several chunks; and the script does this and that
@@ -159,6 +205,14 @@ def test_random_campaign(seed, lends):
     scene = Draw(seed, {"drawn": shape}).scene()
     lends(scene.shape, seed, always=bool(seed // 3 % 3))
     scene.run(seed)
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_random_campaign_of_plans_that_lend(seed, plans_lend):
+    """Further failures interrupt iterations with lent layers, of which only lost work is run again."""
+    draw = random.Random(seed)
+    shapes = [shape for shape in (SHAPES if seed % 3 else CHUNKED).values() if shape.parts == 1]
+    Draw(seed, {"drawn": replace(draw.choice(shapes), iterations=4)}).scene().run(seed)
 
 
 def offered(job: Job, late: Moment) -> Plan:

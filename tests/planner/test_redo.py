@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_recycle.plan import (
@@ -33,6 +33,7 @@ from megatron_recycle.plan import (
 from megatron_recycle.planner import quick, redo
 from megatron_recycle.planner.terminal import bubbles, drawing, table
 from tests.plan.queues import Queues, Rules
+from tests.planner.crossings import crossing
 from tests.planner.problems import placed, problems
 
 Done = Mapping[Worker, tuple[Action, ...]]
@@ -109,6 +110,39 @@ def grid_of(pipelines: int, stages: int, microbatches: int, failed: tuple[str, .
 
 def actions(text: str) -> tuple[Action, ...]:
     return tuple(map(Action.parse, text.split()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=placed(), seed=st.integers(0, 10 ** 6))
+def test_micro_batches_with_lent_layers_go_on_to_cross_where_they_did(problem, seed):
+    """After each of several failures; the plan for the members that are left lends nothing."""
+    draw = random.Random(seed)
+    assume(problem.lends)
+    plan = crossing(quick(problem), draw)
+    assume(plan.crossings and not violations(plan))
+    for _ in range(3):
+        done = cut(plan, draw.randrange(sum(map(len, plan.workers.values())) + 1), draw)
+        now = killed(plan.problem, draw)
+        if now is None:
+            return
+        base = quick(replace(now, lend=(), layers=(), layer_held=(), layer_parameters=(),
+                             costs=replace(now.costs, layer=(), lent=(0, 0))))
+        kept = {worker: done[worker] for worker in now.live_workers()}
+        rest = redo(base, kept, lent=plan)
+        if rest is None:
+            assert problem.cap or problem.block
+            return
+        assert violations(rest) == [] and Plan.from_json(rest.to_json()) == rest
+        assert rest.crossings == plan.crossings and rest.problem.failed == now.failed
+        assert all(rest.workers[worker][:rest.done.get(worker, 0)] == actions for worker, actions in kept.items())
+        plan = rest
+
+
+def test_the_rest_of_a_plan_that_lends_is_not_planned_for_another_grid():
+    plan = quick(grid_of(2, 2, 3))
+    other = replace(plan, problem=replace(plan.problem, grid=Grid(2, (4, 4))))
+    assert redo(plan, {Worker(0, 0): actions("F0.0")}, lent=other) is None
+    assert redo(plan, {Worker(0, 0): actions("F0.0")}, closed=[1], lent=plan) is None
 
 
 @settings(max_examples=80, deadline=None)

@@ -117,6 +117,17 @@ class Accumulator:
                 self._block_of[id(parameter)] = block
             self._block.add(parameter, gradient)
 
+    def take(self, parameter: nn.Parameter) -> tuple[int, torch.Tensor] | None:
+        """The sum of the last block that has a gradient of ``parameter``, which starts anew, and that block; None:
+        there is no such sum. Valid until the next addition."""
+        return (self._block_of[id(parameter)], self._block.take(parameter)) if parameter in self._block else None
+
+    def copy(self) -> Accumulator:
+        """The same sums, in memory of their own."""
+        found = Accumulator(self._layout)
+        found._ahead, found._block, found._block_of = self._ahead.copy(), self._block.copy(), {**self._block_of}
+        return found
+
     def running(self, block: int) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """Parameters to whose sums another gradient of ``block`` can be added in place, and those sums."""
         return [(parameter, self._block.at(parameter)) for parameter in self._block.parameters()
@@ -164,6 +175,13 @@ class _Sum:
             view.copy_(gradient)
         else:
             gradient(view.zero_())
+
+    def copy(self) -> _Sum:
+        """The same sums, in memory of their own."""
+        found = _Sum(self._layout)
+        for parameter in self.parameters():
+            found.add(parameter, self.at(parameter))
+        return found
 
     def at(self, parameter: nn.Parameter) -> torch.Tensor:
         """This parameter's sum."""
@@ -242,6 +260,33 @@ class Accumulators:
         """The parameters that have a sum in ``piece``, which is a single block, and those sums."""
         return self._sums[piece[:2]].running(piece[2]) if piece[:2] in self._sums else []
 
+    def copy(self) -> Accumulators:
+        """The same sums, in memory of their own."""
+        found = Accumulators(self.layout, self._place)
+        found._sums = {key: each.copy() for key, each in self._sums.items()}
+        return found
+
+    def take_over(self, sums: Mapping[tuple[int, int], Accumulator], parameters: Iterable[nn.Parameter]) -> None:
+        """Go on with the last blocks of ``parameters`` that are in ``sums``."""
+        for (pipeline, _), each in sums.items():
+            for parameter in parameters:
+                if (taken := each.take(parameter)) is not None:
+                    block, values = taken
+                    own = self._sums.setdefault((pipeline, block), Accumulator(self.layout))
+                    own.add(block, [(parameter, values)])
+
+    def laid_out(self, layout: Layout) -> Accumulators:
+        """The same sums with room for those of more parameters, where ``layout`` has more. They are of single
+        blocks."""
+        if list(map(id, layout.parameters)) == list(map(id, self.layout.parameters)):
+            return self
+        found = Accumulators(layout, self._place)
+        for (pipeline, first), each in self._sums.items():
+            block = max(0, first)
+            found._sums[pipeline, first] = moved = Accumulator(layout)
+            moved.add(block, each.running(block))
+        return found
+
     def regroup(self, other: Accumulators) -> None:
         """Go on by the pieces of ``other``, which is empty and of another plan. A piece that this worker goes on with
         begins with the same block, and may end with another one."""
@@ -275,6 +320,10 @@ class ChunkedAccumulators(Accumulators):
 
     def of(self, chunk: int) -> Accumulators:
         return self._each[chunk]
+
+    def each(self, change: Callable[[Accumulators], Accumulators]) -> ChunkedAccumulators:
+        """The sums of all chunks, changed."""
+        return ChunkedAccumulators(self.layout, list(map(change, self._each)))
 
     def regroup(self, other: Accumulators) -> None:
         for chunk, sums in enumerate(self._each):

@@ -334,11 +334,11 @@ def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> bytes:
     *theirs, length = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
     _check_alike(layers, theirs)
     start = _HEADER + _TOLD
-    with torch.no_grad():
-        for tensor in _tensors(layers):
-            end = start + tensor.nbytes
-            tensor.copy_(data[start:end].clone().view(tensor.dtype).view(tensor.shape))
-            start = end
+    for tensor in _tensors(layers):
+        end = start + tensor.nbytes
+        # Unseen by autograd: what an interrupted attempt has run with the same numbers may be yet to run backward.
+        tensor.data.copy_(data[start:end].clone().view(tensor.dtype).view(tensor.shape))
+        start = end
     return data[_HEADER:_HEADER + length].cpu().numpy().tobytes()
 
 

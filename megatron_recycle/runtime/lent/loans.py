@@ -24,7 +24,7 @@ from megatron_recycle.plan import Microbatch, Piece, Plan, Worker
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import LENT_COPIES, LENT_SUMS
-from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
+from megatron_recycle.runtime.compute.accumulate import Accumulators, ChunkedAccumulators, Layout
 from megatron_recycle.runtime.lent.layers import parameters_of, room
 from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
 from megatron_recycle.runtime.lent.sums import End, LentAccumulators, Place
@@ -113,11 +113,11 @@ class Loans:
                  for parameter in (parameters_of(each.own(head, count)) if count else ())]
         return LentAccumulators(layout, place, block, borrowed, given)
 
-    def collect(self, sums: Accumulators) -> None:
-        """Send the sums of borrowed layers, and put those that come for the worker's own where they belong. All actions
-        are done. Raises GenerationOver."""
+    def collect(self, sums: Accumulators) -> Accumulators:
+        """Send the sums of borrowed layers. Returns the worker's own with those that come for them; ``sums`` stay as
+        they are. All actions are done. Raises GenerationOver."""
         if not self._terms.crossings:
-            return
+            return sums
         groups, me = self._groups, self._groups.me
         of = {chunk: sums.of(place) for place, chunk in enumerate(self._of)}
         mine = [(number, loan) for number, loan in enumerate(self._terms.sums) if me in (loan.principal, loan.helper)]
@@ -145,10 +145,13 @@ class Loans:
                         groups.world.receive(tensors[number], groups.rank(loan.helper), LENT_SUMS[number]))
         for pending in coming:
             pending.wait()
-        for joins in {id(each): each for each in of.values()}.values():
-            assert isinstance(joins, LentAccumulators)
-            joins.join(_by_piece([(loan.piece, parameters[number], tensors[number]) for number, loan in mine
-                                  if loan.principal == me and of[loan.chunk] is joins]))
+
+        def joined(own: Accumulators) -> Accumulators:
+            assert isinstance(own, LentAccumulators)
+            return own.joined(_by_piece([(loan.piece, parameters[number], tensors[number]) for number, loan in mine
+                                         if loan.principal == me and of[loan.chunk] is own]))
+
+        return sums.each(joined) if isinstance(sums, ChunkedAccumulators) else joined(sums)
 
     def end(self) -> None:
         """The attempt is void, and all have begun it: bring its copies to their end. Raises GenerationOver."""

@@ -41,11 +41,14 @@ class LentAccumulators(Accumulators):
         self._apart = apart = functools.partial(_apart, block)  # no method of this: sums go when nobody refers to them
         self.borrowed = {end: Accumulators(each, apart) for end, each in borrowed.items()}
         self._given = Accumulators(Layout([each for each in given if each in layout], layout.dtype), apart)
-        own = {id(parameter): self._given for parameter in self._given.layout.parameters} if block else {}
-        self._of = {**own, **{id(parameter): sums for sums in self.borrowed.values()
-                     for parameter in sums.layout.parameters}}
+        self._of = self._apart_by_parameter()
         self._run: dict[Piece, Microbatch] = {}
         """The blocks of which this worker has run something, each with one of its micro-batches."""
+
+    def _apart_by_parameter(self) -> Mapping[int, Accumulators]:
+        own = {id(parameter): self._given for parameter in self._given.layout.parameters} if self._block else {}
+        return {**own, **{id(parameter): sums for sums in self.borrowed.values()
+                          for parameter in sums.layout.parameters}}
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -70,18 +73,33 @@ class LentAccumulators(Accumulators):
                 stack.enter_context(sums.lent(pipeline, microbatch))
             yield
 
-    def join(self, come: Mapping[Piece, Sequence[tuple[nn.Parameter, torch.Tensor]]]) -> None:
-        """Add what has ``come`` from helpers, by what it is the sum of, to this worker's own, in the order of blocks.
-        Nothing is added to these afterwards."""
+    def regroup(self, other: Accumulators) -> None:
+        """As there. This worker may borrow and lend more layers of the same micro-batches' chunks than before."""
+        super().regroup(other)
+        assert isinstance(other, LentAccumulators)
+        more = [each for each in other._given.layout.parameters if each not in self._given.layout]
+        if more:
+            given = Layout([*self._given.layout.parameters, *more], self._given.layout.dtype)
+            self._given = self._given.laid_out(given)
+        if self._block:  # the next gradients of a block that is being summed go there, too
+            self._given.take_over(self._sums, more)
+        self.borrowed = {end: self.borrowed[end].laid_out(sums.layout) if end in self.borrowed else sums
+                         for end, sums in other.borrowed.items()}
+        self._of = self._apart_by_parameter()
+
+    def joined(self, come: Mapping[Piece, Sequence[tuple[nn.Parameter, torch.Tensor]]]) -> Accumulators:
+        """This worker's own sums with what has ``come`` from helpers, by what it is the sum of, in the order of blocks.
+        All these sums stay as they are: where the reduction fails, they are joined again."""
+        found = self.copy()
         if not self._block:
             for values in come.values():
-                super().add(-1, 0, [each for each in values if each[0] in self.layout])
-            return
+                found.add(-1, 0, [each for each in values if each[0] in self.layout])
+            return found
         for piece, (pipeline, microbatch) in sorted(self._run.items()):
             own = self._given.running(piece)
             theirs = [each for each in come.get(piece, ()) if each[0] in self.layout]
-            super().add(pipeline, microbatch, [*own, *theirs])
-        self._given.clear()
+            found.add(pipeline, microbatch, [*own, *theirs])
+        return found
 
     def clear(self) -> None:
         super().clear()
