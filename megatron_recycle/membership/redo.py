@@ -7,12 +7,12 @@ dead worker has done is lost: its peers run it again, with inputs from their nei
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recycle.membership.names import in_order
+from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.policies import policy
 from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.report import Report
@@ -21,15 +21,37 @@ from megatron_recycle.membership.state import Redo, State
 
 
 def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
-    """The actions of the iteration ``resume.next`` that each member has kept, in its order. Empty where the iteration
+    """The actions of the iteration ``resume.next`` that each worker has kept, in its order. Empty where the iteration
     is to begin anew."""
     plain = policy(state).reroutes and state.fallback is None and state.closing is None
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
-    found = {name: report.kept_of(resume.next) for name, report in state.reports.items()}
-    kept = {name: kept.actions for name, kept in found.items() if kept is not None and kept.actions}
+    found = {worker: levelled([() if kept is None else kept.actions
+                               for kept in (report.kept_of(resume.next) for report in reports)])
+             for worker, reports in _by_worker(state).items()}
+    kept = {worker: actions for worker, actions in found.items() if actions}
     return kept if len(_lent(state, resume, kept)) < 2 else {}
+
+
+def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """What counts of what the parts of a worker have done, who follow one order.
+
+    A forward or a backward counts if all have done it, and W if all have done its backward and one has done W: the
+    others need nobody for that. A part drops a forward that does not count. Nothing counts at all where a part would
+    have to undo something else.
+    """
+    if len(parts) == 1:
+        return tuple(parts[0])
+    sets = [frozenset(part) for part in parts]
+    counted = [action for action in max(parts, key=len) if all(action in each for each in sets)]
+    late = [action for part in parts for action in part if action not in counted and action[0] == "W"]
+    counted += dict.fromkeys(action for action in late if all(f"B{action[1:]}" in each for each in sets))
+    for each in sets:
+        for action in each.difference(counted):
+            if not action.startswith("F") or action[1] == "B" or {f"B{action[1:]}", f"FB{action[1:]}"} & each:
+                return ()
+    return tuple(counted)
 
 
 def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> str:
@@ -39,7 +61,8 @@ def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> 
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
     """The rest of the iteration, before its plan is known."""
-    kept = [state.reports[name].kept_of(resume.next) for name in found]
+    reports = _by_worker(state)
+    kept = [report.kept_of(resume.next) for worker in found for report in reports[worker]]
     return Redo(resume.next, {name: len(actions) for name, actions in found.items()},
                 any(each is not None and each.provisional for each in kept))
 
@@ -67,15 +90,17 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
 def without_kept(state: State, resume: Resume) -> Resume:
     """``resume`` with the number of actions that are lost although somebody who did them lives. Where the iteration
     begins anew no stage stays behind it."""
-    redo = state.redo
+    redo, reports = state.redo, _by_worker(state)
     if redo is None or redo.plan is None:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
-        min(count, _counted(state.reports[name], resume.next)) for name, count in redo.done.items()))
+        min(count, _counted(reports[worker][0], resume.next)) for worker, count in redo.done.items()))
 
 
 def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> set[str]:
-    return {kept.lent for name in found if (kept := state.reports[name].kept_of(resume.next)) is not None}
+    reports = _by_worker(state)
+    kept = [report.kept_of(resume.next) for worker in found for report in reports[worker]]
+    return {"" if each is None else each.lent for each in kept}
 
 
 def _closed(state: State, resume: Resume) -> list[str]:
@@ -88,3 +113,11 @@ def _counted(report: Report, iteration: int) -> int:
     """How many actions of ``iteration`` `resume.decide` has counted. One that has just begun another attempt has done
     none in that, though it has kept some."""
     return report.actions if report.iteration == iteration else report.earlier
+
+
+def _by_worker(state: State) -> dict[str, list[Report]]:
+    """The reports of each worker's parts, in order."""
+    found: dict[str, list[Report]] = {}
+    for name in in_order(state.reports):
+        found.setdefault(str(Process.parse(name).worker), []).append(state.reports[name])
+    return found

@@ -20,6 +20,7 @@ from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
+from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.partial_gradients import fold_parts
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
@@ -115,9 +116,11 @@ class Attempt:
         self._iteration = iteration
         self._shared = opened(site, generation, iteration, standing.attempt)
         carried, kept = generation.scope.carried_in(iteration), site.current.kept.get(iteration)
-        counted = program.plan.done.get(site.place.me, 0)
-        if counted != (0 if kept is None else len(kept.done)):
-            raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
+        counted = program.actions[:program.plan.done.get(site.place.me, 0)]
+        if kept is not None and site.place.parts > 1:
+            kept = site.current.kept[iteration] = kept.levelled(counted, site.place, site.meters.memory)
+        if counted != (() if kept is None else kept.done):
+            raise AssertionError(f"{site.place.me} goes on after {counted}, and has kept {kept}")
         self._keeping = Keeping(standing.attempt if carried is None else carried.chain,
                                 _may_keep(site, generation, program, iteration),
                                 generation.groups.world.backend.host)
@@ -129,6 +132,13 @@ class Attempt:
         self._share_losses_if_complete()
         site.current.kept.pop(iteration, None)  # this attempt has it
         site.current.torn = False
+        if self._levelling is not None:
+            self._levelling.begin(iteration, standing.attempt, len(standing.done))
+
+    @property
+    def _levelling(self) -> Levelling | None:
+        """Of this worker's parts."""
+        return self._generation.groups.levelling
 
     def _room(self) -> Accumulators:
         """For the sums of gradients."""
@@ -166,10 +176,16 @@ class Attempt:
             self._site.trainable.drop_gradients()
         keeping, standing = self._keeping, self._stepper.standing
         given_up = standing.committed < self._iteration and (kind is None or isinstance(error, GenerationOver))
+        if self._levelling is not None:
+            self._levelling.stand()
         if keeping.wanted and not keeping.torn and given_up:
-            self._site.current.kept[self._iteration] = Kept(
-                self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
-                self._generation.transport.metas, self._program.plan.digest if self._program.terms.crossings else "")
+            kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
+                        self._generation.transport.metas,
+                        self._program.plan.digest if self._program.terms.crossings else "")
+            if keeping.used is not None:  # a backward that has come to nothing
+                kept = kept.levelled(tuple(action for action in kept.done if action != keeping.used), self._site.place,
+                                     self._site.meters.memory)
+            self._site.current.kept[self._iteration] = kept
         else:
             self._site.current.torn = keeping.torn
             self.computed.discard()
@@ -200,6 +216,8 @@ class Attempt:
         """One F, B, W or FB."""
         self.do(action)
         self._stepper.standing.did(action)
+        if self._levelling is not None:
+            self._levelling.did()
         self._keeping.done()
         self._shared.acknowledgements.did(action)
         self._generation.transport.post()
@@ -326,6 +344,7 @@ class Attempt:
               running_chunk(site.stage, site.place, action.chunk), self._running(action),
               self._measured(action)):
             for_inputs = site.stage.backward(forward, gradients)
+        self._keeping.torn = True
         self._end_backward(action, for_inputs, queue)
         self.computed.queues[action[1:]] = queue
 
@@ -333,6 +352,7 @@ class Attempt:
         _, pipeline, microbatch, _ = action
         site = self._site
         forward, gradients = self._begin_backward(action)
+        self._keeping.torn = True
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (site.framework.splitter.whole(), self._generation.groups.together(),
               running_chunk(site.stage, site.place, action.chunk), self._running(action),
@@ -345,7 +365,7 @@ class Attempt:
         place, seed = self._site.place, self._site.config.seed
         gradients = [] if place.last(action.chunk) else self._read(action)
         self._stepper.enter_action()
-        self._keeping.torn = True
+        self._keeping.used = action._replace(kind="F")
         forward = self.computed.forwards.pop(action[1:])
         self._site.meters.memory.begin_backward(action[1:], gradients)
         at = (self._iteration, action.pipeline, action.microbatch, place.chunks[action.chunk])
@@ -360,12 +380,11 @@ class Attempt:
         self._site.meters.memory.end_backward(action[1:], queue)
 
     def _weight(self, action: Action) -> None:
-        _, pipeline, microbatch, chunk = action
         self._stepper.enter_action()
-        self._keeping.torn = True
-        queue = self.computed.queues.pop(action[1:])
-        with torch.no_grad(), self._measured(action):
-            self.computed.sums.of(chunk).add(pipeline, microbatch, queue.contributions())
+        with torch.no_grad(), self._generation.groups.together(), self._measured(action):
+            self.computed.queues[action[1:]].meet()
+            self._keeping.torn = True
+            self.computed.weigh(action)
         self._site.meters.memory.weight(action[1:])
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.

@@ -5,7 +5,7 @@ They live as long as their attempt: none of them outlasts it, whatever still ref
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -60,6 +60,21 @@ class Computed:
         """Keep ``tensors`` for this worker's own action that reads ``message``: cut off from what made them and laid
         out as if they had been sent, so that it makes no difference who reads them."""
         self.handed[message] = [tensor.detach().contiguous() for tensor in tensors]
+
+    def weigh(self, action: Action) -> None:
+        """The W of ``action``: the gradients that its B has put off are added up."""
+        queue = self.queues.pop(action[1:])
+        self.sums.of(action.chunk).add(action.pipeline, action.microbatch, queue.contributions())
+
+    def forget(self, action: Action, ends: Collection[bool]) -> None:
+        """The forward ``action``, whose gradients are not formed yet, is as if it had not been run. ``ends``: which
+        ends of the model its chunk is, as in `digests`."""
+        self.forwards.pop(action[1:], None)
+        for end in ends:
+            self.digests.pop((*action[1:3], end), None)
+        if True in ends:
+            self.losses.pop(action[1:3], None)
+            self.reports.pop(action[1:3], None)
 
     def harvest(self, action: Action, queue: WeightQueue) -> None:
         """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""

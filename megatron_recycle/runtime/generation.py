@@ -305,15 +305,16 @@ class Current:
             taken, self._in_force = self._in_force, None
         return taken
 
-    def abort(self, generation: int) -> None:
-        """Free the training thread from every wait of a generation older than ``generation``.
+    def abort(self, generation: int, level: bool = False) -> None:
+        """Free the training thread from every wait of a generation older than ``generation``; ``level`` as in
+        `Groups.abort`.
 
         Called by the agent's thread.
         """
         with self._lock:
             current = self._in_force
         if current is not None and current.epoch.generation < generation:
-            current.groups.abort()
+            current.groups.abort(level)
 
 
 def store_prefix(prefix: str, epoch: Epoch) -> str:

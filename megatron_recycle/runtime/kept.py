@@ -4,13 +4,17 @@ An attempt is given up between two actions, or while one waits for a message; th
 activations and all messages that it has sent are kept until the iteration is committed: what a dead worker has done is
 run again by its peers, which read those messages once more, and stages that have reduced already may have to do so
 again.
+
+Where a worker has parts (tensor parallelism), that counts which all of them have done (`membership.redo`). W needs
+nobody else, so that a part catches up with what others have done of those; and a forward that another part has lost, or
+not come to, is dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,7 +23,9 @@ from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.report import KeptReport
 from megatron_recycle.plan import Action, Message, Plan, Worker
 from megatron_recycle.runtime.comm.messages import Meta
+from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.computed import Computed
+from megatron_recycle.runtime.place import Place
 
 Log = Mapping[Message, Sequence[torch.Tensor]]
 """The tensors of messages that a worker has made, whether or not anybody has read them."""
@@ -52,6 +58,23 @@ class Kept:
         guess may turn out wrong, and with it the parameters that all this was computed with."""
         return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1,
                           self.lent)
+
+    def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> Kept:
+        """With exactly these actions done: forwards, whose backwards are not done, are dropped, and W are run."""
+        for action in {*self.done} - {*done}:
+            if action.kind != "F" or action[1:] in self.computed.queues:
+                raise AssertionError(f"{place.name} cannot undo {action}")
+            ends = (place.first(action.chunk), False), (place.last(action.chunk), True)
+            self.computed.forget(action, [end for here, end in ends if here])
+            memory.drop(action[1:])
+        had = {*self.done}
+        with torch.no_grad():
+            for action in [action for action in done if action not in had]:
+                if action.kind != "W" or not self.computed.queues[action[1:]].alone:
+                    raise AssertionError(f"{place.name} cannot catch up with {action}")
+                self.computed.weigh(action)
+                memory.weight(action[1:])
+        return replace(self, done=done)
 
 
 @dataclass(frozen=True)
@@ -91,6 +114,7 @@ class Keeping:
 
     Attributes:
         torn: whether it is in the midst of an action that cannot be begun again.
+        used: the forward of the backward under way, as long as nothing else is lost if that comes to nothing.
         log: messages that its actions have made.
         over: the end of the generation, which an action has met as it told what it had made.
     """
@@ -98,12 +122,13 @@ class Keeping:
     def __init__(self, chain: int, wanted: bool, sound: bool) -> None:
         self.chain, self.wanted, self.sound = chain, wanted, wanted and sound
         self.torn = False
+        self.used: Action | None = None
         self.log: dict[Message, Sequence[torch.Tensor]] = {}
         self.over: GenerationOver | None = None
 
     def done(self) -> None:
         """An action is done. Raises GenerationOver if it has met that."""
-        self.torn = False
+        self.torn, self.used = False, None
         if self.over is not None:
             raise self.over
 

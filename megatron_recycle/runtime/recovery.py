@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -25,6 +25,7 @@ from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import CONNECT
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
+from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.description import description
@@ -135,16 +136,17 @@ def retire(site: Site, stepper: Stepper) -> None:
     """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten. Twice does no
     harm."""
     site.phases.enter(Phase.RECOVERING, stepper.standing.iteration)
-    uninstall(site)
+    uninstall(site, lambda: not site.goes_on)
     stepper.leave()
     stepper.standing.give_up()
 
 
-def uninstall(site: Site) -> None:
-    """Take the groups in force out of use and tear them down, but for what the next generation may go on with."""
+def uninstall(site: Site, given_up: Callable[[], bool] = lambda: True) -> None:
+    """Take the groups in force out of use and tear them down, but for what the next generation may go on with.
+    ``given_up()`` as in `Groups.park`."""
     old = site.current.take()
     if old is not None:
-        site.current.rested = old.groups.park()
+        site.current.rested = old.groups.park(given_up)
 
 
 def dismantle(site: Site) -> None:
@@ -251,10 +253,13 @@ def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: S
     config, epoch = site.config, standing.epoch
     connect = connect_limit(config, len(members) * site.place.parts, tries)
     with site.phases.working(CONNECT):  # these limits hold, and none that has been learnt
-        return site.network.connect(
+        groups = site.network.connect(
             generation=epoch.generation, prefix=store_prefix(prefix, epoch), place=site.place, members=members,
             limits=Limits(config.transport_timeout, connect, max(patience, connect)),
             interrupted=lambda: site.interrupted(standing), before=rested)
+    if groups.siblings is not None and groups.siblings.backend.host and site.keeps_messages:
+        groups.levelling = Levelling(groups.siblings, groups.ending.threads, config.report_timeout / 2)
+    return groups
 
 
 def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:

@@ -183,10 +183,10 @@ class Site:
     def keeps_messages(self) -> bool:
         """Whether an iteration's messages and sums are kept until it is committed, so that it goes on after a failure.
 
-        A worker's parts would go on from different places. On a GPU an abort ends operations as if they had succeeded.
+        On a GPU an abort ends operations as if they had succeeded.
         """
         wanted = self.config.keep_messages
-        return POLICIES[self.config.policy].reroutes and self.place.parts == 1 and (
+        return POLICIES[self.config.policy].reroutes and (
             wanted == "all" or (wanted == "auto" and self.stage.device.type == "cpu"))
 
     @cached_property
@@ -208,6 +208,11 @@ class Site:
         while more := [tie for tie in ties if tie & found and tie - found]:
             found.update(*more)
         return tuple(sorted(found - {self.place.me.stage}))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this process is a member of the next generation, as far as it knows."""
+        return not self.agent.outside and self.agent.ended is None
 
     def interrupted(self, standing: Standing) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""

@@ -389,7 +389,7 @@ class StageWorker:
 
         Called by the agent's thread.
         """
-        self.site.current.abort(generation)
+        self.site.current.abort(generation, level=self.site.goes_on)
         if self.site.agent.breaks_off:
             self.site.network.abort_default()
 

@@ -35,8 +35,8 @@ def test_without_failures_parameters_have_stocks_bits(stages: int):
 @pytest.mark.parametrize(("position", "stages"), [("1:0.1", 1), *(
     pytest.param(*case, marks=pytest.mark.night) for case in [("0:0.0", 1), ("1:1.0", 2), ("0:0.1", 2)])])
 def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(position: str, stages: int, tmp_path: Path):
-    """The other one is inside a sum over the script's own group then. Evaluations are made, and a checkpoint is
-    written, without them."""
+    """The other one is inside a sum over the script's own group then. Survivors go on with what all their parts have
+    done. Evaluations are made, and a checkpoint is written, without those two."""
     arguments = {**EXACT, "stages": stages, "evaluate": True}
     undisturbed = calm_run(tensor_job.train, stages * PIPELINES * PARTS, arguments)
     hold = Hold(position, "forward", 1, 1)
@@ -51,6 +51,7 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
             assert results[rank].status == 0, job.where()
             assert not differences(results[rank], undisturbed[rank])
             assert results[rank].value["evaluated"] == undisturbed[rank].value["evaluated"]
+        assert next(event["redone"] for event in job.events if event["event"] == "reconciled") <= 1
     saved = tmp_path / (tmp_path / "latest").read_text()
     assert {f"mp_rank_{rank:02}_model_states.pt" for rank in range(PARTS * stages)} <= {
         path.name for path in saved.iterdir()}

@@ -9,6 +9,7 @@ import pytest
 from megatron_recycle.membership import Process, Standing, StepMode, inputs
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.protocol import Carry
+from megatron_recycle.membership.redo import levelled
 from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.standing import Epoch
 from megatron_recycle.plan.plan_file import PlanFile
@@ -199,3 +200,28 @@ def test_an_attempt_that_ends_before_it_has_taken_up_what_is_kept_has_lost_nothi
         says(cluster, name, kept("F0.0", "F0.1"), actions=0)
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1")))
     assert events(decisions, "reconciled")[0]["redone"] == 0
+
+
+@pytest.mark.parametrize(("parts", "counted"), [
+    (["F0.0 F0.1", "F0.0 F0.1"], "F0.0 F0.1"),
+    (["F0.0 F0.1", "F0.0"], "F0.0"),  # the first part drops it
+    (["F0.0 F0.1 B0.0 W0.0", "F0.0 F0.1 B0.0"], "F0.0 F0.1 B0.0 W0.0"),  # the second part runs it
+    (["F0.0 B0.0 F0.1 W0.0", "F0.0 B0.0"], "F0.0 B0.0 W0.0"),  # each does something of that
+    (["F0.1", "F0.0 F0.1"], "F0.1"),  # a backward that was begun has used up the first forward
+    (["F0.1 W0.2 F0.3", "F0.1 W0.2 F0.3"], "F0.1 W0.2 F0.3"),
+    (["F0.1/1 F0.0", "F0.0"], "F0.0"),
+    (["F0.0 FB0.0", "F0.0 FB0.0"], "F0.0 FB0.0"),
+], ids=str)
+def test_what_counts_of_what_the_parts_of_a_worker_have_done(parts: list[str], counted: str):
+    assert levelled([each.split() for each in parts]) == tuple(counted.split())
+    assert levelled([each.split() for each in reversed(parts)]) == tuple(counted.split())
+
+
+@pytest.mark.parametrize("parts", [
+    ["F0.0 B0.0", "F0.0"],  # what a backward has added cannot be taken back
+    ["F0.0 FB0.0", "F0.0"],
+    ["F0.0 B0.0 W0.0", "F0.0"],
+    ["F0.0 B0.0", ""],
+], ids=str)
+def test_nothing_counts_where_a_part_would_have_to_undo_a_sum(parts: list[str]):
+    assert levelled([each.split() for each in parts]) == levelled([each.split() for each in reversed(parts)]) == ()

@@ -59,21 +59,22 @@ class Part(Block):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = torch.rand(x.shape, generator=self.draw) > self.dropout
-        own = self.linear(_Sum.apply(self.norm(x), self.siblings, False)[..., self.columns])
-        return x + functional.gelu(_Sum.apply(own, self.siblings, True) + self.bias) * kept
+        own = self.linear(_Sum.apply(self.norm(x), self, False)[..., self.columns])
+        return x + functional.gelu(_Sum.apply(own, self, True) + self.bias) * kept
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all parts, of the values or (``forth`` is false) of their gradients."""
+    """The sum over all parts, of the values or (``forth`` is false) of their gradients: of those in force, since a
+    backward may be run in a later generation than its forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, siblings: Comm, forth: bool) -> torch.Tensor:
-        ctx.siblings, ctx.forth = siblings, forth
-        return _over_all(siblings, x) if forth else x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, layer: Part, forth: bool) -> torch.Tensor:
+        ctx.layer, ctx.forth = layer, forth
+        return _over_all(layer.siblings, x) if forth else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gradient if ctx.forth else _over_all(ctx.siblings, gradient), None, None
+        return gradient if ctx.forth else _over_all(ctx.layer.siblings, gradient), None, None
 
 
 def _over_all(siblings: Comm, values: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Workers of two parts (tensor parallelism): one that dies takes its worker out, and the others end with the same
-bits. A wrong guess takes nobody's communicators."""
+bits. Of an interrupted iteration that counts which all parts of a worker have done. A wrong guess takes nobody's
+communicators."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.halting import OUT, last_actions
@@ -110,3 +112,92 @@ def test_a_part_that_was_without_another_one_goes_on_from_the_iterations_that_it
     with Job(shape, [Moment("0:0.1", phase, 3)], seed=4) as job:
         check_ends_well(job)
     assert not job.kills
+
+
+ANNEALS = replace(SHAPE, pipelines=3, microbatches=4, iterations=4, blocks=4, anneals=True)
+"""The script sets a variable of its loss before each iteration, which nothing can see. Parts compute together on both
+stages."""
+SURVIVORS = 5
+
+
+def interrupted(shape: Shape, kill: Moment, seed: int = 0) -> Job:
+    """A job that has lost a part in an iteration, and has come to its end with the right numbers."""
+    worker, exact = kill.worker.partition(".")[0], dict(shape.settings)["reduction"] == "exact"
+    with Job(shape, [kill], seed=seed) as job:
+        check(job, job.wait(), {f"{worker}.{part}" for part in range(shape.parts)}, within=0.0 if exact else 1e-5)
+    return job
+
+
+def lost(job: Job) -> list[int]:
+    """Actions that survivors had done and lost, by failure."""
+    return [event["redone"] for event in job.control.events if event["event"] == "reconciled"]
+
+
+@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize(("worker", "phase", "nth"), [
+    ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "weight", 0), ("1:0", "forward", 3)])
+def test_survivors_keep_what_all_their_parts_have_done(
+        worker: str, phase: str, nth: int, reduction: str, part: int):
+    """But for a forward of each whose backward one part has begun, and the other one cannot. With `fast` that may be a
+    full backward, which takes the share of its worker with it."""
+    job = interrupted(ANNEALS.with_settings(reduction=reduction), Moment(f"{worker}.{part}", phase, 1, nth))
+    (stopped,) = [event for event in job.control.events if event["event"] == "stopped"]
+    done = sum(report["actions"] for name, report in stopped["reports"].items() if name.endswith(".0"))
+    assert sum(lost(job)) <= SURVIVORS if reduction == "exact" else sum(lost(job)) < done
+
+
+def test_nothing_is_kept_without_messages():
+    job = interrupted(ANNEALS.with_settings(keep_messages="none"), Moment("1:1.0", "backward", 1, 2))
+    assert lost(job)[0] > SURVIVORS
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_part_has_reduced_and_the_other_one_loses_its_peer(reduction: str):
+    """All first parts of the stage hold the gradient of iteration 1; 1:1.1 dies before the second ones do."""
+    held = Moment("1:1.1", "reduce", 1)
+    with Job(ANNEALS.with_settings(reduction=reduction), holds=[held]) as job:
+        job.wait_held()
+        first = [job.processes[job.ranks[worker][0]] for worker in job.ranks if worker.stage == 1]
+        job.wait_for(lambda: all(process.worker.standing.holds == 1 for process in first), "the first parts to reduce")
+        assert all(len(process.result.losses) == 1 for process in first), "their scripts have not left the iteration"
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:1.0", "1:1.1"}, within=0.0 if reduction == "exact" else 1e-5)
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+def test_all_parts_of_a_stage_leave_an_iteration_together_and_are_closed_then():
+    """1:0.1 dies before it has reduced iteration 1, with which the last stage's scripts have gone on."""
+    held = Moment("1:0.1", "reduce", 1)
+    with Job(ANNEALS, holds=[held]) as job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if ":1." in process.name]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0.0", "1:0.1"})
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+def test_a_part_whose_sibling_has_not_heard_that_the_stage_is_closed_stays_in_the_iteration(
+        monkeypatch: pytest.MonkeyPatch):
+    """1:1.1 stops before it tells 1:1.0 that what it has sent is used."""
+    meet, held, go_on = Acknowledgements._meet_siblings, threading.Event(), threading.Event()
+    job = Job(ANNEALS)
+
+    def stops(acknowledgements: Acknowledgements) -> None:
+        groups = acknowledgements._groups
+        process = job.processes[job.ranks[groups.me][groups.part]]
+        if process.name == "1:1.1" and process.worker.standing.stepped == 1 and not held.is_set():
+            held.set()
+            assert go_on.wait(30.0)
+        meet(acknowledgements)
+
+    monkeypatch.setattr(Acknowledgements, "_meet_siblings", stops)
+    with job:
+        job.wait_for(held.is_set, "1:1.1 to stop")
+        others = [process for process in job.processes.values() if process.name in ("0:1.0", "0:1.1", "2:1.0", "2:1.1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in others), "its peers to leave")
+        sibling = next(process for process in job.processes.values() if process.name == "1:1.0")
+        assert len(sibling.result.losses) == 1
+        go_on.set()
+        check(job, job.wait())

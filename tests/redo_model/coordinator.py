@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
@@ -68,7 +70,7 @@ class Coordinator:
         members: every process and its host.
         tell: gets each message for a process.
         parts: processes of a worker.
-        alike: of what each part of a worker has done, that which counts.
+        tells: makes the coordinator's reports of those of a worker's parts.
 
     Attributes:
         events: that were emitted.
@@ -79,8 +81,8 @@ class Coordinator:
 
     def __init__(self, asked: Asked, members: Mapping[str, str], tell: Callable[[str, Message], None],
                  parts: int = 1,
-                 alike: Callable[[Sequence[Sequence[Action]]], Sequence[Action]] = lambda lists: lists[0]) -> None:
-        self._asked, self._tell, self._parts, self._alike = asked, tell, parts, alike
+                 tells: Callable[[Sequence[Report]], Sequence[Report]] = lambda reports: reports) -> None:
+        self._asked, self._tell, self._tells = asked, tell, tells
         self.events: list[Message] = []
         self.ended: do.End | None = None
         self.orders: list[do.MakePlan | do.MakeRedo] = []
@@ -115,8 +117,11 @@ class Coordinator:
         self._reports[name] = inputs.Reported(name, generation, report)
         if set(self._reports) != set(self._state.members):
             return
-        for told in self._reports.values():
-            self._feed(told)
+        for worker in {Process.parse(each).worker for each in self._reports}:
+            names = [each for each in self._reports if Process.parse(each).worker == worker]
+            reports = self._tells([self._reports[each].report for each in names])
+            for each, said in zip(names, reports, strict=True):
+                self._feed(replace(self._reports[each], report=said))
 
     def answer(self, order: do.MakePlan | do.MakeRedo) -> None:
         """What was ordered is done."""
@@ -127,12 +132,9 @@ class Coordinator:
             self._feed(inputs.Redone(order.generation, self._redo(order)))
 
     def _redo(self, order: do.MakeRedo) -> PlanFile | None:
-        """As `control.planning.Planning.redo`, with what counts of what a worker's parts have done."""
+        """As `control.planning.Planning.redo`."""
         whole = Plan.from_file(order.plan)
-        by: dict[Worker, list[list[Action]]] = {}
-        for name, listed in order.done.items():
-            by.setdefault(Process.parse(name).worker, []).append([*map(Action.parse, listed)])
-        done = {worker: self._alike([*listed, *([[]] * (self._parts - len(listed)))]) for worker, listed in by.items()}
+        done = {Worker.parse(name): [*map(Action.parse, listed)] for name, listed in order.done.items()}
         rest = redo(whole, done, order.closed)
         if rest is None:
             assert self._state.redo is not None

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from msgspec import structs
+
 from megatron_recycle.membership import Process as Name
 from megatron_recycle.membership.report import Report
 from megatron_recycle.plan import Action, Plan, Problem, Worker
@@ -147,7 +149,7 @@ class Job:
         self.lent = frozenset((d, m, 0) for d, m in self.shape.lent)
         self.coordinator = Coordinator(
             self.shape.asked, {name: f"h{hosts.get(Name.parse(name).worker, name)}" for name in names},
-            self._post, self.shape.parts, self._parts_have_done)
+            self._post, self.shape.parts, self._of_parts)
         for name, process in self.processes.items():
             self._lives[name] = process.life()
             self._pauses[name] = next(self._lives[name])
@@ -160,14 +162,14 @@ class Job:
         mine = [name for name in names if Name.parse(name).worker.stage == stage]
         return set(mine if how < 3 else mine[1:])
 
-    def _parts_have_done(self, lists: Sequence[Sequence[Action]]) -> Sequence[Action]:
-        """What counts of what a worker's parts have done: that which all have. They are an action apart at most."""
+    def _of_parts(self, reports: Sequence[Report]) -> Sequence[Report]:
+        """The reports of a worker's parts, as the coordinator hears them; with a rule left out not as they are."""
+        kept = [report.kept for report in reports]
         if not self.rules.parts_alike:
-            return lists[0]
-        shortest = min(lists, key=len)
-        if any(list(each[:len(shortest)]) != list(shortest) for each in lists):
-            raise Violation(f"a worker's parts have done other things: {lists}")
-        return shortest if self.rules.parts_prefix or all(len(each) == len(shortest) for each in lists) else ()
+            return [structs.replace(report, kept=kept[0]) for report in reports]
+        if not self.rules.parts_level and any(each != kept[0] for each in kept):
+            return [structs.replace(report, kept=()) for report in reports]
+        return reports
 
     # ---- what processes ask
 

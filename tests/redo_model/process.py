@@ -7,7 +7,7 @@ where it waits it may also hear of the end of its generation (`Over`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,7 +89,7 @@ class Rules:
     """A worker's parts close together, with those of its peers."""
     parts_alike: bool = True
     """What a worker's parts have done counts as far as all of them have."""
-    parts_prefix: bool = True
+    parts_level: bool = True
     """... and not only if they have come equally far: others have relied on it."""
     snapshot: bool = True
     """A stage that has stepped lends its layers as they were before."""
@@ -197,6 +197,8 @@ class Process:
         self._generation: Generation | None = None
         self.log: dict[Action, int] = {}
         """Of the attempt under way."""
+        self.inside = False
+        """Whether one is."""
 
     # ---- what the scheduler asks
 
@@ -325,8 +327,8 @@ class Process:
         yield from self._look("opened")
         kept = self.kept.get(iteration)
         counted = plan.done.get(self.me, 0)
-        if self.job.shape.parts > 1 and kept is not None and len(kept.done) == counted + 1:
-            self._take_back(plan, kept)
+        if self.job.shape.parts > 1 and kept is not None:
+            self._level(plan, kept, plan.actions(self.me)[:counted])
         if counted != (0 if kept is None else len(kept.done)):
             raise Violation(f"{self.name} goes on after {counted} actions, and has kept {kept}")
         self._lend(plan, iteration, self.exact)
@@ -342,7 +344,7 @@ class Process:
                     self._deliver(plan, computed, iteration, *result, self._logged(action, result[1]))
         self._share_losses(plan, computed, iteration)
         self.kept.pop(iteration, None)
-        self._torn = False
+        self._torn, self.inside = False, True
         try:
             for action in plan.actions(self.me)[len(standing.done):]:
                 if action.kind in "WS" or not plan.chunk(self.me, action):
@@ -356,20 +358,31 @@ class Process:
             standing.give_up()
             self._keep(iteration, chain, computed, isinstance(error, Over))
             raise
+        finally:
+            self.inside = False
         self._keep(iteration, chain, computed, True)
 
-    def _take_back(self, plan: Plan, kept: Kept) -> None:
-        """The last action does not count, since another part of this worker has not come to its end."""
-        *done, action = kept.done
-        item, computed = (action.pipeline, action.microbatch, plan.chunk(self.me, action)), kept.computed
-        kept.done = tuple(done)
-        for kind in values.halves(action.kind):
-            del computed.sums[(kind, *item)]
-        if action.kind == "F":
-            del computed.made[item]
-            computed.losses.pop(item[:2], None)
-        elif action.kind != "W":
-            del computed.given[item]
+    def _level(self, plan: Plan, kept: Kept, counted: Sequence[Action]) -> None:
+        """Of what another part of this worker has not come to forwards are dropped; W that it has done is run."""
+        computed = kept.computed
+        for action in {*kept.done} - {*counted}:
+            item = (action.pipeline, action.microbatch, plan.chunk(self.me, action))
+            if action.kind != "F" or item in computed.given:
+                raise Violation(f"{self.name} cannot undo {action}")
+            self._forget(computed, item)
+        for action in counted:
+            if action not in kept.done and action.kind == "W":
+                item = (action.pipeline, action.microbatch, plan.chunk(self.me, action))
+                self._compute(computed, kept.iteration, item, action, 0)
+            elif action not in kept.done:
+                raise Violation(f"{self.name} cannot catch up with {action}")
+        kept.done = tuple(counted)
+
+    def _forget(self, computed: Computed, item: tuple[int, int, int]) -> None:
+        """The item's forward is as if it had not been run."""
+        del computed.made[item]
+        if item[2] == self.job.problem.chunks - 1:
+            del computed.losses[item[:2]]
 
     def _keep(self, iteration: int, chain: int, computed: Computed, may: bool) -> None:
         if may and not self._torn and self.standing.committed < iteration:
@@ -429,8 +442,8 @@ class Process:
             yield from self._borrow(plan, computed, iteration, item)
         if self._is_refuted:
             raise Over
-        if self.job.shape.parts > 1:
-            yield from self._with_siblings(iteration, action)
+        if self.job.shape.parts > 1 and action.kind != "W":
+            yield from self._with_siblings(iteration, action, computed, item)
         self.job.runs(self, iteration, item, action)
         result = self._compute(computed, iteration, item, action, given)
         sent = results_in(plan, self.me, action)
@@ -452,11 +465,25 @@ class Process:
     def _last_reads(self, plan: Plan) -> Mapping[Action, tuple[Worker, ...]]:
         return self.job.of_plan(last_reads, plan, self.me)
 
-    def _with_siblings(self, iteration: int, action: Action) -> Life:
-        """A collective of tensor parallelism in the midst of the action: no sum is touched before it."""
+    def _with_siblings(self, iteration: int, action: Action, computed: Computed, item: tuple[int, int, int]) -> Life:
+        """A collective of tensor parallelism in the midst of the action: no sum is touched before it. It comes to its
+        end as long as all parts of the worker come to it, also when the generation is over. One that has left the
+        attempt does not: then a backward that was begun has used up its forward, and a full one has spoilt the sums."""
         members = [name for name in self._now.members if Name.parse(name).worker == self.me]
-        tag = self._tag(iteration, "parts", self.me, len(self.standing.done))
-        yield from self._all("parts", tag, members, halts=True)
+        together = self._now.wires.together(self._tag(iteration, "parts", self.me, action), members)
+        together.given[self.name] = True
+
+        def alone() -> bool:
+            return self.interrupted and any(not self.job.processes[name].inside for name in members)
+
+        yield Pause("parts", lambda: together.complete or self._is_refuted or alone())
+        if together.complete:
+            return
+        if action.kind == "B" and self.interrupted:
+            self._forget(computed, item)
+            self.standing.done.remove(action._replace(kind="F"))
+        self._torn = action.kind == "FB" and self.interrupted
+        raise Over
 
     def _compute(self, computed: Computed, iteration: int, item: tuple[int, int, int], action: Action,
                  given: int) -> int:

@@ -109,7 +109,7 @@ BROKEN: dict[str, tuple[int, dict[str, Any]]] = {
     "groups": (140, {"tied": True}),
     "all_parts": (206, {"parts": 2}),
     "parts_alike": (25, {"parts": 2}),
-    "parts_prefix": (442, {"parts": 2, "tied": False}),
+    "parts_level": (442, {"parts": 2, "tied": False}),
     "snapshot": (411, LENT),
     "lent_apart": (14, LENT),
     "lent_closing": (4, LENT),

@@ -1,8 +1,8 @@
 """When a worker may leave an iteration: its stage has all that it needs of it, and owes nothing.
 
-A stage is *closed* for an iteration once all its live workers hold the reduced gradient, and all messages that they
-have sent have been used by their readers. Then nothing of it is run at that stage again when a worker dies: a script
-that has left the iteration is not asked for it once more.
+A stage is *closed* for an iteration once all its live workers, and all parts of each, hold the reduced gradient, and
+all messages that they have sent have been used by their readers. Then nothing of it is run at that stage again when a
+worker dies: a script that has left the iteration is not asked for it once more.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class Acknowledgements:
     """One worker's part in closing its stage for one attempt at an iteration.
 
     A reader says once to each sender that it has used all messages of that sender's; the stage's workers then add up
-    that all of them have heard so. gloo's own word that a message has left is no proof that it has come. Stages that
-    share parameters make their gradients together, and are closed together.
+    that all of them have heard so. gloo's own word that a message has left is no proof that it has come. Where workers
+    have parts, equal parts do so, and then all parts of each worker meet. Stages that share parameters make their
+    gradients together, and are closed together.
 
     Args:
         groups: the generation's handles.
@@ -39,7 +40,7 @@ class Acknowledgements:
         self._groups, self._readers, self._owed = groups, readers, dict(last_reads)
         self._tied = tied
         number = iteration * _ATTEMPTS + attempt % _ATTEMPTS
-        self._tag, self._tag_of_ties = USED[2 * number], USED[2 * number + 1]
+        self._tag, self._tag_of_ties, self._tag_of_parts = (USED[3 * number + each] for each in range(3))
         self._sends: list[Pending] = []
 
     def did(self, action: Action) -> None:
@@ -51,6 +52,8 @@ class Acknowledgements:
         """Wait until the stage is closed; all its workers hold the gradient. Raises GenerationOver."""
         self._hear()
         count(self._groups.stage_control, True)
+        if self._groups.siblings is not None:
+            self._meet_siblings()
         if self._tied:
             self._meet_tied()
             count(self._groups.stage_control, True)
@@ -61,24 +64,32 @@ class Acknowledgements:
             self.did(action)
         self._hear()
 
+    def _meet_siblings(self) -> None:
+        """All parts of this worker have come so far, and by what they have added up those of its peers."""
+        ranks = self._groups.control_siblings
+        others = [rank for number, rank in enumerate(ranks) if number != self._groups.part]
+        for rank in others:
+            self._send(rank, self._tag_of_parts)
+        self._receive(others, self._tag_of_parts)
+
     def _meet_tied(self) -> None:
         """The first worker of each stage tells those of the tied stages that its own has come so far."""
         first = [self._groups.peers(stage)[0] for stage in (self._groups.me.stage, *self._tied)]
         if first[0] == self._groups.me:
-            for other in first[1:]:
-                self._send(other, self._tag_of_ties)
-            self._receive(first[1:], self._tag_of_ties)
+            others = [self._groups.control_ranks[other] for other in first[1:]]
+            for rank in others:
+                self._send(rank, self._tag_of_ties)
+            self._receive(others, self._tag_of_ties)
 
     def _acknowledge(self, sender: Worker) -> None:
-        self._send(sender, self._tag)
+        self._send(self._groups.control_ranks[sender], self._tag)
 
     def _hear(self) -> None:
-        self._receive(self._readers, self._tag)
+        self._receive([self._groups.control_ranks[reader] for reader in self._readers], self._tag)
 
-    def _send(self, to: Worker, tag: int) -> None:
-        self._sends.append(self._groups.control.send(torch.ones(1), self._groups.control_ranks[to], tag))
+    def _send(self, to: int, tag: int) -> None:
+        self._sends.append(self._groups.control.send(torch.ones(1), to, tag))
 
-    def _receive(self, senders: Sequence[Worker], tag: int) -> None:
-        for pending in [self._groups.control.receive(torch.zeros(1), self._groups.control_ranks[sender], tag)
-                        for sender in senders]:
+    def _receive(self, senders: Sequence[int], tag: int) -> None:
+        for pending in [self._groups.control.receive(torch.zeros(1), sender, tag) for sender in senders]:
             pending.wait()

@@ -7,7 +7,7 @@ generation still sends can reach anybody (promise P6).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +16,7 @@ from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.abort import Ending
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
+from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.waits import WayOut
 
@@ -47,6 +48,9 @@ class Groups:
         control_ranks: rank in ``control`` of each member's process that is the same part as this one.
         stage_control: the same members as ``stage``, for tensors in CPU memory; the same communicator if that can.
         ending: how they are aborted and torn down.
+        control_siblings: rank in ``control`` of each part of this worker.
+        levelling: of this worker's parts when a failure ends the generation; None: what each has done counts for
+            itself, or not at all.
     """
 
     members: tuple[Worker, ...]
@@ -57,6 +61,8 @@ class Groups:
     control_ranks: Mapping[Worker, int]
     stage_control: Comm
     ending: Ending
+    control_siblings: Sequence[int] = ()
+    levelling: Levelling | None = None
 
     @cached_property
     def me(self) -> Worker:
@@ -86,15 +92,30 @@ class Groups:
         comms += [] if self.siblings is None else [self.siblings]
         return comms if self.stage_control is self.stage else [*comms, self.stage_control]
 
-    def abort(self) -> None:
+    def abort(self, level: bool = False) -> None:
         """Free whoever waits on these handles, from any thread. On return no result of theirs counts any more, and
         libraries that are quick about it have freed everybody, whichever thread began it. The library's communicators
-        may stay where another generation may go on with them (`park`)."""
-        self.ending.abort(self.all(), self._spared)
+        may stay where another generation may go on with them (`park`).
 
-    def park(self) -> Rested:
+        ``level``: all parts of this worker go on, so that those who compute together come to the end of that.
+        """
+        levelling = self.levelling
+        if levelling is None or self.ending.rests:
+            self.ending.abort(self.all(), self._spared)
+        elif level:
+            self.ending.abort([comm for comm in self.all() if comm is not self.siblings], self._spared)
+            levelling.start()
+        else:
+            self.ending.abort(self.all(), self._spared)
+            levelling.give_up()  # it may have begun
+
+    def park(self, given_up: Callable[[], bool] = lambda: True) -> Rested:
         """Leave the handles, by the thread that trains: nobody waits on them any more. What another generation may go
-        on with; all else is torn down in the background."""
+        on with; all else is torn down in the background. ``given_up()``: this worker's parts do not go on together, or
+        nobody needs to know what they have done."""
+        if self.levelling is not None:
+            self.abort(level=not given_up())
+            self.levelling.wait(given_up)
         return Rested(self.ending.park(self.all(), self._spared), self.ending.threads, self.ending.rests)
 
     def _spared(self) -> list[Comm]:
@@ -148,4 +169,6 @@ class Groups:
     def retire(self, kept: Collection[str] = ()) -> None:
         """Abort the handles, unless that is done, and tear them down in the background, but for those whose names are
         ``kept``."""
+        if self.levelling is not None and not kept:
+            self.levelling.give_up()
         self.ending.retire([comm for comm in self.all() if comm.name not in kept])

@@ -109,7 +109,7 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
         control=make("control", everyone, CONTROL, host=True),
         control_ranks={worker: everyone.index(rank) for worker, rank in own.items()},
         stage_control=stage if stage.backend.host else make(f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
-        ending=Ending(threads))
+        ending=Ending(threads), control_siblings=[everyone.index(rank) for rank in ranks[me]])
 
 
 def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,

@@ -64,7 +64,8 @@ class Table:
 
 
 FRAMEWORK = Table()
-"""Tags of communicators in which only a framework sends."""
+"""Tags of communicators in which a framework's collectives run, those of a worker's parts among them."""
+LEVELS = FRAMEWORK.take("how far a worker's part has come", 1)
 
 WORLD = Table()
 """Tags of `Groups.world`."""

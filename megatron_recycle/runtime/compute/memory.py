@@ -137,6 +137,11 @@ class ActivationMemory:
         """After the W of ``microbatch``."""
         del self._queued[microbatch]
 
+    def drop(self, microbatch: Item) -> None:
+        """The F of ``microbatch`` is lost."""
+        self._watched.pop(microbatch, None)
+        self._between.discard(microbatch)
+
     def _passed(self, microbatch: Item, size: int) -> None:
         chunk = _chunk(microbatch)
         self._messages[chunk] = max(self._messages[chunk], size)

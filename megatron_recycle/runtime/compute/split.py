@@ -85,6 +85,18 @@ class WeightQueue:
     deferred: list[DeferredLinear] = field(default_factory=list)
     formed: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
+    @property
+    def alone(self) -> bool:
+        """Whether W needs nothing of the worker's other parts."""
+        return all(item.gather is None for item in self.deferred)
+
+    def meet(self) -> None:
+        """Meet the worker's other parts, if W needs something of them: what comes first of that is there then."""
+        number = next((number for number, item in enumerate(self.deferred) if item.gather is not None), None)
+        if number is not None:
+            item = self.deferred[number]
+            self.deferred[number] = item._replace(inputs=item.whole_inputs, gather=None)
+
     def identities(self) -> set[int]:
         """`id` of the parameters that W will add to: a tensor's own hash is a function call in Python."""
         return {id(parameter) for item in self.deferred for parameter in (item.weight, item.bias)

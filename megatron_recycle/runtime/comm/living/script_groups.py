@@ -133,6 +133,7 @@ class ScriptGroups:
         self._put_back: list[Callable[[], None]] = []
         self._batches = threading.local()
         self._groups = Groups()
+        self._inside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def install(self) -> None:
         """From now on. Once."""
@@ -189,10 +190,14 @@ class ScriptGroups:
 
     def _of_now(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """What stands for ``group`` inside of an iteration: one that holds a worker's tensor-parallel parts, whoever
-        has made it, is the generation's, which ends with it and frees a part that waits for one that is gone."""
+        has made it, is the generation's, which ends with it and frees a part that waits for one that is gone. A
+        backward may name the one of an earlier generation, in which its forward was run."""
         inside = self._job.inside()
         if inside is None:
             return group
+        self._inside.add(inside[1])
+        if group in self._inside:
+            return inside[1]
         found = self._groups.known(group)
         return inside[1] if found is not None and found.ranks == inside[0] else group
 

@@ -1,0 +1,152 @@
+"""The parts of a worker at the end of a generation: how far each has come, so that what they have done can count.
+
+A failure elsewhere ends the generation for all parts of a worker, while each of them may be in another place. They all
+live, and so the collectives in which they compute together go on until all have said how far they have come: a part
+ends the action that it is in, as long as its siblings have come to that, too. Then it stands still. A part whose
+siblings stand still before an action that it has entered would wait for them for ever; the end of the communicator
+gets it out of that.
+
+Nothing of this is sent before a generation ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.abort import abort
+from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.tags import LEVELS
+from megatron_recycle.runtime.comm.threads import Threads
+
+_GLANCE_SECONDS = 0.05
+
+
+class Position(NamedTuple):
+    """How far a part has come: ``done`` actions of its last attempt, which is this one at this iteration."""
+
+    iteration: int
+    attempt: int
+    done: int
+
+
+class Levelling:
+    """One part's half of it, in one generation.
+
+    Args:
+        siblings: all parts of this worker.
+        threads: those that talk to the siblings.
+        limit: seconds after which a sibling that says nothing is not waited for.
+
+    Attributes:
+        own: how far this part has come.
+    """
+
+    def __init__(self, siblings: Comm, threads: Threads, limit: float) -> None:
+        self.own = Position(-1, -1, 0)
+        self._siblings, self._threads, self._limit = siblings, threads, limit
+        self._inside = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._heard: list[Position] = []
+        self._told: dict[int, Pending] = {}
+        self._met = 0
+
+    # ---- the thread that trains
+
+    def begin(self, iteration: int, attempt: int, done: int) -> None:
+        """An attempt begins, or goes on after ``done`` actions."""
+        self.own, self._inside = Position(iteration, attempt, done), True
+
+    def did(self) -> None:
+        """One more action is done."""
+        self.own = self.own._replace(done=self.own.done + 1)
+        self._look_again()
+
+    def stand(self) -> None:
+        """This part has left the attempt."""
+        self._inside = False
+        self._look_again()
+
+    def wait(self, given_up: Callable[[], bool]) -> None:
+        """Return once all parts have said how far they have come, if a failure has ended the generation, or one of them
+        is lost. ``given_up()``: nobody needs to know any more."""
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            if given_up():
+                self.give_up()
+            thread.join(_GLANCE_SECONDS)
+
+    def _look_again(self) -> None:
+        if self._thread is not None:
+            with self._changed:
+                self._changed.notify_all()
+
+    # ---- any thread
+
+    def start(self) -> None:
+        """A failure elsewhere has ended the generation. Returns at once; twice does no harm."""
+        with self._changed:
+            if self._thread is None:
+                self._thread = self._threads.start("recycle-level", self._level, self._limit)
+
+    def give_up(self) -> None:
+        """Get whoever computes with this part out of that."""
+        if not self._siblings.aborted:
+            abort([self._siblings], self._threads)
+        with self._changed:
+            self._changed.notify_all()
+
+    # ---- threads that talk to the siblings
+
+    def _level(self) -> None:
+        end = time.monotonic() + self._limit
+        others = [rank for rank in range(self._siblings.size) if rank != self._siblings.rank]
+        for rank in others:
+            self._threads.start("recycle-level-with", partial(self._meet, rank), self._limit)
+
+        def until(reached: Callable[[], bool]) -> None:
+            with self._changed:
+                self._changed.wait_for(lambda: reached() or self._siblings.aborted, end - time.monotonic())
+
+        try:
+            until(self._stands_or_is_stuck)
+            with self._changed:
+                self._told = {rank: self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]) for rank in others}
+                self._changed.notify_all()
+            until(lambda: self._met == len(others))
+        except GenerationOver:
+            pass  # a sibling is lost, and with it the worker
+        finally:
+            self.give_up()
+
+    def _meet(self, rank: int) -> None:
+        """Hear of one sibling; it has heard of this part, too."""
+        try:
+            coming = self._siblings.receive(torch.zeros(3, dtype=torch.int64), rank, LEVELS[0])
+            coming.wait()
+            with self._changed:
+                self._heard.append(Position(*map(int, coming.tensor.tolist())))
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._told or self._siblings.aborted)
+            if self._told:
+                self._told[rank].wait()
+        except BaseException as error:
+            self.give_up()  # the sibling is lost, and with it the worker; or the time is over
+            if not isinstance(error, GenerationOver):
+                raise
+        else:
+            with self._changed:
+                self._met += 1
+                self._changed.notify_all()
+
+    def _stands_or_is_stuck(self) -> bool:
+        """Whether this part has left its attempt, or is in an action that a sibling stands still before."""
+        inside = self._inside  # before its position, which is the last one if it is outside
+        return not inside or any(other <= self.own for other in self._heard)
