@@ -55,8 +55,7 @@ class RecycleConfig:
     enabled: bool = _option(True, "whether the plugin takes part; false leaves the stock engine as it is")
     reduction: Literal["fast", "exact"] = _option(
         "fast",
-        "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums, and each "
-        "iteration is committed when the script gets its loss",
+        "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums",
     )
     block: int | None = _option(
         None,
@@ -65,8 +64,8 @@ class RecycleConfig:
     )
     step: Literal["staggered", "barrier"] = _option(
         "staggered",
-        "staggered: each stage steps when its own gradient is complete, and with reduction fast begins the next "
-        "iteration then; barrier: when all of them are, which is Megatron's default",
+        "staggered: each stage steps when its own gradient is complete, and begins the next iteration then; barrier: "
+        "when all of them are, which is Megatron's default",
     )
     split_backward: bool = _option(
         True, "whether weight gradients of linear layers are computed later, in bubbles; false: with the input's"
@@ -322,12 +321,6 @@ class RecycleConfig:
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
-
-    @property
-    def settles(self) -> bool:
-        """Whether an iteration is committed when the script gets its result: the script may then change whatever the
-        iteration was computed with."""
-        return self.reduction == "exact"
 
     def _check_leaving_out(self) -> None:
         """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss

@@ -21,6 +21,8 @@ class KeptReport(Value, frozen=True, omit_defaults=True):
         chain: the attempt that began with the first of its actions.
         actions: those that are done, in their order.
         provisional: whether they were done before the iteration ahead was committed here.
+        microbatches: of each pipeline; the script may have changed that.
+        block: micro-batches of a block of the exact reduction.
         lent: digest of the plan that they are of, where that lends layers.
     """
 
@@ -28,6 +30,8 @@ class KeptReport(Value, frozen=True, omit_defaults=True):
     chain: int
     actions: tuple[ActionText, ...]
     provisional: bool
+    microbatches: int
+    block: int
     lent: str = ""
 
 

@@ -42,6 +42,8 @@ class Kept:
         computed: by them.
         log: messages that they have made.
         metas: shapes of the activations that this worker has sent, by the boundary that they cross.
+        microbatches: of each pipeline; the script may have changed that.
+        block: micro-batches of a block of the exact reduction.
         lent: digest of the plan that it has followed, where that lends layers.
     """
 
@@ -51,13 +53,15 @@ class Kept:
     computed: Computed
     log: Log
     metas: Mapping[int, Meta]
+    microbatches: int
+    block: int
     lent: str = ""
 
     def report(self, committed: int) -> KeptReport:
         """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
         guess may turn out wrong, and with it the parameters that all this was computed with."""
         return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1,
-                          self.lent)
+                          self.microbatches, self.block, self.lent)
 
     def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> Kept:
         """With exactly these actions done: forwards, whose backwards are not done, are dropped, and W are run."""

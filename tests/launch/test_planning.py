@@ -18,6 +18,7 @@ from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.description import Description, Job, Lendable, Lending
 from megatron_recycle.membership.lending import lending
 from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Worker, violations
+from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.planner import recosted
 
 DESCRIPTION = Job.from_json({
@@ -290,7 +291,7 @@ def test_the_rest_of_an_iteration_is_planned_where_that_takes_less_than_the_whol
     made = Planning(handed_out.append)
     whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
     first = next(action for action in whole.workers["0:0"] if action != "S")
-    order = MakeRedo(2, whole, {"0:0": [first]})
+    order = MakeRedo(2, whole, {"0:0": [first]}, _size(whole))
     rest = made.redo(DESCRIPTION, order)
     assert rest is not None and rest.done == {"0:0": 1} and rest.makespan <= whole.makespan
     assert handed_out[-1].digest == rest.digest
@@ -310,9 +311,23 @@ def test_the_rest_of_an_iteration_with_lent_layers_is_planned_from_the_plan_that
     orders = {name: better.workers[name] for name in ("0:0", "1:0", "2:0")}
     done = {name: listed[:next(place for place, action in enumerate(listed) if not action.startswith("F"))]
             for name, listed in orders.items()}
-    order = MakeRedo(3, made.plan(LENDING, frozenset({"1:1", "0:1"})), done, lent=better.digest)
+    order = MakeRedo(3, made.plan(LENDING, frozenset({"1:1", "0:1"})), done, _size(whole), lent=better.digest)
     rest = made.redo(LENDING, order)
     assert rest is not None and rest.crossings == better.crossings
     assert rest.done == {name: len(actions) for name, actions in done.items()}
     taken_back = changed(LENDING, lending=structs.replace(LENDING.lending, lend=((0, 0),)))
     assert made.redo(taken_back, order) is None and Planning().redo(LENDING, order) is None
+
+
+def test_the_rest_of_an_iteration_of_another_batch_size_is_planned_for_that() -> None:
+    made = Planning()
+    whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
+    first = next(action for action in whole.workers["0:0"] if action != "S")
+    rest = made.redo(DESCRIPTION, MakeRedo(2, whole, {"0:0": [first]}, (7, 2)))
+    assert rest is not None and rest.done == {"0:0": 1} and Plan.from_file(rest).problem.grid.microbatches == (7, 7, 7)
+
+
+def _size(plan: PlanFile) -> tuple[int, int]:
+    """Of its iterations."""
+    problem = Plan.from_file(plan).problem
+    return max(problem.grid.microbatches), problem.block
