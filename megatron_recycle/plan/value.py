@@ -14,7 +14,7 @@ class Value(msgspec.Struct, frozen=True):
 
     def to_json(self) -> dict[str, Any]:
         """The value as plain JSON values."""
-        found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
+        found: dict[str, Any] = msgspec.to_builtins(self, str_keys=True, enc_hook=_plain)
         return found
 
     @classmethod
@@ -22,3 +22,11 @@ class Value(msgspec.Struct, frozen=True):
         """Read what `to_json` has written, this version or an earlier one. Raises ValueError, which names the field
         that is wrong; what is not declared is left out, unless the type forbids it."""
         return msgspec.convert(data, cls, str_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    """A text or number of a class derived from these, such as torch's version, as `json` writes it."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{value!r:.60} is no value of JSON")

@@ -18,9 +18,11 @@ from hypothesis import strategies as some
 from megatron_recycle.control import wire
 from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, MAX_PAYLOAD, Session, WireError, seal
 from megatron_recycle.membership import inputs, protocol
+from megatron_recycle.membership.description import Description
 from megatron_recycle.membership.inputs import FROM_LAUNCHER, FROM_WORKER
 from megatron_recycle.membership.protocol import TO_WORKER
 from megatron_recycle.membership.state import Member
+from megatron_recycle.plan import Grid
 from tests.membership.cluster import report, verdict
 
 TOKEN = "a token of the job"
@@ -40,6 +42,20 @@ def test_messages_pass_in_both_directions_and_in_any_pieces() -> None:
     received = [message for byte in data for message in server.feed(bytes([byte]))]
     assert [message["progress"]["iteration"] for message in received] == [0, 1, 2]
     assert client.feed(server.seal({"type": "stop", "generation": 2}))[0]["generation"] == 2
+
+
+def test_texts_and_numbers_of_derived_classes_are_written_as_plain_ones() -> None:
+    class Text(str):
+        """As the version of torch, which a description has."""
+
+    class Number(float):
+        """As a scalar of numpy."""
+
+    description = Description(grid=Grid(1, (1,)), settings={"torch": Text("2"), "rate": Number(0.5)})
+    told = json.loads(wire.encode(inputs.Ready("0:0/0", description, report())))
+    assert told["description"]["settings"] == {"torch": "2", "rate": 0.5}
+    with pytest.raises(TypeError, match="no value of JSON"):
+        msgspec.structs.replace(description, settings={"strange": object()}).to_json()
 
 
 def test_a_wrong_token_is_refused_by_either_side() -> None:
