@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 PolicyName = Literal["reroute", "drop", "rollback", "lossy_forward", "restart"]
 InFlight = Literal["planned", "whole", "again"]
@@ -79,8 +79,3 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({each.name: each for each in (
 """By name."""
 
 DEFAULT = POLICIES["reroute"]
-
-
-def policy_of(description: Mapping[str, Any] | None) -> Policy:
-    """The policy of the job that this describes."""
-    return POLICIES[(description or {}).get("policy", DEFAULT.name)]

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_recycle.control import Coordinator, Journal, Timeouts
+from megatron_recycle.membership.inputs import WorkerHello
+from megatron_recycle.plan.plan_file import PlanFile
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,7 +50,7 @@ def test_simulated_workers_come_again_as_real_ones_do(tmp_path: Path, monkeypatc
     async def led() -> Any:
         grid = {"stages": 2, "microbatches": [2] * 8}
         coordinator = Coordinator(size=16, token=light.TOKEN, journal=Journal.create(tmp_path / "journal.jsonl"),
-                                  plan=lambda description, failed: {"digest": str(len(failed))},
+                                  plan=lambda job, failed: PlanFile(digest=str(len(failed))),
                                   emit=lambda event: None, timeouts=Timeouts(1000.0, 1000.0, 1000.0))
         job = light.Clients(await coordinator.start(), grid)
         server = coordinator.server
@@ -56,8 +58,8 @@ def test_simulated_workers_come_again_as_real_ones_do(tmp_path: Path, monkeypatc
 
         def turn_away(connection: Any, message: Any) -> None:
             """Each one, the first time that it comes."""
-            if message.get("role") == "worker" and message["rank"] not in turned:
-                turned.append(message["rank"])
+            if isinstance(message, WorkerHello) and message.rank not in turned:
+                turned.append(message.rank)
                 connection._transport.abort()
             else:
                 received(connection, message)

@@ -76,10 +76,12 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 
 PURE = frozenset({
     "__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib", "heapq",
-    "itertools", "json", "math", "operator", "re", "signal", "statistics", "string", "types", "typing", "zlib",
+    "itertools", "json", "math", "msgspec", "operator", "re", "signal", "statistics", "string", "types", "typing",
+    "zlib",
 })
-"""All of the standard library that `membership` may import: no clock, socket, file, thread, process or chance (of
-`signal` it takes the names). Its functions give the same answer to the same question, in a simulator as in a job."""
+"""All that `membership` may import of the standard library, and of others: no clock, socket, file, thread, process or
+chance (of `signal` it takes the names). Its functions give the same answer to the same question, in a simulator as in a
+job."""
 
 PURE_LEAVES = frozenset({"policy", "errors", "observe.text"})
 """The leaves that `membership` may import: the others read variables and files."""
@@ -156,8 +158,8 @@ def fault(found: Import) -> str | None:
     if found.checking:
         return None
     if first != PACKAGE:
-        if home == "plan" and first not in sys.stdlib_module_names and first != "__future__":
-            return f"{found}: plan imports the standard library only"
+        if home == "plan" and first not in (*sys.stdlib_module_names, "__future__", "msgspec"):
+            return f"{found}: plan imports the standard library and msgspec only"
         if first in THIRD_PARTY and not covers(THIRD_PARTY[first], found.importer):
             return f"{found}: only {', '.join(sorted(THIRD_PARTY[first]))} may"
         return None

@@ -14,22 +14,48 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from megatron_recycle.control.host_memory import HostMemory
 from megatron_recycle.control.link import AnyLink, Link
 from megatron_recycle.control.parcels import Arrivals
-from megatron_recycle.control.wire import Message, WireError
 from megatron_recycle.errors import JobEnded
-from megatron_recycle.membership.announcements import Ended, Go, Stop
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.description import Description
 from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.messages import TO_WORKER, Role, check_report
-from megatron_recycle.membership.promises import Offer
+from megatron_recycle.membership.messages import Role
+from megatron_recycle.membership.protocol import (
+    TO_WORKER,
+    Answer,
+    AskedForStacks,
+    AskedToLeave,
+    End,
+    Go,
+    Heartbeat,
+    Lags,
+    Measured,
+    Message,
+    Noted,
+    Offer,
+    Parcel,
+    Part,
+    Profiled,
+    Said,
+    SpeaksNow,
+    Stacks,
+    Stop,
+    There,
+    ToWorker,
+    WireError,
+)
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.resume import RESTART
+from megatron_recycle.membership.worker_events import WorkerEvent
 from megatron_recycle.observe.stacks import stacks
 
-_EXPENDABLE = ("event", "heartbeat", "measured", "speaks", "stacks")
+_EXPENDABLE = (Said, Heartbeat, Measured, SpeaksNow, Stacks)
 """Messages that the job can do without."""
-_LONGEST_ERROR = 500
 _GLANCE = 0.5
 """Seconds between looks at the connection while the training thread waits."""
 
@@ -45,7 +71,7 @@ class Agent:
         incarnation: random text, different for every process that ever stands at this position.
         heartbeat_interval: seconds between signs of life.
         on_stop: called with a `Stop` in the agent's thread at once; it must return soon.
-        on_end: called with an `Ended` in the agent's thread at once.
+        on_end: called with an `End` in the agent's thread at once.
         patience: seconds that a waiting training thread bears a coordinator that cannot be reached, be it for the
             coordinator or for other workers that it waits.
         joining: the job runs already, and this process waits to be taken in.
@@ -63,7 +89,7 @@ class Agent:
         incarnation: str,
         heartbeat_interval: float = 0.5,
         on_stop: Callable[[Stop], None] | None = None,
-        on_end: Callable[[Ended], None] | None = None,
+        on_end: Callable[[End], None] | None = None,
         patience: float = 60.0,
         pid: int | None = None,
         host: str | None = None,
@@ -82,7 +108,7 @@ class Agent:
         """Says what the training thread is in and for how long (`detectors.Doing`); asked in the agent's thread."""
         self.handles_sigterm: Callable[[], bool] = lambda: False
         """Whether the script has a SIGTERM handler of its own; told with every sign of life."""
-        self.ended: Ended | None = None
+        self.ended: End | None = None
         """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
         self.offer: Offer | None = None
         """The latest better plan for the current generation."""
@@ -94,21 +120,21 @@ class Agent:
         self._heard = self._errors = self._answered = 0
         self._noted: tuple[int, str] | None = None
         self._leave_asked = self._leave_told = False
-        self._identity = {
-            "type": "hello",
-            "role": "worker",
-            "worker": worker,
-            "rank": rank,
-            "incarnation": incarnation,
-            "pid": os.getpid() if pid is None else pid,
-            "host": socket.gethostname() if host is None else host,
-        }
+        self._identity = inputs.WorkerHello(
+            worker,
+            rank,
+            incarnation,
+            os.getpid() if pid is None else pid,
+            socket.gethostname() if host is None else host,
+            generation=0,
+            role="worker",
+        )
         self._on_stop = on_stop
         self._on_end = on_end
         self._on_connect = on_connect
         self._patience = patience
         self._changed = threading.Condition()
-        self._ready: Message | None = None
+        self._ready: inputs.Ready | None = None
         self._latest: dict[str, Message] = {}
         self._go: Go | None = None
         self._link = link(
@@ -150,14 +176,12 @@ class Agent:
         """Connect, in the background, and give signs of life from now on."""
         self._link.start()
 
-    def ready(self, description: Mapping[str, Any], report: Mapping[str, Any],
+    def ready(self, description: Description, report: Report,
               learnt: Sequence[Mapping[str, Any]] = ()) -> None:
         """The engine is built. `description` must be equal on all workers; then `wait_go(1)`. `learnt` is what this
         process was told by others until now, for one that joins later."""
-        check_report(report)
         self._heard = self.stop_generation
-        self._ready = {"type": "ready", "description": dict(description), "report": dict(report),
-                       "learnt": list(learnt)}
+        self._ready = inputs.Ready(self.incarnation, description, report, tuple(map(dict, learnt)))
         self._link.send(self._ready)
 
     def wait_taken_in(self) -> Go | None:
@@ -182,7 +206,7 @@ class Agent:
 
     def boundary(self, generation: int, iteration: int) -> None:
         """All before `iteration` is committed here, and this worker waits before it, as agreed: see `wait_stop`."""
-        self._send_kept({"type": "boundary", "generation": generation, "iteration": iteration, "t": time.time()})
+        self._send_kept(inputs.Boundary(self.incarnation, generation, iteration, time.time()))
 
     def leave(self) -> None:
         """Ask to leave at the next boundary; until then go on. Safe in a signal handler: told with the next sign of
@@ -194,10 +218,9 @@ class Agent:
         """Whether `leave` was called."""
         return self._leave_asked
 
-    def report(self, generation: int, report: Mapping[str, Any]) -> None:
-        """The training thread stands still for `generation`; see `resume.decide` for the report's fields."""
-        check_report(report)
-        self._send_kept({"type": "report", "generation": generation, "report": dict(report)})
+    def report(self, generation: int, report: Report) -> None:
+        """The training thread stands still for `generation`; see `Report`."""
+        self._send_kept(inputs.Reported(self.incarnation, generation, report))
 
     def wait_go(self, generation: int, timeout: float | None = None) -> Go | None:
         """Block until `generation` may go on.
@@ -215,45 +238,44 @@ class Agent:
         self._wait(lambda: arrived() or self.stop_generation > generation, timeout, f"the go of {generation}")
         return self._go if self.stop_generation <= generation else None
 
-    def holds(self, generation: int, received: Mapping[str, Any]) -> None:
+    def holds(self, generation: int, received: inputs.Received) -> None:
         """This process, which came in with `generation`, has all of its stage's state, checked; `received` says what
         it took (bytes, ms)."""
-        self._send_kept({"type": "holds", "generation": generation, "received": dict(received)})
+        self._send_kept(inputs.Holds(self.incarnation, generation, received))
 
     def resumed(self, generation: int, t: float | None = None) -> None:
         """The first action of `generation` begins (at `t`, default now)."""
         moment = time.time() if t is None else t
-        self._send_kept({"type": "resumed", "generation": generation, "t": moment})
+        self._send_kept(inputs.Resumed(self.incarnation, generation, moment))
 
     def committed(self, iteration: int, loss: float | None = None) -> None:
         """`iteration` is validated and stepped here."""
-        self._send_kept({"type": "committed", "iteration": iteration, "generation": self.generation, "loss": loss})
+        self._send_kept(inputs.Committed(self.incarnation, iteration, loss))
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, event: WorkerEvent) -> None:
         """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""
-        self._link.send({"type": "event", "event": name, "fields": fields})
+        self._link.send(Said(event))
 
     def speaks(self, offset: int) -> None:
         """This process writes the job's log from now on; `offset`: bytes that its own log has already."""
-        self._link.send({"type": "speaks", "offset": offset})
+        self._link.send(SpeaksNow(offset))
 
-    def measured(self, iterations: Sequence[Mapping[str, float]], lags: Sequence[Mapping[str, Any]],
-                 memory: Mapping[str, Any] | None) -> None:
+    def measured(self, iterations: Sequence[Mapping[str, float]], lags: Sequence[Lags],
+                 memory: Profiled | None) -> None:
         """Tell the planner what was measured here since the last time: seconds by kind of work of each of
         `iterations`; when messages left and came (`lags`); bytes (``memory``), if they were measured anew."""
-        self._link.send({"type": "measured", "iterations": list(iterations), "lags": list(lags),
-                         "memory": None if memory is None else dict(memory)})
+        self._link.send(Measured(tuple(iterations), tuple(lags), memory))
 
     def hint(self, generation: int, error: str) -> None:
         """A communication error: never a verdict, since errors cascade. If nobody turns out to have failed, a new
         generation with the same members follows."""
-        self._send_kept({"type": "hint", "generation": generation, "error": error[:_LONGEST_ERROR]})
+        self._send_kept(inputs.Hinted(self.incarnation, generation, error))
 
     def raised(self, fault: Fault) -> bool:
         """The training thread has met this error. Returns when the coordinator has decided what follows, or cannot be
         reached for `patience` seconds; whether this worker is to go on without what it did, in the next generation."""
         number = self._errors = self._errors + 1
-        self._send_kept({"type": "raised", "number": number, "fault": fault.to_json(), "t": time.time()})
+        self._send_kept(inputs.Raised(self.incarnation, fault, time.time(), number))
         try:
             self._wait(lambda: self._answered == number, None, "a decision")
         except JobEnded:
@@ -263,7 +285,7 @@ class Agent:
     def saved(self, generation: int, place: str, error: str) -> None:
         """This worker's part of a last checkpoint is at ``place``, or, with an ``error``, nowhere; wait for the end of
         the job. Returns if another generation comes instead. Raises JobEnded."""
-        self._send_kept({"type": "saved", "generation": generation, "place": place, "error": error})
+        self._send_kept(inputs.Saved(self.incarnation, generation, place, error))
         self._wait(lambda: self.stop_generation > generation, None, "the end of the job")
 
     def written(self, generation: int, iteration: int, place: str, facts: Mapping[str, Any] | None = None) -> bool:
@@ -271,28 +293,26 @@ class Agent:
         has to know beside to go back to it, None if nobody can. Returns whether the coordinator has noted that, as soon
         as it has; not if another generation comes instead. Raises JobEnded."""
         self._noted = None
-        self._send_kept({"type": "written", "generation": generation, "iteration": iteration, "place": place,
-                         "facts": None if facts is None else dict(facts)})
+        self._send_kept(inputs.Written(self.incarnation, generation, iteration, place, facts))
         noted = generation, place
         self._wait(lambda: self._noted == noted or self.stop_generation > generation, None, "the manifest")
         return self._noted == noted
 
     def unreadable(self, generation: int, place: str, why: str) -> None:
         """This worker cannot load its part of the checkpoint at ``place``: the coordinator decides what follows."""
-        self._send_kept({"type": "unreadable", "generation": generation, "place": place, "why": why})
+        self._send_kept(inputs.Unreadable(self.incarnation, generation, place, why))
 
     def unwritten(self, generation: int, why: str) -> None:
         """This worker cannot write its part of a checkpoint, and others wait for it: a new generation frees them."""
-        self._send_kept({"type": "unwritten", "generation": generation, "why": why})
+        self._send_kept(inputs.Unwritten(self.incarnation, generation, why))
 
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
-        message = {"type": "adopted", "generation": generation, "iteration": iteration, "digest": digest}
-        self._send_kept(message)
+        self._send_kept(inputs.Adopted(self.incarnation, generation, iteration, digest))
 
     def unlent(self, generation: int, stage: int, why: str) -> None:
         """The plan on offer is not taken here: it lends layers of ``stage`` that cannot be lent."""
-        self._send_kept({"type": "unlent", "generation": generation, "stage": stage, "why": why})
+        self._send_kept(inputs.Unlent(self.incarnation, generation, stage, why))
 
     def finished(self, timeout: float | None = None) -> bool:
         """The script has nothing more to do; stand by until that is so everywhere.
@@ -305,7 +325,7 @@ class Agent:
             TimeoutError: as for `wait_go`.
         """
         generation = self.generation
-        self._send_kept({"type": "finished", "generation": generation})
+        self._send_kept(inputs.Finished(self.incarnation, generation))
         try:
             self._wait(lambda: self.stop_generation > generation, timeout, "the end of the job")
         except JobEnded as ended:
@@ -317,7 +337,7 @@ class Agent:
     def ending(self, fault: Fault | None = None) -> None:
         """The script has failed, with this error if one is known, and this process ends: others need not wait until the
         interpreter is torn down, which takes seconds on a busy machine."""
-        self._link.send({"type": "ending", "fault": None if fault is None else fault.to_json(), "t": time.time()})
+        self._link.send(inputs.Ending(self.incarnation, fault, time.time()))
 
     def close(self) -> None:
         """Send what is queued and end the thread. The coordinator is not told: see `finished` and `ending`."""
@@ -325,14 +345,14 @@ class Agent:
 
     def _send_kept(self, message: Message) -> None:
         """Send, and send again after a reconnect; only the latest of each type matters."""
-        self._latest[message["type"]] = message
+        self._latest[message.type] = message
         self._link.send(message)
 
     def _hello(self) -> list[Message]:
         if self._on_connect is not None:
             self._on_connect()
         self._arrivals.forget()
-        first: list[Message] = [{**self._identity, "generation": self.generation}]
+        first: list[Message] = [replace(self._identity, generation=self.generation)]
         if self._ready is not None and (self._go is None or self.outside):
             first.append(self._ready)
         return first + [self._latest[key] for key in tuple(self._latest)]
@@ -340,11 +360,11 @@ class Agent:
     def _beat(self) -> Message:
         if self._leave_asked and not self._leave_told:
             self._leave_told = True
-            self._send_kept({"type": "leave"})
+            self._send_kept(inputs.Leave(self.incarnation))
         where = {} if self.progress is None else self.progress()
         doing = {} if self.doing is None else {"doing": self.doing()}
         handles = {"sigterm": True} if self.handles_sigterm() else {}
-        return {"type": "heartbeat", "progress": {**where, **doing, **handles} or None}
+        return Heartbeat({**where, **doing, **handles} or None)
 
     def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
         limit = None if timeout is None else time.monotonic() + timeout
@@ -361,45 +381,48 @@ class Agent:
             if self.ended is not None:
                 raise JobEnded(self.ended.message, self.ended.status)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: ToWorker) -> None:
         """In the agent's thread: one message of the coordinator."""
-        kind = message["type"]
-        if kind == "stop":
-            self._stopped(Stop.read(message))
-        elif kind in ("parcel", "part", "there"):
-            self._unpack(kind, message)
-        elif kind == "go":
+        if isinstance(message, Stop):
+            self._stopped(message)
+        elif isinstance(message, (Parcel, Part, There)):
+            self._unpack(message)
+        elif isinstance(message, Go):
             self._goes(message)
-        elif kind == "offer" and message["generation"] == self.generation:
-            self.offer = Offer(message["generation"], message["number"], message["plan"])
-        elif kind == "answer":
+        elif isinstance(message, Offer) and message.generation == self.generation:
+            self.offer = message
+        elif isinstance(message, Answer):
             with self._changed:
-                self._answered = message["number"]
+                self._answered = message.number
                 self._changed.notify_all()
-        elif kind == "noted":
+        elif isinstance(message, Noted):
             with self._changed:
-                self._noted = message["generation"], message["place"]
+                self._noted = message.generation, message.place
                 self._changed.notify_all()
-        elif kind == "end":
-            self._end(Ended(message["status"], message["message"]))
-        elif kind == "leave":
+        elif isinstance(message, End):
+            self._end(message)
+        elif isinstance(message, AskedToLeave):
             self.leave()
-        elif kind == "stacks":
-            self._link.send({"type": "stacks", "number": message["number"], "text": stacks()})
+        elif isinstance(message, AskedForStacks):
+            self._link.send(Stacks(message.number, stacks()))
 
     def _untold(self, message: Message, why: str) -> None:
         """In the agent's thread: a message is too large. Others would wait for ever for what they have to know."""
-        if message["type"] not in _EXPENDABLE:
-            self._end(Ended(1, f"worker {self.worker} cannot tell what it has to: {why}"))
+        if not isinstance(message, _EXPENDABLE):
+            self._end(End(1, f"worker {self.worker} cannot tell what it has to: {why}"))
 
-    def _unpack(self, kind: str, message: Message) -> None:
-        arrivals = self._arrivals
+    def _unpack(self, message: Parcel | Part | There) -> None:
         try:
-            {"parcel": arrivals.told, "part": arrivals.came, "there": arrivals.there}[kind](message)
+            if isinstance(message, Parcel):
+                self._arrivals.told(message)
+            elif isinstance(message, Part):
+                self._arrivals.came(message)
+            else:
+                self._arrivals.there(message)
         except WireError as error:  # nobody would notice that this process waits
-            self._end(Ended(1, f"worker {self.worker} cannot read what the coordinator has told: {error}"))
+            self._end(End(1, f"worker {self.worker} cannot read what the coordinator has told: {error}"))
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: End) -> None:
         if self.ended is not None:
             return
         self.ended = ended
@@ -415,7 +438,7 @@ class Agent:
         if lost is None or doing is None or not doing.waits or time.monotonic() - lost <= self._patience:
             return
         if doing.for_s > max(self._patience, doing.limit_s or 0.0):
-            self._end(Ended(1, self._out_of_reach()))
+            self._end(End(1, self._out_of_reach()))
 
     def _out_of_reach(self) -> str:
         return (f"the coordinator at {self._link.address} cannot be reached for {self._patience:.0f} s "
@@ -434,10 +457,9 @@ class Agent:
         if self._on_stop is not None:
             self._on_stop(stop)
 
-    def _goes(self, message: Message) -> None:
-        if message["generation"] <= self.generation or message["generation"] < self.stop_generation:
+    def _goes(self, go: Go) -> None:
+        if go.generation <= self.generation or go.generation < self.stop_generation:
             return
-        go = Go.read(message)
         with self._changed:
             self.outside = False
             self._go = go

@@ -9,10 +9,10 @@ from megatron_recycle.control.memory import Memory
 from megatron_recycle.control.searches import Searches
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.telling import Telling
-from megatron_recycle.control.wire import Message
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import EndLate, NoLoss, PlaceLate, ReportsLate, SavedLate
 from megatron_recycle.membership.next_life import NextLife, Shape, node_of, plan_life
+from megatron_recycle.membership.protocol import End
 from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import failed_too_often, plain
 
@@ -31,7 +31,7 @@ class AsyncioExecutor:
         self._memory = memory
         self._state = state
         self._restarts = restarts
-        self.last_word: Message = {}
+        self.last_word: End | None = None
 
     @property
     def ended(self) -> asyncio.Future[do.End]:
@@ -56,7 +56,7 @@ class AsyncioExecutor:
         self._server.tell(decision)
 
     def command(self, decision: do.Command) -> None:
-        self._server.tell_launchers(dict(decision.message))
+        self._server.tell_launchers(decision.message)
 
     def emit(self, decision: do.Emit) -> None:
         self._telling.event(decision.event, self._state)
@@ -93,16 +93,16 @@ class AsyncioExecutor:
         """Where the script is to be started again, nobody finds this coordinator in place of the next one."""
         self._searches.cancel()
         members, finished = self._state.members.keys(), self._state.finished
-        self.last_word = {"type": "end", "status": decision.status, "message": decision.message}
-        if decision.status and members and members <= finished:
-            self.last_word["finished"] = True
+        message, life = decision.message, None
         if decision.again and self._restarts:
             following = self._next_life()
             if isinstance(following, str):
-                self.last_word["message"] += f" It cannot be started again: {following}."
+                message += f" It cannot be started again: {following}."
             else:
                 self._server.stop_listening()
-                self.last_word["next_life"] = following.to_json()
+                life = following
+        well = bool(decision.status and members and members <= finished)
+        self.last_word = End(decision.status, message, well, life)
         self._server.tell_launchers(self.last_word)
         if not self.ended.done():
             self.ended.set_result(decision)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_recycle.control.elected import LEASE_S
 from megatron_recycle.control.sockets import FOUND_S
 from megatron_recycle.control.watch import Watch
+from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.inputs import Input, Interrupted, Loss, Lost, Stuck
 from megatron_recycle.membership.state import Phase, State
 
@@ -31,10 +31,10 @@ class Timeouts:
         """Within this any failure of a process or host is found."""
         return self.heartbeat_timeout + 3 * self.heartbeat_interval
 
-    def overridden(self, description: Mapping[str, Any]) -> Timeouts:
-        """These, with what the job's ``description`` says of them."""
+    def overridden(self, job: Job) -> Timeouts:
+        """These, with what the ``job`` says of them."""
         names = ("heartbeat_interval", "heartbeat_timeout", "report_timeout")
-        return Timeouts(**{**vars(self), **{n: float(description[n]) for n in names if description.get(n)}})
+        return Timeouts(**{**vars(self), **{n: wanted for n in names if (wanted := getattr(job, n))}})
 
 
 class Clocks:

@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from megatron_recycle.control.sockets import watch_peer
-from megatron_recycle.control.wire import GUEST, Message, Session, WireError, encode
-from megatron_recycle.membership.messages import (
-    FROM_LAUNCHER,
+from megatron_recycle.control.wire import GUEST, Session, encode
+from megatron_recycle.membership.inputs import FROM_LAUNCHER, FROM_WORKER, Heard, WorkerHello
+from megatron_recycle.membership.protocol import (
     FROM_NEWCOMER,
     FROM_OPERATOR,
     FROM_STORE,
-    FROM_WORKER,
-    check,
+    FirstHello,
+    Interrupt,
+    Kinds,
+    Message,
+    WireError,
 )
 
-_ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER, "store": FROM_STORE,
-          "operator": FROM_OPERATOR}
-_NOT_FOR_GUESTS = ("interrupt",)
+_ROLES: Mapping[str, Kinds[Any]] = {
+    "worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER, "store": FROM_STORE,
+    "operator": FROM_OPERATOR}
+_HELLO: Kinds[FirstHello] = Kinds(FirstHello)
 _UNREAD_LIMIT = 32 * 1024 * 1024
 """Bytes that may wait for a peer before it is cut off."""
 
@@ -110,30 +115,41 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _accept(self, message: Message) -> None:
+    def _accept(self, data: dict[str, Any]) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        if self.role is None:
-            role = message.get("role")
-            if message["type"] != "hello" or not isinstance(role, str) or role not in _ROLES:
-                raise WireError("the first message is no hello of any role")
-            check(message, _ROLES[role])
-            if self.guest and role == "worker" and not message["incarnation"].startswith(GUEST):
-                raise WireError("the secret of hosts that join is no worker's that the job began with")
-            if self.guest and role == "operator":
-                raise WireError("a job is asked and commanded with its token, not with the secret of hosts that join")
-            self.role = role
-            if self._deadline is not None:
-                self._deadline.cancel()
-        elif message["type"] == "hello":
+        role = self.role or _role(data)
+        message: Message = _ROLES[role].read(data)
+        if self.role is not None and message.type == "hello":
             raise WireError("a second hello on one connection")
-        else:
-            check(message, _ROLES[self.role])
-            if self.guest and message["type"] in _NOT_FOR_GUESTS:
-                raise WireError(f"{message['type']} needs the job's token, not the secret of hosts that join")
+        if self.guest:
+            self._check_guest(role, message)
+        if isinstance(message, Heard) and message.incarnation != self.incarnation:
+            raise WireError(f"{message.type}: it speaks for another one, {message.incarnation!r:.60}")
+        self.role = role
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._owner.received(self, message)
+
+    def _check_guest(self, role: str, message: Message) -> None:
+        if isinstance(message, WorkerHello) and not message.incarnation.startswith(GUEST):
+            raise WireError("the secret of hosts that join is no worker's that the job began with")
+        if role == "operator":
+            raise WireError("a job is asked and commanded with its token, not with the secret of hosts that join")
+        if isinstance(message, Interrupt):
+            raise WireError(f"{message.type} needs the job's token, not the secret of hosts that join")
 
     def _refuse(self, reason: str) -> None:
         self._owner.refused(self.source, reason)
         if self._transport is not None:
             self._transport.abort()
+
+
+def _role(hello: dict[str, Any]) -> str:
+    """The role of one that says hello. Raises WireError."""
+    try:
+        if (role := _HELLO.read(hello).role) in _ROLES:
+            return role
+    except WireError:
+        pass
+    raise WireError("the first message is no hello of any role")

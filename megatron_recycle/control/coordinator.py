@@ -31,16 +31,43 @@ from megatron_recycle.control.server import Server
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import FOUND_S
 from megatron_recycle.control.telling import Telling
-from megatron_recycle.control.wire import GUEST, Message
+from megatron_recycle.control.wire import GUEST
 from megatron_recycle.membership import commands, messages, moving
 from megatron_recycle.membership.decisions import End, Improve
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.inputs import Exited, Input, Interrupted, Loss, Lost, Restarted, StaysOut
+from megatron_recycle.membership.inputs import (
+    Ending,
+    Exited,
+    FromLauncher,
+    FromWorker,
+    Hello,
+    Hinted,
+    Input,
+    Interrupted,
+    Loss,
+    Lost,
+    Restarted,
+    StaysOut,
+    WorkerHello,
+)
 from megatron_recycle.membership.next_life import Shape
+from megatron_recycle.membership.protocol import (
+    EventTold,
+    Explains,
+    Heartbeat,
+    Interrupt,
+    Join,
+    Measured,
+    Order,
+    Said,
+    Speaks,
+    SpeaksNow,
+    Stacks,
+)
 from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.vacancies import Offered, Reservations, free_places, promised_before
 
-Measure = Callable[[State, Member, Mapping[str, Any]], "Conclusions | None"]
+Measure = Callable[[State, Member, Measured], "Conclusions | None"]
 """(state, member, measured message) -> what follows from it; called in the event loop."""
 
 _GLANCE = 0.1
@@ -214,55 +241,49 @@ class Coordinator:
         """Look for a better plan for the membership in force: the planner's measurements have changed."""
         state = self.state
         if state.phase is Phase.TRAINING and state.plan is not None:
-            plan = state.plan if state.offered is None else state.offered["plan"]
-            self._executor.improve(Improve(state.generation, state.failed, plan))
+            self._executor.improve(Improve(state.generation, state.failed, state.latest or state.plan))
             for search in moving.seek(state):
                 self._executor.find_moves(search)
 
     # What comes in (called by the server)
 
-    def worker_came(self, message: Message) -> None:
-        who, now = message["incarnation"], time.monotonic()
+    def worker_came(self, message: WorkerHello) -> None:
+        who, now = message.incarnation, time.monotonic()
         if who.startswith(GUEST) and self.state.phase is Phase.FORMING:
             text = "with the secret of hosts that join nobody begins a job: give the job's token"
             self.server.tell(messages.end((who,), 1, text))
             return
         if self._places is not None:
-            self._places.taken(message["worker"])
+            self._places.taken(message.worker)
         self._clocks.watch.came(who)
         self._clocks.watch.beat(who, now)
-        self._hear(who, message)
+        self.feed(Hello(message.member, message.generation))
 
     def worker_gone(self, incarnation: str) -> None:
         self._clocks.watch.hung_up(incarnation, time.monotonic())
         if not self._launched:
             self._vanished(incarnation, time.time())
 
-    def from_worker(self, incarnation: str, message: Message) -> None:
-        kind, now = message["type"], time.monotonic()
+    def from_worker(self, incarnation: str, message: FromWorker) -> None:
+        now = time.monotonic()
         self._clocks.watch.beat(incarnation, now)
-        if kind == "heartbeat":
-            self._telling.progress[incarnation] = message["progress"]
-            self._clocks.watch.told(incarnation, message["progress"], now)
-        elif kind == "event":
-            self._telling.passed_on(incarnation, message["event"], message["fields"], self.state)
-        elif kind == "stacks":
+        if isinstance(message, Heartbeat):
+            self._telling.progress[incarnation] = message.progress
+            self._clocks.watch.told(incarnation, message.progress, now)
+        elif isinstance(message, Said):
+            self._telling.passed_on(incarnation, message.said.to_json(), self.state)
+        elif isinstance(message, Stacks):
             if (member := self.state.known.get(incarnation)) is not None:
                 self._operators.stacks(member, message)
-        elif kind == "speaks":
-            self._speaks(incarnation, message["offset"])
-        elif kind == "measured":
+        elif isinstance(message, SpeaksNow):
+            self._speaks(incarnation, message.offset)
+        elif isinstance(message, Measured):
             self._measured(incarnation, message)
-        elif kind == "ending" and message["fault"] is None:
-            self._vanished(incarnation, message["t"])
-        else:
-            self._hear(incarnation, message)
-
-    def _hear(self, incarnation: str, message: Message) -> None:
-        if message["type"] == "hint":
-            fields = {"generation": message["generation"], "error": message["error"][:500]}
-            self._telling.hint(incarnation, fields, self.state)
-        if (happened := input_of(incarnation, message)) is not None:
+        elif isinstance(message, Ending) and message.fault is None:
+            self._vanished(incarnation, message.since)
+        elif (happened := input_of(message)) is not None:
+            if isinstance(happened, Hinted):
+                self._telling.hint(happened, self.state)
             self.feed(happened)
 
     def launcher_came(self, connection: Connection, host: str, joins: Sequence[int]) -> None:
@@ -270,42 +291,41 @@ class Coordinator:
         if self._places is not None:
             promised_before(self.state, self._places, joins, time.monotonic())
         for event in self._telling.again():
-            connection.send({"type": "event", "event": event})
+            connection.send(EventTold(event))
         for command in commands.in_force(self.state, host):
-            connection.send(dict(command.message))
-        if self._executor.ended.done():
+            connection.send(command.message)
+        if self._executor.last_word is not None:
             connection.send(self._executor.last_word)
         self._clocks.watch.launcher_beat(host, time.monotonic())
 
     def launcher_gone(self, host: str) -> None:
         self._clocks.watch.launcher_hung_up(host, time.monotonic())
 
-    def from_launcher(self, connection: Connection, host: str, message: Message) -> None:
-        kind = message["type"]
-        if kind in ("exit", "stays_out", "explains") and connection.guest and not self._of_guests(message):
-            log.warning("recycle: %r, which has joined, speaks of rank %d, which is not its own", host, message["rank"])
-        elif kind == "exit":
-            names = ("rank", "pid", "status", "log", "move", "said")
-            self.feed(Exited(since=message["t"], **{name: message[name] for name in names}))
-        elif kind == "stays_out":
-            self.feed(StaysOut(message["rank"]))
-        elif kind == "explains":
-            self._telling.explained(message, self.state)
-        elif kind == "join":
-            connection.send(free_places(self.state, self._places, message["count"], time.monotonic(), host,
+    def from_launcher(self, connection: Connection, host: str, message: FromLauncher) -> None:
+        if isinstance(message, (Exited, StaysOut, Explains)):
+            pid = None if isinstance(message, StaysOut) else message.pid
+            if connection.guest and not self._of_guests(message.rank, pid):
+                log.warning("recycle: %r, which has joined, speaks of rank %d, which is not its own", host,
+                            message.rank)
+            elif isinstance(message, Explains):
+                self._telling.explained(message, self.state)
+            else:
+                self.feed(message)
+        elif isinstance(message, Join):
+            connection.send(free_places(self.state, self._places, message.count, time.monotonic(), host,
                                         self._telling.failures))
-        elif kind == "interrupt":
-            handled = message.get("handled") is True or self._telling.handled(self.state)
-            self.feed(Interrupted(message["status"], message["message"], handled=handled))
+        elif isinstance(message, Interrupt):
+            handled = message.handled or self._telling.handled(self.state)
+            self.feed(Interrupted(message.status, message.message, handled=handled))
         self._clocks.watch.launcher_beat(host, time.monotonic())
 
-    def _of_guests(self, message: Message) -> bool:
+    def _of_guests(self, rank: int, pid: int | None = None) -> bool:
         """Whether a host that has joined may speak of this rank: its process is one that has joined, or is unknown."""
-        pid, processes = message.get("pid"), self.state.members if "pid" not in message else self.state.known
+        processes = self.state.members if pid is None else self.state.known
         return all(one.incarnation.startswith(GUEST) or pid not in (None, one.pid)
-                   for one in processes.values() if one.rank == message["rank"])
+                   for one in processes.values() if one.rank == rank)
 
-    def from_operator(self, connection: Connection, message: Message) -> None:
+    def from_operator(self, connection: Connection, message: Order) -> None:
         self._operators.asked(connection, message, self.state)
 
     def operator_gone(self, connection: Connection) -> None:
@@ -315,7 +335,7 @@ class Coordinator:
         connection.send(messages.learnt(self.state, rank))
 
     def is_guests(self, rank: int) -> bool:
-        return self._of_guests({"rank": rank})
+        return self._of_guests(rank)
 
     def part_of_guests(self) -> str:
         return guests.part(self.state)
@@ -333,9 +353,9 @@ class Coordinator:
     def _speaks(self, incarnation: str, offset: int) -> None:
         """From here on this process writes the job's log."""
         if (member := self.state.known.get(incarnation)) is not None:
-            self.server.tell_launchers({"type": "speaks", "rank": member.rank, "pid": member.pid, "offset": offset})
+            self.server.tell_launchers(Speaks(member.rank, member.pid, offset))
 
-    def _measured(self, incarnation: str, message: Message) -> None:
+    def _measured(self, incarnation: str, message: Measured) -> None:
         """Costs for the planner; the slow are reported, or declared out where the user asks for it."""
         member = self.state.member(incarnation)
         if self._measure is None or member is None:

@@ -25,6 +25,7 @@ from megatron_recycle.control.etcd import Entry, StoreUnreachable
 from megatron_recycle.control.journal import JournalError
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.plan import Plan, PlanError
+from megatron_recycle.plan.plan_file import PlanFile
 
 LEASE_S = 3
 """Seconds without a sign of life after which another one may lead. etcd grants no lease much shorter."""
@@ -318,11 +319,11 @@ class ElectedJournal:
         for piece, text in _pieces(_plan(plan.digest), plan.to_json()).items():
             self._put({}, {piece: text})
 
-    def load_plan(self, digest: str) -> dict[str, Any] | None:
+    def load_plan(self, digest: str) -> PlanFile | None:
         """The plan with this ``digest``; None if it was not kept. Raises StoreUnreachable."""
         read = self._keys.read(f"{_plan(digest)}/")
         try:
-            return Plan.from_json(_joined(content for _, (content, _) in sorted(read.items()))).to_json()
+            return Plan.from_json(_joined(content for _, (content, _) in sorted(read.items()))).to_file()
         except (PlanError, ValueError, zlib.error) as error:
             log.warning("recycle: a plan that is in use cannot be read again: %s", error)
             return None

@@ -14,7 +14,7 @@ from typing import Protocol
 from megatron_recycle.control.memory import Memory
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import Input, Interrupted
-from megatron_recycle.membership.messages import TooLarge
+from megatron_recycle.membership.protocol import Offer, TooLarge
 from megatron_recycle.membership.state import State
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Leader:
                 carry_out(self._executor, decision)
             except TooLarge as error:
                 log.error("recycle: %s", error)
-                if isinstance(decision, do.Tell) and decision.message["type"] != "offer":
+                if isinstance(decision, do.Tell) and not isinstance(decision.message, Offer):
                     untold = f"the workers cannot be told to go on: {error}"
             except Exception:  # the others are owed to everybody all the same
                 if not self._tolerant:

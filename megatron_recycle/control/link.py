@@ -15,13 +15,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.sockets import SILENT_S, watch_peer
-from megatron_recycle.control.wire import Message, Session, WireError
-from megatron_recycle.membership.messages import TooLarge, check
+from megatron_recycle.control.wire import Session
+from megatron_recycle.membership.protocol import Kinds, Message, TooLarge, WireError
 
 _RETRY = (0.05, 1.0)
 """First and longest pause in seconds between attempts to connect."""
@@ -54,7 +54,7 @@ class Link:
     Args:
         address: "host:port" of the coordinator, or several with commas, of which one leads.
         hello: the first messages of every connection.
-        known: the messages that may come in, for `messages.check`.
+        known: the messages that may come in.
         beat: the sign of life, sent every `interval` seconds.
         failed: called after every attempt to connect that failed.
         unsent: gets a message that is too large to be sent, and why; the connection goes on without it.
@@ -66,10 +66,10 @@ class Link:
         token: str,
         *,
         hello: Callable[[], Sequence[Message]],
-        handle: Callable[[Message], None],
+        handle: Callable[[Any], None],
         beat: Callable[[], Message],
         interval: float,
-        known: Mapping[str, Mapping[str, Any]],
+        known: Kinds[Any],
         name: str,
         failed: Callable[[], None] | None = None,
         unsent: Callable[[Message, str], None] | None = None,
@@ -191,7 +191,7 @@ class Link:
         try:
             return session.seal(message)
         except TooLarge as error:
-            log.error("recycle: a %s message is not sent: %s", message["type"], error)
+            log.error("recycle: a %s message is not sent: %s", message.type, error)
             if self._unsent is not None:
                 self._unsent(message, str(error))
             return b""
@@ -213,12 +213,11 @@ class Link:
         if session.open and not was_open:
             first = b"".join(self._seal(session, message) for message in self._hello())
             self.lost_since = self.refused_since = self.error = None
-        for message in received:
-            check(message, self._known)
+        for message in map(self._known.read, received):
             try:
                 self._handle(message)
             except Exception:  # the owner's callback: its failure must not silence the heartbeats
-                log.exception("recycle: handling a %s message failed", message["type"])
+                log.exception("recycle: handling a %s message failed", message.type)
         return first
 
 

@@ -6,11 +6,10 @@ of an ask that comes again, since its answer was lost, whether it was done and w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-Mark = tuple[int, int, str]
-"""The number of an ask, the number that answered it, and its key."""
+from megatron_recycle.membership.protocol import Mark
+
 _SLOTS = 1 << 16
 
 
@@ -46,16 +45,6 @@ class Marks:
             self._of_key[key].discard(slot)
             if not self._of_key[key]:
                 del self._of_key[key]
-
-
-def marks_of(told: Mapping[str, Any]) -> dict[str, Mark]:
-    """Marks as JSON has them. Raises ValueError."""
-    found = {}
-    for slot, mark in told.items():
-        if not isinstance(mark, (list, tuple)) or [type(each) for each in mark] != [int, int, str]:
-            raise ValueError(f"{mark!r:.60} is no mark")
-        found[slot] = mark[0], mark[1], mark[2]
-    return found
 
 
 def named(once: str) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.protocol import Measured
 from megatron_recycle.membership.state import Member, State
 
 
@@ -52,16 +53,16 @@ class Profiles:
         self._slowness = Slowness()
         self._heard: dict[str, str] = {}  # incarnations of those that have told anything
 
-    def take(self, state: State, member: Member, measured: Mapping[str, Any]) -> Conclusions:
+    def take(self, state: State, member: Member, measured: Measured) -> Conclusions:
         """The consequences of a member's `measured` message."""
         incarnations = state.incarnations()
         self._heard[member.worker] = member.incarnation
-        profile = {"worker": member.worker, "iterations": measured["iterations"], "lags": measured["lags"],
-                   **(measured["memory"] or {})}
+        told = measured.to_json()
+        profile = {"worker": member.worker, **told, **(told.pop("memory") or {})}
         found = self._planning.measured(profile, member.incarnation)
         spent = self._planning.spent()
         now = {"t": time.time(), "generation": state.generation}
-        limit = float((state.description or {}).get("slow_factor_out") or 0)
+        limit = state.job.slow_factor_out
         # A process that has just come to the place of a slow one has measured nothing yet.
         slow = {name: factor for name, factor in self._planning.slow.items()
                 if name in incarnations and incarnations[name] == self._heard.get(name)}

@@ -52,7 +52,7 @@ class Memory:
     def note(self, note: Note) -> None:
         """Keep it if the disk takes it."""
         try:
-            self._journal.note(note.record)
+            self._journal.note(note.record.to_json())
         except OSError as error:
             self._forgotten(error)
 
@@ -64,7 +64,7 @@ class Memory:
         for decision in decisions:
             if isinstance(decision, Record):
                 try:
-                    self._journal.append(decision.record)
+                    self._journal.append(decision.record.to_json())
                 except OSError as error:
                     if decision.needed:
                         raise

@@ -6,9 +6,8 @@ import queue
 from typing import Any
 
 from megatron_recycle.control.link import Link
-from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import JobEnded
-from megatron_recycle.membership.messages import TO_NEWCOMER
+from megatron_recycle.membership.protocol import TO_NEWCOMER, Heartbeat, Learnt, NewcomerHello
 
 _PATIENCE = 60.0
 """Seconds that a coordinator which is being started again is waited for."""
@@ -20,13 +19,13 @@ def ask_record(address: str, token: str, rank: int, patience: float = _PATIENCE)
     Raises:
         JobEnded: nobody answers within ``patience`` seconds, or the token is wrong.
     """
-    answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    link = Link(address, token, hello=lambda: [{"type": "hello", "role": "newcomer", "rank": rank}],
-                handle=answers.put, beat=lambda: {"type": "heartbeat", "progress": None}, interval=1.0,
+    answers: queue.SimpleQueue[Learnt] = queue.SimpleQueue()
+    link = Link(address, token, hello=lambda: [NewcomerHello(rank, "newcomer")],
+                handle=answers.put, beat=Heartbeat, interval=1.0,
                 known=TO_NEWCOMER, name="recycle-newcomer")
     link.start()
     try:
-        return list(answers.get(timeout=patience)["record"])
+        return list(answers.get(timeout=patience).record)
     except queue.Empty:
         raise JobEnded(f"the coordinator at {address} does not say what this rank was told at the start of the job "
                        f"({link.error or 'connected'}), so that this process cannot join it") from None

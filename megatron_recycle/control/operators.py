@@ -18,10 +18,10 @@ from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Input, Interrupted, Loss, Lost
 from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.protocol import AskedForStacks, AskedToLeave, Facts, Order, Stacks, StacksOf
 from megatron_recycle.membership.resume import by_stage
 from megatron_recycle.membership.state import Member, Phase, State
 
-Message = Mapping[str, Any]
 STOPPED = 130
 """Exit status of a job that its owner has stopped: that of Ctrl-C."""
 
@@ -40,9 +40,9 @@ class Operators:
         self._asked: dict[int, Connection] = {}
         self._number = 0
 
-    def asked(self, connection: Connection, message: Message, state: State) -> None:
+    def asked(self, connection: Connection, message: Order, state: State) -> None:
         """Answer a question or an order."""
-        what = message["what"]
+        what = message.what
         if what == "status":
             self._answer(connection, facts=self._facts(state))
         elif state.phase is Phase.ENDED or state.phase is Phase.FORMING:
@@ -50,7 +50,7 @@ class Operators:
             self._answer(connection, f"the job {why}")
         elif what in ("stop", "save", "save anyway"):
             self._stop(connection, message, state)
-        elif isinstance(named := _named(state, message["workers"], message["host"]), str):
+        elif isinstance(named := _named(state, message.workers, message.host), str):
             self._answer(connection, named)
         elif what == "stacks":
             self._stacks(connection, named)
@@ -63,10 +63,10 @@ class Operators:
             self._answer(connection, facts={"workers": [one.worker for one in named]})
             self._lose(what, named)
 
-    def stacks(self, member: Member, message: Message) -> None:
+    def stacks(self, member: Member, message: Stacks) -> None:
         """A worker says where its threads stand."""
-        if (connection := self._asked.get(message["number"])) is not None:
-            connection.send({"type": "stacks", "worker": member.worker, "text": message["text"]})
+        if (connection := self._asked.get(message.number)) is not None:
+            connection.send(StacksOf(member.worker, message.text))
 
     def gone(self, connection: Connection) -> None:
         """An operator has hung up."""
@@ -75,7 +75,7 @@ class Operators:
     def _lose(self, what: str, named: Sequence[Member]) -> None:
         """A worker that is to leave is asked to, as by SIGTERM; one that is to be out counts as stalled."""
         if what == "leave":
-            self._server.tell(Tell(tuple(one.incarnation for one in named), {"type": "leave"}))
+            self._server.tell(Tell(tuple(one.incarnation for one in named), AskedToLeave()))
         else:
             losses = tuple(Loss(one.incarnation, FailureKind.STALLED) for one in named)
             self._feed(Lost(losses, time.time()))
@@ -84,11 +84,11 @@ class Operators:
         self._number += 1
         self._asked[self._number] = connection
         self._answer(connection, facts={"workers": [one.worker for one in named]})
-        self._server.tell(Tell(tuple(one.incarnation for one in named), {"type": "stacks", "number": self._number}))
+        self._server.tell(Tell(tuple(one.incarnation for one in named), AskedForStacks(self._number)))
 
-    def _stop(self, connection: Connection, message: Message, state: State) -> None:
-        saves = message["what"] != "stop"
-        if message["what"] == "save" and not state.checkpoints:
+    def _stop(self, connection: Connection, message: Order, state: State) -> None:
+        saves = message.what != "stop"
+        if message.what == "save" and not state.checkpoints:
             self._answer(connection, "it is uncertain whether a checkpoint can be written: the script has saved none "
                          "in this run yet, so nobody but it may know where to. If emergency_checkpoint is set, or "
                          "Megatron's --save, give --anyway")
@@ -99,15 +99,15 @@ class Operators:
         else:
             self._ordered(message, (), state)
             self._answer(connection, facts={"iteration": state.committed})
-            self._feed(Interrupted(STOPPED, f"stopped by {message['by']}", saves=saves))
+            self._feed(Interrupted(STOPPED, f"stopped by {message.by}", saves=saves))
 
-    def _ordered(self, message: Message, named: Sequence[Member], state: State) -> None:
-        event = {"event": "ordered", "t": time.time(), "generation": state.generation, "what": message["what"],
-                 "by": message["by"], "workers": [one.worker for one in named], "host": message["host"] or None}
+    def _ordered(self, message: Order, named: Sequence[Member], state: State) -> None:
+        event = {"event": "ordered", "t": time.time(), "generation": state.generation, "what": message.what,
+                 "by": message.by, "workers": [one.worker for one in named], "host": message.host or None}
         self._telling.event(event, state)
 
-    def _answer(self, connection: Connection, refusal: str = "", facts: Message | None = None) -> None:
-        connection.send({"type": "answer", "refusal": refusal, "facts": dict(facts or {})})
+    def _answer(self, connection: Connection, refusal: str = "", facts: Mapping[str, Any] | None = None) -> None:
+        connection.send(Facts(refusal, dict(facts or {})))
 
     def _facts(self, state: State) -> dict[str, Any]:
         """The job as only its coordinator knows it: what each worker does, and since when it is silent (seconds)."""

@@ -15,19 +15,32 @@ import hashlib
 import json
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_recycle.control.host_memory import HostMemory
-from megatron_recycle.control.wire import Message, WireError, encode
-from megatron_recycle.membership.messages import MOST_BYTES, TO_WORKER, TooLarge, check
+from megatron_recycle.control.wire import encode
+from megatron_recycle.membership.protocol import (
+    MOST_BYTES,
+    Fetch,
+    Fetched,
+    Go,
+    Kinds,
+    Message,
+    Offer,
+    Parcel,
+    Part,
+    There,
+    TooLarge,
+    WireError,
+)
 
 SHORT = 16 * 1024
 """Bytes of a packed message that travels in its parcel: to ask for it would take longer."""
 PART = 128 * 1024
 """Bytes of a part: so much waits for each host that does not read."""
-_LARGE = ("go", "offer")
+Large = Go | Offer
+_LARGE: Kinds[Large] = Kinds(Large)
 _LEVEL = 3
 """Of zlib: 0.06 s for the plan of 4,096 workers; the usual one takes three times as long, and saves a tenth."""
 _REMEMBERED = 2
@@ -51,7 +64,7 @@ class _Shared:
 
 @dataclass(frozen=True)
 class _Packed:
-    type: str
+    kind: str
     parts: tuple[bytes, ...]
     shared: dict[str, _Shared] = field(default_factory=dict)
 
@@ -62,40 +75,39 @@ class Parcels:
     def __init__(self) -> None:
         self._packed: dict[str, _Packed] = {}
         self._asks: dict[object, tuple[str, str]] = {}  # the digest that each asks for at present, and its memory
-        self._last: deque[tuple[Mapping[str, Any], Message]] = deque(maxlen=_REMEMBERED * len(_LARGE))
+        self._last: deque[tuple[Message, Parcel]] = deque(maxlen=2 * _REMEMBERED)
 
-    def form(self, message: Mapping[str, Any]) -> Message:
+    def form(self, message: Message) -> Message:
         """The message that travels in place of this one: itself, or its parcel. Raises TooLarge."""
-        if message["type"] not in _LARGE:
-            return dict(message)
+        if not isinstance(message, (Go, Offer)):
+            return message
         parcel = next((parcel for known, parcel in self._last if known is message), None)
-        if parcel is None or parcel["digest"] not in self._packed:
+        if parcel is None or parcel.digest not in self._packed:
             parcel = self._pack(message)
             self._last.append((message, parcel))
         return parcel
 
-    def _pack(self, message: Mapping[str, Any]) -> Message:
-        text = encode(dict(message))
+    def _pack(self, message: Large) -> Parcel:
+        text = encode(message)
         if len(text) > MOST_BYTES:
-            raise TooLarge(f"a {message['type']} of {len(text)} bytes exceeds {MOST_BYTES}: the plan has too many "
+            raise TooLarge(f"a {message.type} of {len(text)} bytes exceeds {MOST_BYTES}: the plan has too many "
                             "micro-batches for its number of workers")
         content = zlib.compress(text, _LEVEL)
         digest = hashlib.sha256(content).hexdigest()
         short = content if len(content) <= SHORT else b""
-        parcel = {"type": "parcel", "generation": message["generation"], "digest": digest,
-                  "data": base64.b64encode(short).decode()}
+        parcel = Parcel(message.generation, digest, base64.b64encode(short).decode())
         pieces = [content[at:at + PART] for at in range(0, len(content), PART)]
         parts = tuple(_part(digest, number, len(pieces), piece) for number, piece in enumerate(pieces))
-        self._packed[digest] = self._packed.pop(digest, _Packed(message["type"], parts))
-        oldest, *others = (known for known, packed in self._packed.items() if packed.type == message["type"])
+        self._packed[digest] = self._packed.pop(digest, _Packed(message.type, parts))
+        oldest, *others = (known for known, packed in self._packed.items() if packed.kind == message.type)
         if len(others) >= _REMEMBERED:
             for shared in self._packed.pop(oldest).shared.values():
                 shared.tell_all(_unknown(oldest))
         return parcel
 
-    def fetch(self, who: object, message: Message, send: Send) -> None:
+    def fetch(self, who: object, ask: Fetch, send: Send) -> None:
         """This process asks for a part; for the first one it may have to wait."""
-        digest, number, memory = message["digest"], message["part"], message["memory"]
+        digest, number, memory = ask.digest, ask.part, ask.memory
         packed = self._packed.get(digest)
         if self._asks.get(who) != (digest, memory):
             self.gone(who)
@@ -114,13 +126,13 @@ class Parcels:
         else:
             shared.waiting[who] = send
 
-    def fetched(self, who: object, message: Message) -> None:
+    def fetched(self, who: object, done: Fetched) -> None:
         """This process has put it into its host's memory, as far as that was possible."""
-        packed = self._packed.get(message["digest"])
-        shared = None if packed is None else packed.shared.get(message["memory"])
+        packed = self._packed.get(done.digest)
+        shared = None if packed is None else packed.shared.get(done.memory)
         if shared is not None and shared.carrier is who:
             shared.carrier = None
-            shared.tell_all(_there(message["digest"]))
+            shared.tell_all(_there(done.digest))
 
     def gone(self, who: object) -> None:
         """This connection has ended, or asks for something else: another one carries what it has carried."""
@@ -148,36 +160,36 @@ class Arrivals:
         memory: what this process has in common with others of its host.
     """
 
-    def __init__(self, send: Callable[[Message], None], handle: Callable[[Message], None],
+    def __init__(self, send: Callable[[Message], None], handle: Callable[[Large], None],
                  memory: HostMemory | None) -> None:
         self._send = send
         self._handle = handle
         self._memory = memory
-        self._due: deque[Message] = deque()
+        self._due: deque[Parcel] = deque()
         self._parts: list[bytes] = []
         self._handled: dict[str, str] = {}  # by type the digest of the last
 
-    def told(self, parcel: Message) -> None:
+    def told(self, parcel: Parcel) -> None:
         """There is a message. What is told again after a reconnect is known."""
-        known = (*self._handled.values(), *(other["digest"] for other in self._due))
-        if parcel["digest"] not in known:
+        known = (*self._handled.values(), *(other.digest for other in self._due))
+        if parcel.digest not in known:
             self._due.append(parcel)
             if len(self._due) == 1:
                 self._next()
 
-    def came(self, part: Message) -> None:
+    def came(self, part: Part) -> None:
         """A part. Raises WireError if the whole is not what was told, or no message."""
         if not self._waits_for(part):
             self._send_fetched(part)  # of an ask from before a reconnect: nobody is to wait for this process
             return
-        if not part["parts"]:  # a newer message has taken its place long ago
+        if not part.parts:  # a newer message has taken its place long ago
             self._due.popleft()
             self._next()
             return
-        if part["part"] != len(self._parts):
+        if part.part != len(self._parts):
             return  # asked for twice
-        self._parts.append(_decoded(part["data"]))
-        if len(self._parts) < part["parts"]:
+        self._parts.append(_decoded(part.data))
+        if len(self._parts) < part.parts:
             self._ask()
             return
         content = b"".join(self._parts)
@@ -187,7 +199,7 @@ class Arrivals:
         self._arrived(content)
         self._next()
 
-    def there(self, message: Message) -> None:
+    def there(self, message: There) -> None:
         """It is in the host's memory, unless something else is there by now. Raises WireError as `came` does."""
         if self._waits_for(message):
             if (content := self._remembered()) is None:
@@ -199,7 +211,7 @@ class Arrivals:
     def over(self, generation: int) -> None:
         """What is of generations before this one is void."""
         first = self._due[0] if self._due else None
-        self._due = deque(parcel for parcel in self._due if parcel["generation"] >= generation)
+        self._due = deque(parcel for parcel in self._due if parcel.generation >= generation)
         if self._due and self._due[0] is not first:
             self._next()
 
@@ -207,41 +219,41 @@ class Arrivals:
         """The connection was lost: the coordinator will tell again what this process has not handled."""
         self._due.clear()
 
-    def _send_fetched(self, part: Message) -> None:
+    def _send_fetched(self, part: Part) -> None:
         if self._memory is not None:
-            self._send({"type": "fetched", "digest": part["digest"], "memory": self._memory.name})
+            self._send(Fetched(part.digest, self._memory.name))
 
-    def _waits_for(self, message: Message) -> bool:
-        return bool(self._due) and self._due[0]["digest"] == message["digest"]
+    def _waits_for(self, message: Part | There) -> bool:
+        return bool(self._due) and self._due[0].digest == message.digest
 
     def _next(self) -> None:
         """Handle all that is here, and ask for the first that is not."""
         self._parts = []
         while self._due:
-            content = _decoded(self._due[0]["data"]) or self._remembered()
+            content = _decoded(self._due[0].data) or self._remembered()
             if content is None:
                 self._ask()
                 return
             self._arrived(content)
 
     def _remembered(self) -> bytes | None:
-        return None if self._memory is None else self._memory.read(self._due[0]["digest"])
+        return None if self._memory is None else self._memory.read(self._due[0].digest)
 
     def _ask(self, alone: bool = False) -> None:
         memory = "" if alone or self._memory is None else self._memory.name
-        self._send({"type": "fetch", "digest": self._due[0]["digest"], "part": len(self._parts), "memory": memory})
+        self._send(Fetch(self._due[0].digest, len(self._parts), memory))
 
     def _arrived(self, content: bytes) -> None:
         parcel = self._due.popleft()
         self._parts = []
         message = opened(content, parcel)
-        self._handled[message["type"]] = parcel["digest"]
+        self._handled[message.type] = parcel.digest
         self._handle(message)
 
 
-def opened(content: bytes, parcel: Message) -> Message:
+def opened(content: bytes, parcel: Parcel) -> Large:
     """The message that this parcel has told of. Raises WireError."""
-    if hashlib.sha256(content).hexdigest() != parcel["digest"]:
+    if hashlib.sha256(content).hexdigest() != parcel.digest:
         raise WireError("a message is not the one whose digest was told")
     unpacking = zlib.decompressobj()
     try:
@@ -251,15 +263,15 @@ def opened(content: bytes, parcel: Message) -> Message:
         message = json.loads(text)
     except (zlib.error, ValueError, RecursionError) as error:
         raise WireError(f"a message cannot be unpacked: {error}") from error
-    if not isinstance(message, dict) or message.get("type") not in _LARGE:
-        raise WireError("a parcel holds no message that travels so")
-    return check(message, TO_WORKER)
+    try:
+        return _LARGE.read(message)
+    except WireError as error:
+        raise WireError(f"a parcel holds no message that travels so: {error}") from error
 
 
 def _part(digest: str, number: int, parts: int, data: bytes) -> bytes:
     """A part, ready to be sealed; of no ``parts``: the message is not known, or not any more."""
-    return encode({"type": "part", "digest": digest, "part": number, "parts": parts,
-                   "data": base64.b64encode(data).decode()})
+    return encode(Part(digest, number, parts, base64.b64encode(data).decode()))
 
 
 def _unknown(digest: str) -> bytes:
@@ -267,7 +279,7 @@ def _unknown(digest: str) -> bytes:
 
 
 def _there(digest: str) -> bytes:
-    return encode({"type": "there", "digest": digest})
+    return encode(There(digest))
 
 
 def _decoded(data: str) -> bytes:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from megatron_recycle.plan import Plan, PlanError
+from megatron_recycle.plan.plan_file import PlanFile
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ class PlanFolder:
         except OSError as error:
             log.warning("recycle: a plan could not be kept in %s: %s", self._folder, error)
 
-    def load(self, digest: str) -> dict[str, Any] | None:
+    def load(self, digest: str) -> PlanFile | None:
         """The plan with this `digest`, or None if it was not kept."""
         try:
             plan = Plan.load(self._file(digest))
             if plan.digest != digest:
                 raise PlanError(f"{self._file(digest)} holds another plan, {plan.digest}: it was edited")
-            return plan.to_json()
+            return plan.to_file()
         except PlanError as error:
             log.warning("recycle: a plan that is in use cannot be read again: %s", error)
             return None

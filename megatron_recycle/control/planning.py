@@ -13,12 +13,13 @@ from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.resizing import resized
 from megatron_recycle.measure.measurements import Measured, Measurements
 from megatron_recycle.membership.decisions import MakeRedo
+from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.lending import allows
-from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker, borrowings, overfull, pairs
+from megatron_recycle.plan import Action, Costs, Plan, Problem, Worker, borrowings, overfull, pairs
+from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.redo import redo
-from megatron_recycle.policy import policy_of
 
 log = logging.getLogger(__name__)
 
@@ -28,23 +29,24 @@ _LENT = 8  # plans that lend layers; an interrupted iteration has followed one o
 _KEPT = 1000  # plans made ahead; those for costs that were measured long ago are of no use
 
 
-def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Measured | None = None) -> Problem:
+def problem_of(job: Job, failed: frozenset[str], measured: Measured | None = None) -> Problem:
     """The planner's problem for a job without its `failed` workers.
 
-    The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
+    The job's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
     Its `cap` is a number of activations for every worker, or an object with one for each; without it a worker may hold
     twice what 1F1B holds at most, or less where its measured memory is shorter than that. `placement`: the stage of
     each chunk, where stages have several.
     """
-    grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
-    costs, placement = description.get("costs"), tuple(description.get("placement") or ())
+    grid, costs, placement = job.grid, job.costs, job.placement
     at_home = placement or range(grid.stages)
     live = [worker for worker in grid.workers() if str(worker) not in failed]
-    cap = description.get("cap") or 2 * len(at_home)
-    caps = {worker: cap[str(worker)] if isinstance(cap, dict) else cap for worker in live
-            if not isinstance(cap, dict) or str(worker) in cap}
-    memory = measured.memory if measured is not None and not description.get("cap") else None
-    if memory is not None:
+    cap = job.cap or 2 * len(at_home)
+    memory = measured.memory if measured is not None and not job.cap else None
+    if not isinstance(cap, int):
+        caps = {worker: cap[str(worker)] for worker in live if str(worker) in cap}
+    elif memory is None:
+        caps = dict.fromkeys(live, cap)
+    else:
         caps = {worker: memory.cap(worker, cap) for worker in live}
     return Problem(
         grid=grid,
@@ -55,22 +57,21 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
         before_b=memory.before_b if memory is not None else (),
         after_b=memory.after_b if memory is not None else (),
         message=memory.message if memory is not None else (),
-        block=description.get("block") or 0,
-        tied=tuple(tuple(at_home.index(stage) for stage in group) for group in description.get("tied", ())),
-        split_backward=description.get("split_backward", True),
+        block=job.block,
+        tied=tuple(tuple(at_home.index(stage) for stage in group) for group in job.tied),
+        split_backward=job.split_backward,
         full_backward=tuple(chunk for chunk, stage in enumerate(at_home)
-                            if stage in description.get("full_backward", ())),
-        objective=description.get("objective", "period"),
+                            if stage in job.full_backward),
+        objective=job.objective,
         placement=placement,
     )
 
 
-def partner_price(description: Mapping[str, Any], measured: Measured | None) -> PartnerPrice:
+def partner_price(job: Job, measured: Measured | None) -> PartnerPrice:
     """The price of a pair of workers that have not talked yet. It is known in seconds, so that it counts only among
     plans whose durations are measured."""
-    seconds = float(description.get("partner_cost") or 0.0)
-    in_seconds = measured is not None and not description.get("costs")
-    return PartnerPrice(1e6 * seconds if in_seconds else 0.0, float(description.get("horizon", 100.0)))
+    in_seconds = measured is not None and not job.costs
+    return PartnerPrice(1e6 * job.partner_cost if in_seconds else 0.0, job.horizon)
 
 
 class Planning:
@@ -95,32 +96,32 @@ class Planning:
         self.ahead: threading.Thread | None = None
         """Makes plans ahead; None before that has begun."""
 
-    def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
+    def plan(self, job: Job, failed: frozenset[str]) -> PlanFile:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
-        dealt = policy_of(description).always_whole
+        dealt = job.chosen.always_whole
         with self._lock:
-            self._measure(description, failed)
+            self._measure(job, failed)
             known = None if dealt else self._best.get(failed)
         if known is None:
-            problem = problem_of(description, failed, self._measurements.known)
+            problem = problem_of(job, failed, self._measurements.known)
             if dealt:
                 known = drop(problem)
             else:
-                known = self._made(problem, problem_of(description, failed, self._before),
-                                   int(description.get("seed") or 0),
-                                   partner_price(description, self._measurements.known))
+                known = self._made(problem, problem_of(job, failed, self._before),
+                                   job.seed,
+                                   partner_price(job, self._measurements.known))
             if not dealt:
                 with self._lock:
                     self._best[failed] = known
         return self._hand_out(known)
 
-    def _hand_out(self, plan: Plan) -> dict[str, Any]:
+    def _hand_out(self, plan: Plan) -> PlanFile:
         self._handed_out(plan)
         if plan.crossings:
             self._lent[plan.digest] = plan
             while len(self._lent) > _LENT:
                 del self._lent[next(iter(self._lent))]
-        return plan.to_json()
+        return plan.to_file()
 
     def _made(self, problem: Problem, before: Problem, seed: int, price: PartnerPrice) -> Plan:
         """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
@@ -133,12 +134,12 @@ class Planning:
             return plan
         return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
-    def redo(self, description: Mapping[str, Any], order: MakeRedo) -> dict[str, Any] | None:
+    def redo(self, job: Job, order: MakeRedo) -> PlanFile | None:
         """A plan for the rest of an iteration (`planner.redo`), which may be of another size than the plan. None if
         there is none, or if the rest takes longer than the whole, which nobody has left; or if the plan that lent
         layers is not known here, or some of these may not be lent any more. Raises PlanError."""
-        whole, lent_by = _sized(Plan.from_json(dict(order.plan)), *order.size), self._lent.get(order.lent)
-        if order.lent and (lent_by is None or not allows(description.get("lending"), lent_by.to_json())):
+        whole, lent_by = _sized(Plan.from_file(order.plan), *order.size), self._lent.get(order.lent)
+        if order.lent and (lent_by is None or not allows(job.lending, lent_by.to_file())):
             return None
         rest = redo(whole, {Worker.parse(name): [Action.parse(action) for action in actions]
                             for name, actions in order.done.items()}, order.closed, lent_by)
@@ -148,20 +149,20 @@ class Planning:
         longer = rest.makespan > anew.makespan and not order.closed
         return None if longer else self._hand_out(rest)
 
-    def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, job: Job, failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
         profiled = [event for event in told if event["event"] == "profiled"]
         with self._lock:
-            self._measure(description, failed)
+            self._measure(job, failed)
             if profiled:
                 try:
                     self._measurements.restore(profiled[-1])
                 except (KeyError, TypeError, ValueError, AttributeError):  # it is measured again
                     log.warning("recycle: what was measured before cannot be read again", exc_info=True)
 
-    def _measure(self, description: Mapping[str, Any], failed: frozenset[str]) -> None:
+    def _measure(self, job: Job, failed: frozenset[str]) -> None:
         """From now on measurements of the workers that live without `failed` are waited for."""
-        problem = problem_of(description, failed)
+        problem = problem_of(job, failed)
         self._measurements.live = frozenset(map(str, problem.live_workers()))
         self._measurements.placement = problem.placement
 
@@ -190,11 +191,11 @@ class Planning:
 
     def improve(
         self,
-        description: Mapping[str, Any],
+        job: Job,
         failed: frozenset[str],
-        plan: Mapping[str, Any],
+        plan: PlanFile,
         cancelled: threading.Event,
-    ) -> dict[str, Any] | None:
+    ) -> PlanFile | None:
         """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
 
         With measured costs, which are never exact, it must be better by a share of `WORTHWHILE`, and what that saves
@@ -206,13 +207,13 @@ class Planning:
         Only here may layers be lent, where that gains more in the horizon than the copies cost: a job goes on at once
         with its own layers, and a worker that is back takes lending back.
         """
-        budget = float(description.get("planner_budget") or 0)
-        if cancelled.is_set() or plan["source"] == "drop":
+        budget = job.planner_budget
+        if cancelled.is_set() or plan.source == "drop":
             return None
-        problem = problem_of(description, failed, self._measurements.known)
-        seed = int(description.get("seed") or 0)
-        used, plain = Plan.from_json(dict(plan)), problem
-        lending = with_lending(problem, description, self._measurements.known)
+        problem = problem_of(job, failed, self._measurements.known)
+        seed = job.seed
+        used, plain = Plan.from_file(plan), problem
+        lending = with_lending(problem, job, self._measurements.known)
         if lent.helps(lending) or used.crossings:  # what is lent to a slow worker's peers is too much once it is fast
             problem = lending
         replaced = plan_for(plain, work=0) if used.crossings and not problem.lends else None
@@ -226,7 +227,7 @@ class Planning:
         if budget > 0:
             better = self._searched(problem, incumbent, budget, seed, cancelled) or replaced
         if better is not None and better.crossings:
-            price = copy_price(description, self._measurements.known)
+            price = copy_price(job, self._measurements.known)
             decision = worth(_timed(incumbent, plain.objective), better, price, borrowings(incumbent))
             log.info("recycle: %s", decision.line)
             better = replace(better, stats={**better.stats, "lending": decision.line})
@@ -242,8 +243,8 @@ class Planning:
             self.ahead.start()
         if better is None:
             return None
-        measured = not description.get("costs") and self._measurements.known is not None
-        partners = partner_price(description, self._measurements.known)
+        measured = not job.costs and self._measurements.known is not None
+        partners = partner_price(job, self._measurements.known)
         new_partners = partners.of(better, pairs(incumbent))
         pays = not new_partners or (before - _time(better, plain.objective)) * partners.horizon > new_partners
         taken = replaced is not None or not measured or (
@@ -268,12 +269,12 @@ class Planning:
             return improve(problem, incumbent, budget, seed, cancelled.is_set)
         return improve(problem, known, budget, seed, cancelled.is_set) or known
 
-    def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
+    def moves(self, job: Job, failed: frozenset[str]) -> dict[str, str]:
         """Members and the empty positions of other stages that they had better take."""
-        if policy_of(description).avoids_hit:
+        if job.chosen.avoids_hit:
             return {}
-        problem = problem_of(description, failed, self._measurements.known)
-        return moves_of(with_lending(problem, description, self._measurements.known), description)
+        problem = problem_of(job, failed, self._measurements.known)
+        return moves_of(with_lending(problem, job, self._measurements.known), job)
 
     def _plan_ahead(self, problem: Problem, budget: float, seed: int, cancelled: threading.Event) -> None:
         for likely in ahead(problem):

@@ -43,6 +43,7 @@ from megatron_recycle.observe import schema
 from megatron_recycle.observe.events import EventLog, read_events
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.plan import Plan
+from megatron_recycle.plan.plan_file import PlanFile
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
 
 
 def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[str, Any]],
-          plan: Callable[[str], dict[str, Any] | None], path: Path) -> Past:
+          plan: Callable[[str], PlanFile | None], path: Path) -> Past:
     """What a new coordinator has to know. Raises JournalError."""
     try:
         state = taken_up(restore(size, records), records, plan)

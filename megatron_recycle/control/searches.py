@@ -6,23 +6,25 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+
+from msgspec import structs
 
 from megatron_recycle.membership.decisions import FindMoves, Improve, MakePlan, MakeRedo
+from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.inputs import Improved, Input, MovesFound, PlanFailed, Planned, Redone
 from megatron_recycle.membership.state import State
+from megatron_recycle.plan.plan_file import PlanFile
 
-Plan = dict[str, Any]
-Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
-"""(description, failed) -> plan, at once; runs in a thread."""
-Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
-"""(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
-Redoer = Callable[[Mapping[str, Any], MakeRedo], "Plan | None"]
-"""(description, order) -> a plan that begins with what is done or None, at once; runs in a thread."""
-Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
-"""(description, failed) -> which members had better take which empty positions; runs in a thread."""
+Planner = Callable[[Job, "frozenset[str]"], PlanFile]
+"""(job, failed) -> plan, at once; runs in a thread."""
+Improver = Callable[[Job, "frozenset[str]", PlanFile, threading.Event], "PlanFile | None"]
+"""(job, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
+Redoer = Callable[[Job, MakeRedo], "PlanFile | None"]
+"""(job, order) -> a plan that begins with what is done or None, at once; runs in a thread."""
+Mover = Callable[[Job, "frozenset[str]"], "dict[str, str]"]
+"""(job, failed) -> which members had better take which empty positions; runs in a thread."""
 
 log = logging.getLogger(__name__)
 
@@ -38,34 +40,34 @@ class Plans:
     redo: Redoer | None = None
 
 
-def make_plan(plans: Plans, description: Mapping[str, Any], order: MakePlan) -> Input:
+def make_plan(plans: Plans, job: Job, order: MakePlan) -> Input:
     """The plan of a new generation, or why there is none."""
     began = time.monotonic()
     if order.policy is not None:
-        description = {**description, "policy": order.policy}
+        job = structs.replace(job, policy=order.policy)
     try:
-        plan = plans.plan(description, order.failed)
+        plan = plans.plan(job, order.failed)
     except Exception as error:  # whatever a planner meets, the job must hear of it instead of waiting
         log.exception("recycle: planning failed")
         return PlanFailed(order.generation, str(error) or type(error).__name__)
     return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
 
 
-def make_redo(plans: Plans, description: Mapping[str, Any], order: MakeRedo) -> Input:
+def make_redo(plans: Plans, job: Job, order: MakeRedo) -> Input:
     """The plan for the rest of an interrupted iteration, if there is one."""
     try:
-        plan = plans.redo and plans.redo(description, order)
+        plan = plans.redo and plans.redo(job, order)
     except Exception:  # the iteration can always begin anew
         log.exception("recycle: planning the rest of an iteration failed")
         plan = None
     return Redone(order.generation, plan)
 
 
-def improve(plans: Plans, description: Mapping[str, Any], order: Improve, cancelled: threading.Event) -> Input | None:
+def improve(plans: Plans, job: Job, order: Improve, cancelled: threading.Event) -> Input | None:
     """A better plan, if one was found before the search was ``cancelled``."""
     began = time.monotonic()
     try:
-        plan = plans.improve and plans.improve(description, order.failed, dict(order.plan), cancelled)
+        plan = plans.improve and plans.improve(job, order.failed, order.plan, cancelled)
     except Exception:  # the plan in use is legal; a failed search costs only speed
         log.exception("recycle: the search for a better plan failed")
         return None
@@ -74,10 +76,10 @@ def improve(plans: Plans, description: Mapping[str, Any], order: Improve, cancel
     return Improved(order.generation, plan, (time.monotonic() - began) * 1000)
 
 
-def find_moves(plans: Plans, description: Mapping[str, Any], order: FindMoves) -> Input | None:
+def find_moves(plans: Plans, job: Job, order: FindMoves) -> Input | None:
     """The moves that pay off, if there are some."""
     try:
-        found = plans.moves and plans.moves(description, order.failed)
+        found = plans.moves and plans.moves(job, order.failed)
     except Exception:  # everybody trains where it is
         log.exception("recycle: the search for moves failed")
         return None
@@ -105,13 +107,13 @@ class Searches:
 
     def make_plan(self, order: MakePlan) -> None:
         """Everybody waits for it: without a thread this one's event loop rather stands still itself."""
-        description = self._state().description or {}
-        self._in_thread("recycle-plan", lambda: make_plan(self._plans, description, order), needed=True)
+        job = self._state().job
+        self._in_thread("recycle-plan", lambda: make_plan(self._plans, job, order), needed=True)
 
     def make_redo(self, order: MakeRedo) -> None:
         """Everybody waits for it, as for `make_plan`."""
-        description = self._state().description or {}
-        self._in_thread("recycle-redo", lambda: make_redo(self._plans, description, order), needed=True)
+        job = self._state().job
+        self._in_thread("recycle-redo", lambda: make_redo(self._plans, job, order), needed=True)
 
     def improve(self, order: Improve) -> None:
         if self._plans.improve is None:
@@ -121,8 +123,8 @@ class Searches:
             return
         self.cancel()
         self._under_way = order
-        description, cancelled = self._state().description or {}, self._cancelled
-        self._in_thread("recycle-improve", lambda: improve(self._plans, description, order, cancelled),
+        job, cancelled = self._state().job, self._cancelled
+        self._in_thread("recycle-improve", lambda: improve(self._plans, job, order, cancelled),
                         ended=lambda: self._improved(cancelled))
 
     def _improved(self, cancelled: threading.Event) -> None:
@@ -132,12 +134,12 @@ class Searches:
             return
         again, state, self._under_way, self._again = self._again, self._state(), None, None
         if again is not None and state.generation == again.generation and state.plan is not None:
-            self.improve(replace(again, plan=state.plan if state.offered is None else state.offered["plan"]))
+            self.improve(replace(again, plan=state.latest or state.plan))
 
     def find_moves(self, order: FindMoves) -> None:
         if self._plans.moves is not None:
-            description = self._state().description or {}
-            self._in_thread("recycle-moves", lambda: find_moves(self._plans, description, order))
+            job = self._state().job
+            self._in_thread("recycle-moves", lambda: find_moves(self._plans, job, order))
 
     def _in_thread(self, name: str, work: Callable[[], Input | None], needed: bool = False,
                    ended: Callable[[], None] | None = None) -> None:

@@ -9,7 +9,9 @@ import resource
 import socket
 import time
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from megatron_recycle.control.connection import Connection
 from megatron_recycle.control.door import Door
@@ -19,10 +21,26 @@ from megatron_recycle.control.ports import joined
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import SIGN_S
 from megatron_recycle.control.strangers import Strangers
-from megatron_recycle.control.wire import Message, WireError, encode
+from megatron_recycle.control.wire import encode
 from megatron_recycle.membership import messages
 from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.detectors import RateLimit
+from megatron_recycle.membership.inputs import FromLauncher, FromWorker, WorkerHello
+from megatron_recycle.membership.protocol import (
+    Ask,
+    End,
+    Fetch,
+    Fetched,
+    Found,
+    LauncherHello,
+    Lives,
+    Message,
+    NewcomerHello,
+    Order,
+    StoreHello,
+    Welcome,
+    WireError,
+)
 
 _SPARE_STRANGERS = 1000
 """Connections without a hello, beside one for each worker. With thousands of them each second one with the token needs
@@ -32,8 +50,6 @@ _OWN_EACH, _OWN, _LEAST = 4, 128, 16
 """Descriptors for each worker and for the coordinator itself; connections that there is room for in any case."""
 _TOLD = 100
 """Addresses whose refusal is told in a minute: a line costs as much as ten connections."""
-_NOTHING: Message = {"keys": [], "values": [], "stamps": [], "number": 0, "stamp": 0, "marks": {}}
-"""Of an ask or an answer, what has nothing to say."""
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +65,14 @@ def _room(size: int) -> int:
 class Hearer(Protocol):
     """Takes what comes in, in the event loop. Messages are checked, and their senders have proved the token."""
 
-    def worker_came(self, message: Message) -> None: ...
+    def worker_came(self, message: WorkerHello) -> None: ...
     def worker_gone(self, incarnation: str) -> None: ...
-    def from_worker(self, incarnation: str, message: Message) -> None: ...
+    def from_worker(self, incarnation: str, message: FromWorker) -> None: ...
     def launcher_came(self, connection: Connection, host: str, joins: Sequence[int]) -> None: ...
     def launcher_gone(self, host: str) -> None: ...
-    def from_launcher(self, connection: Connection, host: str, message: Message) -> None: ...
+    def from_launcher(self, connection: Connection, host: str, message: FromLauncher) -> None: ...
     def newcomer(self, connection: Connection, rank: int) -> None: ...
-    def from_operator(self, connection: Connection, message: Message) -> None: ...
+    def from_operator(self, connection: Connection, message: Order) -> None: ...
     def operator_gone(self, connection: Connection) -> None: ...
     def part_of_guests(self) -> str: ...
     def is_guests(self, rank: int) -> bool: ...
@@ -148,7 +164,7 @@ class Server:
 
     async def give_signs(self) -> None:
         """Say each second that this coordinator lives, to whoever would turn to another one if it did not."""
-        sign = encode({"type": "lives"})
+        sign = encode(Lives())
         while True:
             waiting = self.shelf.waiting
             for connection in tuple(self._connections):
@@ -196,71 +212,68 @@ class Server:
             log.warning("recycle: refused a connection from %s: %s", source, reason)
             self._hearer.refused(source, reason)
 
-    def received(self, connection: Connection, message: Message) -> None:
+    def received(self, connection: Connection, message: Any) -> None:
         """A checked message of an authenticated peer."""
         self.strangers.gone(connection)
-        if connection.role == "newcomer":
-            if message["type"] == "hello":
-                self._hearer.newcomer(connection, message["rank"])
-        elif connection.role == "store":
-            if message["type"] == "hello":
-                connection.send({"type": "welcome", "shelf": self.shelf.name})
-            else:
-                self._ask(connection, message)
-        elif connection.role == "operator":
-            if message["type"] != "hello":
-                self._hearer.from_operator(connection, message)
-        elif connection.role == "launcher":
+        if connection.role == "launcher":
             self._from_launcher(connection, message)
-        elif message["type"] == "hello":
+        elif isinstance(message, NewcomerHello):
+            self._hearer.newcomer(connection, message.rank)
+        elif isinstance(message, StoreHello):
+            connection.send(Welcome(self.shelf.name))
+        elif isinstance(message, Ask):
+            self._ask(connection, message)
+        elif isinstance(message, Order):
+            self._hearer.from_operator(connection, message)
+        elif isinstance(message, WorkerHello):
             self._welcome(connection, message)
-        elif message["type"] == "fetch":
+        elif isinstance(message, Fetch):
             self.parcels.fetch(connection, message, connection.send_encoded)
-        elif message["type"] == "fetched":
+        elif isinstance(message, Fetched):
             self.parcels.fetched(connection, message)
         elif connection.incarnation is not None:
             self._hearer.from_worker(connection.incarnation, message)
 
-    def _ask(self, connection: Connection, message: Message) -> None:
+    def _ask(self, connection: Connection, message: Ask) -> None:
         if connection.guest:
             part = self._hearer.part_of_guests()
-            if message["op"] == "tell":
+            if message.op == "tell":
                 message = self._guests.tellable(message, part, self._there)
-                if not self._hearer.is_guests(message["number"]):
-                    message["number"] = -1
+                if not self._hearer.is_guests(message.number):
+                    message = replace(message, number=-1)
             elif why := self._guests.refusal(message, part, self._there):
-                connection.send({"type": "answer", **_NOTHING, "error": why})
+                connection.send(Found(error=why))
                 return
         self.shelf.ask(connection, message, connection.send)
 
     def _there(self, key: str) -> bool:
         """Whether the shelf has a value for this key."""
-        found: list[Message] = []
-        self.shelf.ask(None, {**_NOTHING, "type": "ask", "op": "check", "keys": [key], "once": ""}, found.append)
-        return bool(found and found[0]["number"])
+        found: list[Found] = []
+        self.shelf.ask(None, Ask("check", (key,)), found.append)
+        return bool(found and found[0].number)
 
-    def _from_launcher(self, connection: Connection, message: Message) -> None:
-        if message["type"] == "hello" and message.get("size", self._size) != self._size:
-            why = (f"{message['host']} starts a part of a job of {message['size']} workers, and this coordinator's job "
+    def _from_launcher(self, connection: Connection, message: FromLauncher) -> None:
+        if isinstance(message, LauncherHello) and message.size not in (None, self._size):
+            why = (f"{message.host} starts a part of a job of {message.size} workers, and this coordinator's job "
                    f"has {self._size}: give the same --nnodes and --nproc on each host, or another --coordinator")
-            connection.send({"type": "end", "status": 1, "message": why})
-        elif message["type"] == "hello":
-            if connection.guest and any(one.host == message["host"] and not one.guest for one in self.launchers):
-                raise WireError(f"{message['host']!r:.60} is a host of the job's own")
-            connection.host, connection.places = message["host"], message["places"]
+            connection.send(End(1, why))
+        elif isinstance(message, LauncherHello):
+            if connection.guest and any(one.host == message.host and not one.guest for one in self.launchers):
+                raise WireError(f"{message.host!r:.60} is a host of the job's own")
+            connection.host, connection.places = message.host, message.places
             self.launchers.add(connection)
             self._met.add(connection.host)
             self._meeting.set()
-            self._hearer.launcher_came(connection, message["host"], () if message["places"] else message["ranks"])
+            self._hearer.launcher_came(connection, message.host, () if message.places else message.ranks)
         else:
             if connection.host is None:
                 return  # of another job
             self._hearer.from_launcher(connection, connection.host, message)
 
-    def _welcome(self, connection: Connection, message: Message) -> None:
-        connection.incarnation = message["incarnation"]
-        before = self.workers.get(message["incarnation"])
-        self.workers[message["incarnation"]] = connection
+    def _welcome(self, connection: Connection, message: WorkerHello) -> None:
+        connection.incarnation = message.incarnation
+        before = self.workers.get(message.incarnation)
+        self.workers[message.incarnation] = connection
         if before is not None and before is not connection:
             before.close()
         self._hearer.worker_came(message)

@@ -21,8 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_recycle.control.marks import Mark, Marks, marks_of, named
-from megatron_recycle.control.wire import Message
+from msgspec.structs import replace
+
+from megatron_recycle.control.marks import Mark, Marks, named
+from megatron_recycle.membership.protocol import Ask, Found
 
 MOST_BYTES = 1 << 30
 """All keys and values together, with what each costs beside."""
@@ -42,14 +44,14 @@ _WAITS = ("get", "wait", "around")
 _AT_ONCE = ("tell", "wait", "around")
 """Asks that can be answered although not all have told what they know yet."""
 
-Send = Callable[[Message], None]
+Send = Callable[[Found], None]
 
 
 @dataclass
-class _Ask:
+class _Waiting:
     """An ask that cannot be answered yet: because of ``missing`` keys, or because not all have told."""
 
-    message: Message
+    message: Ask
     send: Send
     missing: set[str] = field(default_factory=set)
 
@@ -111,26 +113,26 @@ class Shelf:
         self._deleted: dict[str, None] = {}
         self._bytes = 0
         self._forgotten = 0
-        self._waiting: dict[object, _Ask] = {}
+        self._waiting: dict[object, _Waiting] = {}
         self._wanted: dict[str, set[object]] = {}
-        self._held: dict[object, _Ask] = {}
+        self._held: dict[object, _Waiting] = {}
         self._untold: set[int] = set()
 
-    def ask(self, who: object, message: Message, send: Send) -> None:
+    def ask(self, who: object, message: Ask, send: Send) -> None:
         """Answer ``message`` of the connection ``who`` by ``send``, at once or when what it waits for is there. A
         connection asks one thing at a time."""
         if not self._leads():
             return  # it will turn to the one that leads
-        if self._untold and message["op"] not in _AT_ONCE and not _own(message["keys"]):
-            self._held[who] = _Ask(message, send)
+        if self._untold and message.op not in _AT_ONCE and not _own(message.keys):
+            self._held[who] = _Waiting(message, send)
             return
         try:
-            values = [None if one is None else base64.b64decode(one, validate=True) for one in message["values"]]
-            if len(values) not in (len(message["keys"]), 0) and message["op"] != "compare_set":
-                raise ValueError(f"{len(message['keys'])} keys and {len(values)} values")
-            self._ask(who, message, message["keys"], values, send)
+            values = [None if one is None else base64.b64decode(one, validate=True) for one in message.values]
+            if len(values) not in (len(message.keys), 0) and message.op != "compare_set":
+                raise ValueError(f"{len(message.keys)} keys and {len(values)} values")
+            self._ask(who, message, message.keys, values, send)
         except (ValueError, IndexError, OverflowError, TypeError, binascii.Error) as error:
-            send(_answer(error=f"{message['op']!r:.40}: {error}"))
+            send(_answer(error=f"{message.op!r:.40}: {error}"))
 
     def gone(self, who: object) -> None:
         """This connection has ended: nobody waits for an answer any more."""
@@ -172,9 +174,9 @@ class Shelf:
         """Keys that are remembered, deleted ones among them."""
         return len(self._values)
 
-    def _ask(self, who: object, message: Message, keys: Sequence[str], values: Sequence[bytes | None],
+    def _ask(self, who: object, message: Ask, keys: Sequence[str], values: Sequence[bytes | None],
              send: Send) -> None:
-        op, (slot, number) = message["op"], named(message["once"])
+        op, (slot, number) = message.op, named(message.once)
         last, result, changed = self._marks.get(slot)
         if slot and last > number:
             return  # of a connection that its process has left long ago
@@ -189,7 +191,7 @@ class Shelf:
             if not missing:
                 send(self._found(message))
             else:
-                self._waiting[who] = _Ask(message, send, missing)
+                self._waiting[who] = _Waiting(message, send, missing)
                 for key in missing:
                     self._wanted.setdefault(key, set()).add(who)
         elif op == "check":
@@ -203,28 +205,28 @@ class Shelf:
         else:
             self._change(message, (slot, number), keys, values, send)
 
-    def _told(self, message: Message, keys: Sequence[str], values: Sequence[bytes | None], send: Send) -> None:
-        for key, value, stamp in zip(keys, values, message["stamps"], strict=True):
-            if type(stamp) is not int or not 0 <= stamp < self._latest:
+    def _told(self, message: Ask, keys: Sequence[str], values: Sequence[bytes | None], send: Send) -> None:
+        for key, value, stamp in zip(keys, values, message.stamps, strict=True):
+            if not 0 <= stamp < self._latest:
                 raise ValueError(f"{stamp!r:.30} is no stamp")
             self._stamp = max(self._stamp, stamp)
             self._put(key, value, stamp)
-        for slot, mark in marks_of(message["marks"]).items():
+        for slot, mark in message.marks.items():
             self._marks.put(slot, mark)
         send(_answer())
-        if message["number"] in self._untold:
-            self._untold.discard(message["number"])
+        if message.number in self._untold:
+            self._untold.discard(message.number)
             if not self._untold:
                 self.gathered()
 
-    def _change(self, message: Message, name: tuple[str, int], keys: Sequence[str], values: Sequence[bytes | None],
+    def _change(self, message: Ask, name: tuple[str, int], keys: Sequence[str], values: Sequence[bytes | None],
                 send: Send) -> None:
         """The answer has the stamp of the change, which its author remembers with it."""
-        op, now = message["op"], self._get(keys[0]) if keys else None
+        op, now = message.op, self._get(keys[0]) if keys else None
         number, put = 0, list(zip(keys, values, strict=False))
         if op == "add":
-            number = _number(now) + message["number"]
-            put = [(keys[0], str(number).encode())] if now is None or message["number"] else []
+            number = _number(now) + message.number
+            put = [(keys[0], str(number).encode())] if now is None or message.number else []
         elif op == "append":
             put = [(keys[0], (now or b"") + (values[0] or b""))]
         elif op == "compare_set":
@@ -287,29 +289,28 @@ class Shelf:
         del self._deleted[key]
         self._bytes -= _size(key, self._values.pop(key)[1])
 
-    def _found(self, message: Message) -> Message:
+    def _found(self, message: Ask) -> Found:
         """With `around`, all that is in the folders of the keys asked for."""
-        if message["op"] == "around":
-            keys = list(dict.fromkeys((*message["keys"], *self._rooms.beside(message["keys"]))))
+        if message.op == "around":
+            keys = list(dict.fromkeys((*message.keys, *self._rooms.beside(message.keys))))
             values = [self._get(key) for key in keys]
             if sum(len(key) + len(value or b"") for key, value in zip(keys, values, strict=True)) <= LARGEST:
-                return {**_answer(values), "keys": keys}
-        values = [] if message["op"] == "wait" else [self._get(key) for key in message["keys"]]
+                return replace(_answer(values), keys=tuple(keys))
+        values = [] if message.op == "wait" else [self._get(key) for key in message.keys]
         if len(values) > 1 and sum(len(value or b"") for value in values) > LARGEST:
             return _answer(error=TOO_MUCH)
         return _answer(values)
 
-    def _listed(self) -> Message:
+    def _listed(self) -> Found:
         keys = [key for key in self._values if key not in self._deleted]
         if sum(len(key) + 8 for key in keys) > LARGEST:
             raise ValueError(f"{len(keys)} keys are more than an answer holds")
-        return {**_answer(), "keys": keys}
+        return Found(keys=tuple(keys))
 
 
 def _answer(values: Sequence[bytes | None] = (), number: int = 0, stamp: int = 0, error: str = "",
-            marks: Mapping[str, Mark] | None = None) -> Message:
-    return {"type": "answer", "keys": [], "values": encoded(values), "number": number, "stamp": stamp,
-            "marks": dict(marks or {}), "error": error}
+            marks: Mapping[str, Mark] | None = None) -> Found:
+    return Found(values=encoded(values), number=number, stamp=stamp, marks=marks or {}, error=error)
 
 
 def generation_of(key: str) -> int | None:
@@ -341,9 +342,9 @@ def _number(value: bytes | None) -> int:
     return 0 if value is None else int(value)
 
 
-def encoded(values: Sequence[bytes | None]) -> list[str | None]:
+def encoded(values: Sequence[bytes | None]) -> tuple[str | None, ...]:
     """Values as JSON has them."""
-    return [None if one is None else base64.b64encode(one).decode() for one in values]
+    return tuple(None if one is None else base64.b64encode(one).decode() for one in values)
 
 
 def decoded(values: Sequence[Any]) -> list[bytes]:

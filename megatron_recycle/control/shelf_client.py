@@ -18,14 +18,25 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from megatron_recycle.control.addresses import targets
-from megatron_recycle.control.marks import Mark, marks_of
 from megatron_recycle.control.shelf import DELETED, LARGEST, OWN, TOO_MUCH, decoded, encoded, term_of
 from megatron_recycle.control.sockets import SILENT_S, watch_peer
-from megatron_recycle.control.wire import Message, Session, WireError
-from megatron_recycle.membership.messages import TO_STORE, check
+from megatron_recycle.control.wire import Session
+from megatron_recycle.membership.protocol import (
+    TO_STORE,
+    Ask,
+    Found,
+    Lives,
+    Mark,
+    Message,
+    StoreHello,
+    Welcome,
+    WireError,
+)
 
+Kind = TypeVar("Kind", bound=Message)
 _CONNECT_S = 5.0
 _TURN_S = 1.0
 """The same, where the next address may be the right one."""
@@ -101,26 +112,25 @@ class _Memory:
         del self._said[:-most]
         return made
 
-    def add(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], told: Message) -> None:
+    def add(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], told: Found) -> None:
         """This has become of an ask: of what was set it has no values, or, if it was set earlier, those of now."""
-        now = [None if one is None else base64.b64decode(one) for one in told["values"]]
+        now = [None if one is None else base64.b64decode(one) for one in told.values]
         for key, value in zip(keys, values if op == "set" and not now else now, strict=True):
-            said.put(key, value, told["stamp"])
-        for slot, mark in marks_of(told["marks"]).items():
+            said.put(key, value, told.stamp)
+        for slot, mark in told.marks.items():
             self._marks.pop(slot, None)
             self._marks[slot] = mark
         while len(self._marks) > _MARKS:
             del self._marks[next(iter(self._marks))]
 
-    def parts(self, rank: int) -> list[Message]:
+    def parts(self, rank: int) -> list[Ask]:
         """All of it, as asks; the last one says whose it is."""
         told = [(key, value, stamp) for said in (self._always, *self._said)
                 for key, (value, stamp) in said.values.items()]
         parts = [*_parts(told)] or [()]
-        return [{"type": "ask", "op": "tell", "keys": [key for key, _, _ in part],
-                 "values": encoded([value for _, value, _ in part]), "stamps": [stamp for _, _, stamp in part],
-                 "number": rank if part is parts[-1] else -1, "once": "",
-                 "marks": dict(self._marks) if part is parts[-1] else {}} for part in parts]
+        return [Ask("tell", tuple(key for key, _, _ in part), encoded([value for _, value, _ in part]),
+                    tuple(stamp for _, _, stamp in part), rank if part is parts[-1] else -1,
+                    marks=dict(self._marks) if part is parts[-1] else {}) for part in parts]
 
 
 class ShelfClient:
@@ -165,33 +175,32 @@ class ShelfClient:
         with self._lock:
             slot = self._slots.pop() if self._slots else _Slot(f"{self._name}.{secrets.token_hex(3)}")
         slot.number += 1
-        message = {"type": "ask", "op": op, "keys": list(keys), "values": encoded(values), "stamps": [],
-                   "number": number, "once": f"{slot.name}:{slot.number}", "marks": {}}
+        message = Ask(op, tuple(keys), encoded(values), number=number, once=f"{slot.name}:{slot.number}")
         try:
             told = self._answered(message, values, time.monotonic() + timeout, given_up, said)
         finally:
             with self._lock:
                 self._slots.append(slot)
-        if told["error"] == TOO_MUCH:
+        if told.error == TOO_MUCH:
             each = [self.ask("get", [key], timeout=timeout, given_up=given_up).values[0] for key in keys]
             return Answer(list(keys), each, 0)
-        if told["error"]:
-            raise ValueError(f"the job's store: {told['error']}")
-        return Answer(told["keys"] or list(keys), decoded(told["values"]), told["number"])
+        if told.error:
+            raise ValueError(f"the job's store: {told.error}")
+        return Answer([*(told.keys or keys)], decoded(told.values), told.number)
 
     def tell(self, timeout: float) -> None:
         """See to it that the coordinator which leads now knows what this process has put on the shelf of the one
         before. Raises NotThere."""
         self.ask("check", [OWN], timeout=timeout)
 
-    def _answered(self, message: Message, values: Sequence[bytes], until: float, given_up: Callable[[], bool],
-                  said: Said | None) -> Message:
-        keys, why = ", ".join(message["keys"])[:200], "not there in time"
+    def _answered(self, message: Ask, values: Sequence[bytes], until: float, given_up: Callable[[], bool],
+                  said: Said | None) -> Found:
+        keys, why = ", ".join(message.keys)[:200], "not there in time"
         while True:
             line: _Line | None = None
             try:
                 line = self._line(until, given_up)
-                told = line.exchange(message, until, given_up)
+                told = line.exchange(message, Found, until, given_up)
                 if self._counts(line, message, values, told, said):
                     return told
             except (OSError, WireError) as error:
@@ -209,14 +218,14 @@ class ShelfClient:
                 elif line is not None:
                     line.close()
 
-    def _counts(self, line: _Line, message: Message, values: Sequence[bytes], told: Message, said: Said | None) -> bool:
+    def _counts(self, line: _Line, message: Ask, values: Sequence[bytes], told: Found, said: Said | None) -> bool:
         """Whether this answer is one. It is remembered before another shelf is told all, or it is asked for again."""
         with self._lock:
             if line.shelf != self._memory.shelf:
                 line.busy = True
                 return False
-            if said is not None and told["stamp"]:
-                self._memory.add(said, message["op"], message["keys"], values, told)
+            if said is not None and told.stamp:
+                self._memory.add(said, message.op, message.keys, values, told)
         return True
 
     def _line(self, until: float, given_up: Callable[[], bool]) -> _Line:
@@ -252,7 +261,7 @@ class ShelfClient:
             known.shelf = line.shelf
             parts = known.parts(self._rank)
         for part in parts:
-            line.exchange(part, until, given_up)
+            line.exchange(part, Found, until, given_up)
         with self._lock:
             if known.shelf == line.shelf:
                 known.told = line.shelf
@@ -295,7 +304,7 @@ class _Line:
             line = cls(connection, token, one_of_many)
             while not line._session.open:
                 line._session.feed(line._receive(until, given_up))
-            line.shelf = line.exchange({"type": "hello", "role": "store"}, until, given_up)["shelf"]
+            line.shelf = line.exchange(StoreHello("store"), Welcome, until, given_up).shelf
         except NotThere:
             connection.close()
             raise ConnectionError("no answer") from None
@@ -304,8 +313,8 @@ class _Line:
             raise
         return line
 
-    def exchange(self, message: Message, until: float, given_up: Callable[[], bool]) -> Message:
-        """Say this and wait for the answer. Afterwards `busy` is whether none has come."""
+    def exchange(self, message: Message, kind: type[Kind], until: float, given_up: Callable[[], bool]) -> Kind:
+        """Say this and wait for the answer, which is of this ``kind``. Afterwards `busy` is whether none has come."""
         self.busy = True
         unsent = memoryview(self._session.seal(message))
         while unsent:
@@ -314,9 +323,11 @@ class _Line:
             except BlockingIOError:
                 self._wait(select.POLLOUT, until, given_up)
         while True:
-            for answer in self._session.feed(self._receive(until, given_up)):
-                if check(answer, TO_STORE)["type"] == "lives":
+            for answer in map(TO_STORE.read, self._session.feed(self._receive(until, given_up))):
+                if isinstance(answer, Lives):
                     continue
+                if not isinstance(answer, kind):
+                    raise WireError(f"{answer.type}: it is not what was asked for")
                 self.busy = False
                 return answer
 

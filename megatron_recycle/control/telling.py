@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_recycle.control.server import Server
+from megatron_recycle.membership.inputs import Hinted
+from megatron_recycle.membership.protocol import EventTold, Explains
 from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import plain
@@ -65,15 +67,15 @@ class Telling:
         if event["event"] in _KEPT:
             self._kept.append(dict(event))
         if event["event"] not in _NOT_TOLD:
-            self._server.tell_launchers({"type": "event", "event": brief(event)})
+            self._server.tell_launchers(EventTold(brief(event)))
 
     def again(self) -> list[dict[str, Any]]:
         """Events that a launcher which has just come may have missed."""
         return [brief(event) for event in self._kept]
 
-    def passed_on(self, incarnation: str, name: str, fields: Mapping[str, Any], state: State) -> None:
+    def passed_on(self, incarnation: str, said: Mapping[str, Any], state: State) -> None:
         """A member's own event, checked; nobody else has a say."""
-        if (event := event_of(state, incarnation, name, fields, time.time())) is not None:
+        if (event := event_of(state, incarnation, said, time.time())) is not None:
             self.event(event, state)
 
     def handled(self, state: State) -> bool:
@@ -89,25 +91,26 @@ class Telling:
                 self._counted.add(key)
                 self.failures[key[0]] += 1
 
-    def explained(self, message: Mapping[str, Any], state: State) -> None:
+    def explained(self, message: Explains, state: State) -> None:
         """A host says why one of its processes has failed; launchers repeat it after a reconnect, and it is passed on
         once."""
-        key = (message["rank"], message["pid"])
+        key = (message.rank, message.pid)
         one = next((one for one in state.known.values() if (one.rank, one.pid) == key), None)
         if one is not None and key not in self._explained:
             self._explained.add(key)
             self.event({"event": "explained", "t": time.time(), "generation": state.generation, "worker": one.worker,
                         "rank": one.rank, "pid": one.pid, "host": one.host,
-                        "causes": [cause[:300] for cause in message["causes"][:8]],
-                        "gpu": message["gpu"][:100] or None, "repair": message["repair"][:500] or None}, state)
+                        "causes": [cause[:300] for cause in message.causes[:8]],
+                        "gpu": message.gpu[:100] or None, "repair": message.repair[:500] or None}, state)
 
-    def hint(self, incarnation: str, fields: Mapping[str, Any], state: State) -> None:
+    def hint(self, hint: Hinted, state: State) -> None:
         """Workers repeat their last hint after a reconnect; it is passed on once."""
-        member = state.member(incarnation)
-        key = _hint_key({**fields, "worker": member.worker}) if member is not None else None
+        member = state.member(hint.incarnation)
+        said = {"event": "hint", "generation": hint.generation, "error": hint.error}
+        key = _hint_key({**said, "worker": member.worker}) if member is not None else None
         if key is not None and key not in self._hints:
             self._hints.add(key)
-            self.passed_on(incarnation, "hint", fields, state)
+            self.passed_on(hint.incarnation, said, state)
 
 
 def brief(event: Event) -> dict[str, Any]:

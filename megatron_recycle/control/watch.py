@@ -90,7 +90,7 @@ class Watch:
 
     def told(self, incarnation: str, progress: Mapping[str, Any] | None, now: float) -> None:
         """A heartbeat says what the worker's training thread does."""
-        self._stalls.heard(incarnation, Doing.read((progress or {}).get("doing")), now)
+        self._stalls.heard(incarnation, Doing.of(progress), now)
 
     def launcher_beat(self, host: str, now: float) -> None:
         """Any message of a host's launcher."""

@@ -16,10 +16,13 @@ import hmac
 import json
 import secrets
 import struct
+from collections.abc import Mapping
+from typing import Any
 
-from megatron_recycle.membership.messages import Message, TooLarge, WireError
+from megatron_recycle.membership.protocol import Message, TooLarge, WireError
+from megatron_recycle.plan.value import Value
 
-VERSION = 5
+VERSION = 6
 _KEYS = "1"
 """In the keys of every version: so two versions understand that they differ, and say so."""
 MAX_PAYLOAD = 4 * 1024 * 1024
@@ -45,12 +48,23 @@ def for_joining(token: str) -> str:
     return token if token.startswith(GUEST) else GUEST + _derive(token.encode(), "join").hex()[:32]
 
 
-def encode(message: Message) -> bytes:
+class Envelope(Value, frozen=True):
+    """What each frame has beside its message: the protocol's version, its number on this connection, and on the first
+    one a nonce."""
+
+    type: str
+    v: Any = None
+    n: Any = None
+    nonce: Any = None
+
+
+def encode(message: Message | Mapping[str, Any]) -> bytes:
     """JSON of `message`, to be sealed for one connection or for many."""
-    return json.dumps(message, separators=(",", ":")).encode()
+    data = message.to_json() if isinstance(message, Message) else message
+    return json.dumps(data, separators=(",", ":")).encode()
 
 
-def seal(message: Message, key: bytes) -> bytes:
+def seal(message: Mapping[str, Any], key: bytes) -> bytes:
     """The frame of `message` (which gets the protocol's version) under `key`."""
     return _frame(encode({**message, "v": VERSION}), key)
 
@@ -61,25 +75,28 @@ def _frame(payload: bytes, key: bytes) -> bytes:
     return _LENGTH.pack(len(payload)) + _mac(key, payload) + payload
 
 
-def unseal(payload: bytes, mac: bytes, key: bytes) -> Message:
+def unseal(payload: bytes, mac: bytes, key: bytes) -> dict[str, Any]:
     """The message of a frame; nothing of the payload is looked at before its authenticity is known."""
     if not hmac.compare_digest(mac, _mac(key, payload)):
         raise WireError("a frame does not authenticate: wrong token, or a frame of another connection")
     return opened(payload)
 
 
-def opened(payload: bytes) -> Message:
+def opened(payload: bytes) -> dict[str, Any]:
     """The message of a payload that is authentic, or does not have to be; raises WireError."""
     try:
         message = json.loads(payload)
     except (ValueError, RecursionError) as error:
         raise WireError(f"a frame is not JSON: {error}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise WireError("a frame is not an object with a type")
-    if message.get("v") != VERSION:
-        raise WireError(f"a frame is of protocol version {message.get('v')!r}, this is version {VERSION}: "
+    try:
+        version = Envelope.from_json(message).v
+    except ValueError as error:
+        raise WireError("a frame is not an object with a type") from error
+    if version != VERSION:
+        raise WireError(f"a frame is of protocol version {version!r}, this is version {VERSION}: "
                         "install the same version of megatron-recycle on all hosts")
-    return message
+    found: dict[str, Any] = message
+    return found
 
 
 class Session:
@@ -129,10 +146,12 @@ class Session:
         """True when both directions have their keys."""
         return self._send_key is not None
 
-    def seal(self, message: Message) -> bytes:
+    def seal(self, message: Message | Mapping[str, Any]) -> bytes:
         """The frame of `message`, numbered; the first one of a client carries its own nonce."""
-        nonce = {"nonce": self._answer} if not self._server and self._sent == 0 else {}
-        return self.seal_encoded(encode({**message, **nonce}))
+        encoded = encode(message)
+        if not self._server and self._sent == 0:
+            encoded = encoded[:-1] + b',"nonce":"%s"}' % self._answer.encode()
+        return self.seal_encoded(encoded)
 
     def seal_encoded(self, encoded: bytes) -> bytes:
         """As `seal`, of what `encode` gave; a client's first frame must not be sent so."""
@@ -142,7 +161,7 @@ class Session:
         self._sent += 1
         return frame
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
         """The complete messages in what was received so far; raises WireError at the first bad one."""
         self._buffer += data
         messages = []
@@ -161,7 +180,7 @@ class Session:
                 messages.append(message)
         return messages
 
-    def _receive(self, payload: bytes, mac: bytes) -> Message | None:
+    def _receive(self, payload: bytes, mac: bytes) -> dict[str, Any] | None:
         if self._server and self._send_key is None:
             self._recognise(payload, mac)
         greeted = not self._server and self._send_key is None
@@ -171,8 +190,7 @@ class Session:
             self._send_key = _derive(self._token, "client", self._challenge)
             self._receive_key = _derive(self._token, "server", self._challenge, self._answer)
             return None
-        if message.get("n") != self._received:
-            number = message.get("n")
+        if (number := Envelope.from_json(message).n) != self._received:
             raise WireError(f"frame number {number!r} where {self._received} was due: repeated or lost")
         self._received += 1
         if self._server and self._send_key is None:
@@ -189,8 +207,8 @@ class Session:
             self.guest, self._token, self._receive_key = True, token, key
 
 
-def _nonce(message: Message) -> str:
-    nonce = message.get("nonce")
+def _nonce(message: Mapping[str, Any]) -> str:
+    nonce = Envelope.from_json(message).nonce
     if not isinstance(nonce, str) or not 16 <= len(nonce) <= 64:
         raise WireError("the first frame of a connection carries no nonce")
     return nonce

@@ -138,7 +138,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
 def _gather(launcher: Launcher, run_dir: Path, say: Callable[[str], None]) -> None:
     """Gather what an engineer needs of a life that has failed."""
     end = launcher.ending.end
-    if end is not None and end["status"] == 1 and not launcher.ending.interrupted:
+    if end is not None and end.status == 1 and not launcher.ending.interrupted:
         from megatron_recycle.tools.post_mortem import collect
 
         if (folder := collect(run_dir, end, launcher.job.environ, launcher.processes.host)) is not None:

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_recycle.control.link import Link
-from megatron_recycle.control.wire import Message
 from megatron_recycle.launch import attribution, devices
 from megatron_recycle.launch.attribution import Attribution
 from megatron_recycle.launch.coordinator_process import Service
@@ -31,7 +30,19 @@ from megatron_recycle.launch.starting import Starting, Starts
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.launch.worker_logs import Follower, last_words
 from megatron_recycle.membership.failure_kinds import describe_status
-from megatron_recycle.membership.messages import TO_LAUNCHER
+from megatron_recycle.membership.inputs import Exited, StaysOut
+from megatron_recycle.membership.protocol import (
+    TO_LAUNCHER,
+    End,
+    EventTold,
+    Explains,
+    Heartbeat,
+    LauncherHello,
+    Lives,
+    Message,
+    Places,
+    ToLauncher,
+)
 from megatron_recycle.observe.text import printable
 
 _GLANCE = 0.25
@@ -62,7 +73,7 @@ class Launcher:
     ) -> None:
         self.summary = Summary()
         self._say = lambda line: say(stamp() + printable(line))
-        self.restarts = Restarts(self._say, lambda rank: self._link.send(_stays_out(rank)))
+        self.restarts = Restarts(self._say, lambda rank: self._link.send(StaysOut(rank)))
         starts = Starts({rank: index for index, rank in enumerate(job.ranks, job.first_local)})
         self.processes = Processes(job, starts.devices, self._say)
         self.ending = Ending(self.processes, self.restarts, self._say, self._send)
@@ -71,7 +82,7 @@ class Launcher:
         self._follower = Follower(job.run_dir, job.show, say)
         self._obeying = Obeying(self.processes, self.restarts, self.starting, self.ending, self.services,
                                 self._follower, self._say)
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToLauncher] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -85,14 +96,13 @@ class Launcher:
         self._machine, self._gpus = attribution.Host(job.environ, (job.run_dir, Path.cwd())), dict[int, str]()
         self._attribution = Attribution(
             self._machine, lambda rank, pid, found: self._explained.put(
-                {"type": "explains", "rank": rank, "pid": pid, "causes": list(found.causes), "gpu": found.gpu,
-                 "repair": found.repair}))
+                Explains(rank, pid, tuple(found.causes), found.gpu, found.repair)))
         self._link = Link(
             control,
             token,
             hello=self._hello,
             handle=self._heard,
-            beat=lambda: {"type": "heartbeat", "progress": None},
+            beat=Heartbeat,
             interval=job.heartbeat_interval,
             known=TO_LAUNCHER,
             name="recycle-launcher",
@@ -139,7 +149,7 @@ class Launcher:
     def message(self) -> str:
         """The end of the job, in words."""
         if self.ending.end is not None:
-            return self.ending.end["message"]
+            return self.ending.end.message
         if self.job.joining:
             return "this host has left the job"
         if not self.services.at_home and self._link.lost_since is not None:
@@ -166,16 +176,15 @@ class Launcher:
         lost = self._link.lost_since
         alone = 0.0 if lost is None else time.monotonic() - lost
         cut = (worker.status or 0) > 0 and alone > self.job.grace.failed
-        self._tell({
-            "type": "exit",
-            "rank": worker.rank,
-            "pid": worker.pid,
-            "status": worker.status,
-            "t": moment,
-            "log": f"{worker.child.log}" + (f" ({words})" if words else ""),
-            "move": worker.move,
-            "said": f"its host was without a coordinator for {alone:.0f} s" if cut else "",
-        })
+        self._tell(Exited(
+            worker.rank,
+            worker.pid,
+            worker.status,
+            moment,
+            log=f"{worker.child.log}" + (f" ({words})" if words else ""),
+            move=worker.move,
+            said=f"its host was without a coordinator for {alone:.0f} s" if cut else "",
+        ))
         if (worker.status or worker.joins) and not self.ending.over:
             why = f": {words}" if words else ""
             early = f" before it had joined: see {worker.child.log}" if worker.joins else ""
@@ -234,15 +243,15 @@ class Launcher:
         except BlockingIOError:
             return
 
-    def _receive(self, message: Message) -> None:
+    def _receive(self, message: ToLauncher) -> None:
         """The end, a command, or an event: events are shown to the user, and nothing follows from them."""
-        if message["type"] == "end":
+        if isinstance(message, End):
             self.ending.finish(message)
-        elif message["type"] == "event":
-            line = self.summary.add(message["event"])
-            if line is not None and (self.job.leader or self.summary.rank_of(message["event"]) in self.job.ranks):
+        elif isinstance(message, EventTold):
+            line = self.summary.add(message.event)
+            if line is not None and (self.job.leader or self.summary.rank_of(message.event) in self.job.ranks):
                 self._say(line)
-        else:
+        elif not isinstance(message, (Lives, Places)):
             self._obeying.obey(message)
 
     def _check_coordinator(self) -> None:
@@ -297,24 +306,19 @@ class Launcher:
         if self.ending.end is None:
             return 0 if self.job.joining and not any(worker.status for worker in workers) else 1
         failed = any(worker.status and worker.out is None for worker in workers)
-        return int(self.ending.end["status"]) or int(failed)
+        return int(self.ending.end.status) or int(failed)
 
     # Called by others: the link's thread, the signal handler
 
     def _hello(self) -> list[Message]:
-        hello = {"type": "hello", "role": "launcher", "host": self.processes.host, "size": self.job.size}
-        staying = [_stays_out(rank) for rank in sorted(self.restarts.given_up)]
+        staying = [StaysOut(rank) for rank in sorted(self.restarts.given_up)]
         places = 0 if self.job.joining else self.job.places
-        return [{**hello, "ranks": list(self.job.ranks), "places": places}, *self._told,
-                *self.ending.told, *staying]
+        hello = LauncherHello(self.processes.host, tuple(self.job.ranks), places, self.job.size, "launcher")
+        return [hello, *self._told, *self.ending.told, *staying]
 
-    def _heard(self, message: Message) -> None:
+    def _heard(self, message: ToLauncher) -> None:
         self._inbox.put(message)
         self._wake_out.send(b"m")
 
     def _signalled(self, number: int, frame: object) -> None:
         self._signals.append((number, time.monotonic()))
-
-
-def _stays_out(rank: int) -> Message:
-    return {"type": "stays_out", "rank": rank}

@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from megatron_recycle.control.wire import Message
-from megatron_recycle.membership.next_life import NextLife, Shape
+from megatron_recycle.membership.next_life import Shape
+from megatron_recycle.membership.protocol import End
 
 
 @dataclass(frozen=True)
@@ -27,21 +27,21 @@ class Life:
     shape: Shape | None = None
     reason: str = ""
 
-    def after(self, end: Message | None, host: str) -> Life | None:
+    def after(self, end: End | None, host: str) -> Life | None:
         """The next one, if the coordinator's last word, ``end``, says that there is one with the host of this name."""
-        if end is None or end.get("next_life") is None:
+        if end is None or end.next_life is None:
             return None
-        there = NextLife.from_json(end["next_life"])
+        there = end.next_life
         share = there.shares.get(host)
         if share is None:
             return None
         return Life(there.size, range(share.first, share.first + share.count), share.node, there.nodes, self.number + 1,
-                    self.most, there.shape, end["message"])
+                    self.most, there.shape, end.message)
 
     def told(self) -> str:
         """For the coordinator's command line."""
         return json.dumps({"restarts": self.number < self.most, "number": self.number, "most": self.most,
-                           "reason": self.reason, "shape": None if self.shape is None else vars(self.shape)})
+                           "reason": self.reason, "shape": None if self.shape is None else self.shape.to_json()})
 
     def variables(self) -> dict[str, str]:
         """As torchrun sets them."""

@@ -9,9 +9,11 @@ import signal
 import time
 from collections.abc import Callable
 
-from megatron_recycle.control.wire import Message
+from msgspec.structs import replace
+
 from megatron_recycle.launch.processes import Processes, Say
 from megatron_recycle.launch.restarts import Restarts
+from megatron_recycle.membership.protocol import End, Interrupt
 
 _SAME_SIGNAL = 2.0
 """Seconds in which another SIGTERM is the same one: Slurm sends it to every process, srun and scripts pass it on."""
@@ -30,9 +32,9 @@ class Ending:
         time_to_leave: seconds that the job has to save and end once it is told to go; None: it goes at once.
     """
 
-    def __init__(self, processes: Processes, restarts: Restarts, say: Say, tell: Callable[[Message], None]) -> None:
-        self.end: Message | None = None
-        self.told: tuple[Message, ...] = ()
+    def __init__(self, processes: Processes, restarts: Restarts, say: Say, tell: Callable[[Interrupt], None]) -> None:
+        self.end: End | None = None
+        self.told: tuple[Interrupt, ...] = ()
         self.interrupted = False
         self.time_to_leave: float | None = None
         self._processes = processes
@@ -54,25 +56,25 @@ class Ending:
         return (self.end is None and self.interrupted and not self._processes.job.joining
                 and self.time_to_leave is not None)
 
-    def finish(self, message: Message) -> None:
+    def finish(self, message: End) -> None:
         """The coordinator has said how the job ended."""
         if self.end is not None:
             return
         self.end = message
         self._restarts.cancel()
         grace = self._processes.job.grace
-        well = not message["status"] or message.get("finished", False)  # scripts that have ended may take their time
+        well = not message.status or message.finished  # scripts that have ended may take their time
         self._deadline(grace.well if well else grace.failed, signal.SIGTERM)
         soon = time.monotonic() + grace.terminated
         for worker in self._processes.workers.values():
-            if worker.kill_at is not None and not message["status"]:  # it is about to end, with a status of its own
+            if worker.kill_at is not None and not message.status:  # it is about to end, with a status of its own
                 worker.kill_at = min(worker.kill_at, soon)
             elif worker.out is not None:  # it may be stopped for good; nobody waits for it
                 worker.child.signal(signal.SIGKILL)
 
     def give_up(self, message: str) -> None:
         """Nobody leads the job any more, nor tells the workers."""
-        self.finish({"type": "end", "status": 1, "message": message})
+        self.finish(End(1, message))
         self._deadline(0.0, signal.SIGTERM)
 
     def interrupt(self, number: int, moment: float | None = None) -> None:
@@ -110,7 +112,7 @@ class Ending:
         if self.end is not None or self._handled:
             return
         self._handled = True
-        self.told = tuple({**message, "handled": True} for message in self.told)
+        self.told = tuple(replace(message, handled=True) for message in self.told)
         self._restarts.cancel()
         self._say(f"the script handles SIGTERM itself: it has {seconds:.0f} s to end; a second one ends it at once")
         if not self._passed_on:
@@ -118,8 +120,7 @@ class Ending:
         self._kill_at = (time.monotonic() + seconds + self._processes.job.grace.terminated, signal.SIGKILL)
 
     def _tell_signal(self, number: int) -> None:
-        message = f"interrupted by {signal.Signals(number).name}"
-        self.told = ({"type": "interrupt", "status": 128 + number, "message": message},)
+        self.told = (Interrupt(128 + number, f"interrupted by {signal.Signals(number).name}"),)
         self._tell(self.told[0])
 
     def _pass_on(self) -> None:

@@ -6,11 +6,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 
-from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.processes import NOT_JOINED, Processes, Say, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import Exited
+from megatron_recycle.membership.protocol import Message
 
 _CUT_OFF = FailureKind.UNREACHABLE
 """The failure of workers whose host was out of reach: nothing is wrong with them."""
@@ -151,8 +152,7 @@ class Starting:
             log = str(self._processes.log(rank))
             if move:
                 self._starts.end(rank)
-                self._tell({"type": "exit", "rank": rank, "pid": 0, "status": 1, "t": time.time(), "log": log,
-                            "move": move, "said": ""})
+                self._tell(Exited(rank, 0, 1, time.time(), log, move))
             elif out == _CUT_OFF:
                 self._restarts.cut_off(rank, time.monotonic(), log)
             else:

@@ -63,6 +63,11 @@ class Measured:
     memory: Memory | None = None
     bytes: Mapping[str, Any] = field(default_factory=dict)
 
+    def held(self, name: str) -> Sequence[int]:
+        """Bytes of a micro-batch by chunk: ``before_b``, ``after_b`` or ``message``, if they are known."""
+        found: Sequence[int] = self.bytes.get("held", {}).get(name, ())
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Fields of the event `profiled`."""
         return {"costs": self.costs.to_json(), **self.bytes}

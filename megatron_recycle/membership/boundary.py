@@ -63,7 +63,7 @@ def entering(state: State) -> dict[str, Member]:
         if member.incarnation in state.prepared and name not in state.members
     }
     parts = Counter(Process.parse(name).worker for name in found)
-    wanted = int((state.description or {}).get("parts", 1))
+    wanted = state.job.parts
     return {name: member for name, member in found.items() if parts[Process.parse(name).worker] == wanted}
 
 

@@ -8,9 +8,13 @@ cut off, or gone) is not gone back to any more: then it is the one before.
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from megatron_recycle.membership import failing, guarding, records
 from megatron_recycle.membership.decisions import Emit, Step, Tell
 from megatron_recycle.membership.inputs import Unreadable, Unwritten, Written
+from megatron_recycle.membership.protocol import Noted
+from megatron_recycle.membership.resume import Checkpoint
 from megatron_recycle.membership.state import State
 
 
@@ -20,12 +24,12 @@ def written(state: State, happened: Written, now: float) -> Step:
     member = state.member(happened.incarnation)
     if member is None or happened.generation != state.generation:
         return state, ()
-    noted = Tell((member.incarnation,), {"type": "noted", "generation": state.generation, "place": happened.place})
-    named = {"iteration": happened.iteration, "place": happened.place}
-    checkpoint = {**named, "facts": happened.facts}
+    noted = Tell((member.incarnation,), Noted(state.generation, happened.place))
+    checkpoint = Checkpoint(happened.iteration, happened.place, happened.facts)
     if checkpoint in state.checkpoints[-1:]:  # told again after a reconnect
         return state, (noted,)
-    event = {"event": "checkpoint", "t": now, "generation": state.generation, **named}
+    event = {"event": "checkpoint", "t": now, "generation": state.generation,
+             "iteration": happened.iteration, "place": happened.place}
     state = state.with_(checkpoints=guarding.noted(state.checkpoints, checkpoint))
     return state, (records.checkpoint(state, checkpoint, event), Emit(event), noted)
 
@@ -33,16 +37,16 @@ def written(state: State, happened: Written, now: float) -> Step:
 def unreadable(state: State, happened: Unreadable, now: float) -> Step:
     """A member cannot read the checkpoint that all go back to. The first word counts: the generation is over then."""
     member = state.member(happened.incarnation)
-    known = next((one for one in reversed(state.checkpoints) if one["place"] == happened.place), None)
+    known = next((one for one in reversed(state.checkpoints) if one.place == happened.place), None)
     if member is None or known is None or happened.generation != state.generation:
         return state, ()
-    known = {**known, "unread": f"{happened.why} on {member.worker}"}
+    known = replace(known, unread=f"{happened.why} on {member.worker}")
     event = {"event": "unreadable", "t": now, "generation": state.generation, "worker": member.worker,
-             "iteration": known["iteration"], "place": happened.place, "error": happened.why}
+             "iteration": known.iteration, "place": happened.place, "error": happened.why}
     state = state.with_(checkpoints=guarding.noted(state.checkpoints, known))
     record = records.checkpoint(state, known, event)
     state, decisions = failing.next_generation(
-        state, {}, now, now, reason=f"the checkpoint in {happened.place} cannot be read ({known['unread']})")
+        state, {}, now, now, reason=f"the checkpoint in {happened.place} cannot be read ({known.unread})")
     return state, (record, Emit(event), *decisions)
 
 

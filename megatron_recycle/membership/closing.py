@@ -9,7 +9,8 @@ wrong ends the job at once: a checkpoint must not stand in the way of what has f
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership import messages, records
 from megatron_recycle.membership.decisions import Emit, End, Step, Tell
@@ -17,6 +18,7 @@ from megatron_recycle.membership.holding import lost_with
 from megatron_recycle.membership.inputs import Saved, SavedLate
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.protocol import Answer
 from megatron_recycle.membership.state import Closing, Member, Phase, State
 
 LAST = "the job ends after a last checkpoint"
@@ -67,7 +69,7 @@ def possible(state: State, lost: Collection[str]) -> bool:
 
 def why_not(state: State, lost: Collection[str]) -> str | None:
     """Why they could not; None if they can, nothing if there is no need to say it."""
-    wanted = (state.description or {}).get("emergency", False)
+    wanted = state.job.emergency
     if wanted is False or state.committed < 0:
         return ""
     if wanted is None:
@@ -88,12 +90,12 @@ def goes_on(state: State, lost: Collection[str]) -> bool:
 
 def wanted(state: State) -> bool:
     """Whether a job that is told to go saves first, and can."""
-    return (state.description or {}).get("on_leave") == "checkpoint" and possible(state, ())
+    return state.job.on_leave == "checkpoint" and possible(state, ())
 
 
 def answer(member: Member, number: int) -> Tell:
     """To one that waits in its error: it goes on in the generation that it has just heard of."""
-    return Tell((member.incarnation,), {"type": "answer", "number": number})
+    return Tell((member.incarnation,), Answer(number))
 
 
 def noted(state: State, happened: Saved) -> tuple[State, Closing | None]:

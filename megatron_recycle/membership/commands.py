@@ -6,54 +6,50 @@ does no harm: a launcher that has lost its connection gets all that still hold, 
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_recycle.membership.decisions import Command
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.protocol import Begun, Drop, Joined, Out, Progress, Start, Terminate
 from megatron_recycle.membership.state import Member, State
 
 
 def begun(state: State) -> Command:
-    """Training has begun: how often a process that has failed is started again, and a host may fail; and the seconds
-    that the whole job has to save and end once it is told to go (None: it goes at once)."""
-    description = state.description or {}
-    saves = description.get("on_leave") == "checkpoint" and description.get("emergency")
-    return Command({"type": "begun", "max_restarts": description.get("max_restarts", 0),
-                    "max_failures_per_host": description.get("max_failures_per_host", 0),
-                    "leave_timeout": description.get("leave_timeout") if saves else None})
+    """Training has begun: how often a process that has failed is started again, and the seconds that the whole job has
+    to save and end once it is told to go (None: it goes at once)."""
+    job = state.job
+    saves = job.on_leave == "checkpoint" and job.emergency
+    return Command(Begun(job.max_restarts, job.leave_timeout if saves else None, job.max_failures_per_host))
 
 
 def terminate(seconds: float) -> Command:
     """The job is asked to end by SIGTERM, and scripts handle that themselves: all workers get it, and have so long."""
-    return Command({"type": "terminate", "seconds": seconds})
+    return Command(Terminate(seconds))
 
 
-def out(member: Member, kind: FailureKind, fault: Fault | None) -> Command:
+def out(member: Member, kind: FailureKind, fault: Fault | None) -> Out:
     """A process was declared out: it is to end, and its launcher may start another one."""
     error = "" if fault is None else f"{fault} {fault.where}"
-    return Command({"type": "out", "rank": member.rank, "pid": member.pid, "kind": kind, "error": error})
+    return Out(member.rank, member.pid, kind, error)
 
 
 def joined(member: Member) -> Command:
     """A process that came in takes part in the training: what happened to its rank before is forgotten."""
-    return Command({"type": "joined", "rank": member.rank, "pid": member.pid})
+    return Command(Joined(member.rank, member.pid))
 
 
 def start(state: State, to: str, mover: Member) -> Command:
     """Start a process for the rank of ``to`` on the device of the mover."""
-    return Command({"type": "start", "rank": state.ranks[to], "beside": mover.rank, "pid": mover.pid,
-                    "move": state.move})
+    return Command(Start(state.ranks[to], mover.rank, mover.pid, state.move))
 
 
 def drop(rank: int, move: int) -> Command:
     """End the process that was started for this move."""
-    return Command({"type": "drop", "rank": rank, "move": move})
+    return Command(Drop(rank, move))
 
 
 def progress() -> Command:
     """An iteration was committed: services that have died before may die again."""
-    return Command({"type": "progress"})
+    return Command(Progress())
 
 
 def in_force(state: State, host: str) -> list[Command]:
@@ -64,10 +60,10 @@ def in_force(state: State, host: str) -> list[Command]:
     under_way = [start(state, to, mover) for to, incarnation in state.moves.items()
                  if to not in state.joiners and to not in state.members
                  and (mover := state.member(incarnation)) is not None]
-    return [begun(state), *(Command(message) for message in state.outs.values()), *map(joined, here), *under_way,
+    return [begun(state), *map(Command, state.outs.values()), *map(joined, here), *under_way,
             *(drop(int(rank), move) for rank, move in state.dropped.items())]
 
 
-def remembered(state: State, *told: Command) -> dict[str, Any]:
+def remembered(state: State, *told: Out) -> dict[str, Out]:
     """The field of the state with the latest `out` of each rank."""
-    return {**state.outs, **{str(one.message["rank"]): one.message for one in told}}
+    return {**state.outs, **{str(one.rank): one for one in told}}

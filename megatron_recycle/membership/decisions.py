@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_recycle.membership.state import Message, State
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.lines import AnyLine
+from megatron_recycle.membership.protocol import Message, Ordered, ToWorker
+from megatron_recycle.membership.state import Event, State
+from megatron_recycle.plan.plan_file import PlanFile
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Record:
     out: then a coordinator that comes back knows less, and is right all the same.
     """
 
-    record: Message
+    record: AnyLine
     needed: bool = True
 
 
@@ -27,7 +31,16 @@ class Record:
 class Note:
     """Keep this where a coordinator that comes back finds it; it replaces the note before."""
 
-    record: Message
+    record: AnyLine
+
+
+class StopAll(Message, frozen=True, tag="stop"):
+    """The end of all generations before this one, with its members and who is out: it travels as a `Stop` of each
+    one's own (`messages.wire_forms`)."""
+
+    generation: int
+    members: Mapping[str, str]
+    out: Mapping[str, FailureKind]
 
 
 @dataclass(frozen=True)
@@ -35,14 +48,14 @@ class Tell:
     """Send `message` to these incarnations."""
 
     to: tuple[str, ...]
-    message: Message
+    message: ToWorker | StopAll
 
 
 @dataclass(frozen=True)
 class Command:
     """Tell all launchers; see `commands`."""
 
-    message: Message
+    message: Ordered
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,7 @@ class MakeRedo:
     """
 
     generation: int
-    plan: Message
+    plan: PlanFile
     done: Mapping[str, Sequence[str]]
     size: tuple[int, int]
     closed: tuple[int, ...] = ()
@@ -117,7 +130,7 @@ class Improve:
 
     generation: int
     failed: frozenset[str]
-    plan: Message
+    plan: PlanFile
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class FindMoves:
 class Emit:
     """One line of events.jsonl."""
 
-    event: Message
+    event: Event
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar
 
+from msgspec.structs import force_setattr
+
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.plan.value import Value
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -67,8 +69,7 @@ class ThreadState(str, Enum):
         return self.value
 
 
-@dataclass(frozen=True)
-class Doing:
+class Doing(Value, frozen=True):
     """The work or wait of a training thread, as its worker told it: `for_s` seconds of at most `limit_s` (None: no
     limit)."""
 
@@ -78,21 +79,20 @@ class Doing:
     for_s: float
     limit_s: float | None
 
+    def __post_init__(self) -> None:
+        force_setattr(self, "what", self.what[:40])
+
+    @classmethod
+    def of(cls, progress: Mapping[str, Any] | None) -> Doing | None:
+        """As a sign of life has it."""
+        return None if progress is None else cls.read(progress.get("doing"))
+
     @classmethod
     def read(cls, told: Any) -> Doing | None:
         """From a sign of life; None if there is nothing in it that could be understood."""
-        if not isinstance(told, Mapping):
-            return None
         try:
-            limit = told["limit_s"]
-            return cls(
-                ThreadState(told["state"]),
-                str(told["what"])[:40],
-                int(told["number"]),
-                float(told["for_s"]),
-                None if limit is None else float(limit),
-            )
-        except (KeyError, TypeError, ValueError):
+            return cls.from_json(told)
+        except ValueError:
             return None
 
     @property

@@ -53,4 +53,4 @@ def late(state: State, happened: EndLate, now: float) -> Step:
 def leave(state: State, to_close: Closing, now: float) -> Step:
     """The whole job goes, and saves before."""
     state, decisions = failing.next_generation(state, {}, now, now, reason=closing.LAST, to_close=to_close)
-    return state, (*decisions, AwaitSaved(state.generation, (state.description or {}).get("leave_timeout")))
+    return state, (*decisions, AwaitSaved(state.generation, state.job.leave_timeout))

@@ -10,8 +10,9 @@ processes come in or leave (`boundary`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership import (
     closing,
@@ -45,8 +46,9 @@ from megatron_recycle.membership.holding import lost_with
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Redone, Reported, ReportsLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.protocol import Go, Out
 from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, decide
-from megatron_recycle.membership.state import Closing, Member, Message, Phase, State
+from megatron_recycle.membership.state import Closing, Event, Member, Phase, State
 from megatron_recycle.membership.survival import exposed, exposed_shards
 
 # Who is lost
@@ -104,7 +106,7 @@ def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float
     command = commands.out(member, kind, poison.said_by(state, member))
     state = state.with_(stranded=kept, fenced=state.fenced | {member.incarnation},
                         outs=commands.remembered(state, command))
-    return state, (command, Emit(event))
+    return state, (Command(command), Emit(event))
 
 
 # Who can be spared
@@ -138,7 +140,7 @@ def next_generation(
     joined: Mapping[str, Member] | None = None,
     reason: str | None = None,
     to_close: Closing | None = None,
-    more: Sequence[Message] = (),
+    more: Sequence[Event] = (),
 ) -> Step:
     """Generation g+1 without `lost` and with `joined`: decided, recorded, announced; everything of g is void.
 
@@ -167,7 +169,7 @@ def next_generation(
         why = (f"policy {policies.policy(state).name}: {poison.how(state, in_order(lost), lost)}. "
                f"{closing.last(state)} {RESTART}")
         state, ending = closing.end(state, 1, why, now, again=True)
-        return state, (*told_out, *map(Emit, of_each), *ending)
+        return state, (*map(Command, told_out), *map(Emit, of_each), *ending)
     before, state = state, state.next_generation(
         phase=Phase.RECOVERING,
         **_membership(state, lost, joined),
@@ -186,7 +188,7 @@ def next_generation(
     announce += () if guarding.waits(state) else (
         MakePlan(state.generation, state.failed, policies.plan_by(state)),)
     announce.append(Await(state.generation))
-    told: list[Decision] = [*told_out, *map(Emit, events)]
+    told: list[Decision] = [*map(Command, told_out), *map(Emit, events)]
     told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
              else messages.fence(state, member) for member in removed]
     record = records.decided(state, events)
@@ -201,14 +203,14 @@ def _closed_without(state: State, lost: Mapping[str, FailureKind], since: float,
                     now: float) -> Step:
     """A generation for a last checkpoint that cannot be begun again: the job ends without one."""
     removed = [state.members[name] for name in in_order(lost)]
-    told: tuple[Decision, ...] = _told_out(state, removed, lost)
+    told: tuple[Decision, ...] = tuple(map(Command, _told_out(state, removed, lost)))
     told += tuple(Emit(suspected(state, member, lost[member.worker], since, now)) for member in removed)
     why = poison.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
     state, ending = closing.end(state, 1, why, now)
     return state, (*told, *ending)
 
 
-def _told_out(state: State, members: Sequence[Member], lost: Mapping[str, FailureKind]) -> tuple[Command, ...]:
+def _told_out(state: State, members: Sequence[Member], lost: Mapping[str, FailureKind]) -> tuple[Out, ...]:
     """The commands to their launchers."""
     return tuple(commands.out(member, lost[member.worker], poison.said_by(state, member)) for member in members)
 
@@ -275,7 +277,7 @@ def reported(state: State, happened: Reported, now: float) -> Step:
     if not _all_reported(state):
         return state, ()
     event = {"event": "stopped", "t": now, "generation": state.generation, "ms": state.ms(now)}
-    stopped = Emit({**event, "reports": dict(state.reports)})
+    stopped = Emit({**event, "reports": {name: report.to_json() for name, report in state.reports.items()}})
     if state.closing is not None and state.closing.missing:
         state, decisions = surviving.begin(state, now)
         return state, (stopped, *decisions)
@@ -345,26 +347,25 @@ def _go(state: State, now: float) -> Step:
     plan = state.plan
     if resume.restored:
         state, back = guarding.went_back(state, resume, now)
-    go = {
-        "type": "go",
-        "generation": state.generation,
-        "attempt": resume.attempt,
-        "members": incarnations,
-        "plan": plan,
-        "resume": resume.to_json(),
-        "prefix": messages.group_prefix(state.generation, incarnations),
-        "tries": state.mended,
-        "closing": None if state.closing is None else state.closing.message,
-        "left_out": [list(each) for each in state.left_out],
-        "keepers": guarding.keepers(state),
-        "without": list(policies.left_out(state)),
-        "carried": carry,
-    }
+    go = Go(
+        generation=state.generation,
+        attempt=resume.attempt,
+        members=incarnations,
+        plan=plan,
+        resume=resume,
+        prefix=messages.group_prefix(state.generation, incarnations),
+        tries=state.mended,
+        closing=None if state.closing is None else state.closing.message,
+        left_out=state.left_out,
+        keepers=guarding.keepers(state),
+        without=policies.left_out(state),
+        carried=carry,
+    )
     back += policies.told(state, state.go, resume.next, now)
     back += guarding.exposed(state, now)
     back += _exposed_hosts(state, resume, now)
     events = [*back, training.reconciled_event(state, resume, now)] if state.generation > 1 else []
-    record = records.went(state, resume, plan.get("digest"), events)
+    record = records.went(state, resume, plan.digest, events)
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
     limit = () if state.closing is None else (AwaitSaved(state.generation),)
     return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)
@@ -388,7 +389,7 @@ def _exposed_hosts(state: State, resume: Resume, now: float) -> tuple[dict[str, 
     optimizer's state, with this generation."""
     if state.go is None:
         return ()
-    before = {name: state.known[incarnation].host for name, incarnation in state.go["members"].items()
+    before = {name: state.known[incarnation].host for name, incarnation in state.go.members.items()
               if incarnation in state.known}
     hosts = {name: member.host for name, member in state.members.items()}
     found = exposed(before, hosts)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from megatron_recycle.errors import GenerationOver, JobEnded, LendingError, RecycleError
 from megatron_recycle.observe.text import one_line
+from megatron_recycle.plan.value import Value
 
-_LONGEST = {"error": 120, "text": 1500, "action": 40}
+_LONGEST_NAME, _LONGEST, _LONGEST_ACTION = 120, 1500, 40
 """Characters of each field."""
 _LONGEST_OF_SCRIPTS = 300
 """Characters of a text that is not ours; the rest is in the worker's log."""
@@ -18,11 +16,10 @@ _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """Parts of a text that differ between two workers with the same error: addresses, ranks, devices, sizes."""
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(Value, frozen=True):
     """An exception that nothing on its worker has handled.
 
-    Build it with `of` or `parse`: they bound its length and take out control characters.
+    `of` bounds its length and takes out control characters; `check` finds out whether another process did.
     """
 
     error: str
@@ -54,26 +51,15 @@ class Fault:
             text = str(error)
         except Exception as worse:  # noqa: BLE001 - the script's own type may fail here too
             text = f"(its text cannot be had: {type(worse).__name__})"
-        most = _LONGEST["text"] if refused else _LONGEST_OF_SCRIPTS
-        return cls(one_line(name, _LONGEST["error"]), one_line(text, most), iteration, action, refused, whole, recovery,
+        most = _LONGEST if refused else _LONGEST_OF_SCRIPTS
+        return cls(one_line(name, _LONGEST_NAME), one_line(text, most), iteration, action, refused, whole, recovery,
                    error.stage if isinstance(error, LendingError) else None)
 
-    @classmethod
-    def parse(cls, data: Mapping[str, Any]) -> Fault:
-        """As another process has sent it. Raises KeyError, TypeError or ValueError for anything else."""
-        fault = cls(**{name: data[name] for name in cls.__dataclass_fields__})
-        kinds: dict[str, Any] = {"error": str, "text": str, "iteration": (int, type(None)), "action": (str, type(None)),
-                 "refused": bool, "whole": bool, "recovery": bool, "unlent": (int, type(None))}
-        for name, kind in kinds.items():
-            value = getattr(fault, name)
-            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-                raise TypeError(f"{name} is {value!r:.60}")
-            if isinstance(value, str) and value != one_line(value, _LONGEST[name]):
-                raise ValueError(f"{name} is not one short line: {value!r:.60}")
-        return fault
-
-    def to_json(self) -> dict[str, Any]:
-        return dict(vars(self))
+    def check(self) -> None:
+        """Raises ValueError if a text is not one short line."""
+        for text, most in ((self.error, _LONGEST_NAME), (self.text, _LONGEST), (self.action or "", _LONGEST_ACTION)):
+            if text != one_line(text, most):
+                raise ValueError(f"not one short line: {text!r:.60}")
 
     def __str__(self) -> str:
         """Type and text, as a traceback ends."""

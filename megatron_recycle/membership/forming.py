@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
 
 from megatron_recycle.membership import closing, commands, guarding, messages, policies, records
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step
+from megatron_recycle.membership.description import Description, Job, difference
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
 from megatron_recycle.membership.lending import lending
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.protocol import MOST_BYTES
 from megatron_recycle.membership.resume import parts_of
 from megatron_recycle.membership.shards import tables
 from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.survival import judge
 from megatron_recycle.plan.grid import Grid
 
-OWN = ("model", "full_backward", "lendable", "ties")
-"""Keys of a description that need to be equal only among processes that hold the same model."""
-
 _ACTION_BYTES = 7
 """Of one action in a plan, at least: `"F0.0",`."""
-MADE = ("lending",)
-"""Keys of a job's description that no process tells: they are made of what all have told."""
 
 
 def hello(state: State, member: Member, now: float) -> Step:
@@ -54,8 +49,8 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     # To be equal to one of each kind is to be equal to all.
     samples = list(state.samples.values())[:1] + [other for kind, other in state.samples.items() if kind == key]
     for other in samples:
-        alike = model_key(other) == key
-        if found := difference(state.descriptions[other], happened.description, *(() if alike else OWN)):
+        one, two = state.descriptions[other], happened.description
+        if found := difference(one, two) if model_key(other) == key else difference(one.of_job, two.of_job):
             name, ours, theirs = found
             text = (
                 f"worker {other} has {name} = {ours} but worker {member.worker} has {theirs}: give all "
@@ -71,15 +66,6 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     return _form(state, now) if len(state.descriptions) == state.size else (state, ())
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any], *but: str) -> tuple[str, str, str] | None:
-    """The first key, with both values, in which two descriptions differ, `but` these."""
-    for key in sorted({*one, *other} - {*but}):
-        ours, theirs = (json.dumps(item.get(key), sort_keys=True) for item in (one, other))
-        if ours != theirs:
-            return key, ours, theirs
-    return None
-
-
 def model_key(name: str) -> str:
     """Processes with the same key hold the same model: the same part of a worker of the same stage."""
     (_, stage), part = Process.parse(name)
@@ -88,18 +74,8 @@ def model_key(name: str) -> str:
 
 def _form(state: State, now: float) -> Step:
     """All workers are ready: generation 1."""
-    models = {model_key(name): {key: told[key] for key in OWN if key in told}
-              for name, told in state.descriptions.items()}
-    description = {key: value for key, value in next(iter(state.descriptions.values())).items() if key not in OWN}
-    stages = description["grid"]["stages"]
-    split = {Process.parse(name).worker.stage for name, told in state.descriptions.items()
-             if not told.get("full_backward")}
-    if full := [stage for stage in range(stages) if stage not in split]:
-        description["full_backward"] = full  # the planner's: stages, all of whose processes may run B and W in one
-    if lent := lending(state.descriptions, stages, description.get("placement") or ()):
-        description["lending"] = lent
-    grid = Grid(stages, tuple(description["grid"]["microbatches"]))
-    parts = description.get("parts", 1)
+    models = {model_key(name): told.of_model for name, told in state.descriptions.items()}
+    job, grid, parts = _job(state.descriptions)
     wanted = {str(Process(worker, part)) for worker in grid.workers()
               for part in (range(parts) if parts > 1 else (None,))}
     if wanted != set(state.descriptions):
@@ -119,15 +95,15 @@ def _form(state: State, now: float) -> Step:
         phase=Phase.RECOVERING,
         generation=1,
         members={member.worker: member for member in state.known.values()},
-        description=description,
+        description=job,
         descriptions={},
         samples={},
         models=models,
         ranks={member.worker: member.rank for member in state.known.values()},
     )
     hosts = {name: state.members[name].host for name in in_order(state.members)}
-    cut = tables(parts_of(stages, hosts), state.reports, (), hosts)
-    survival = judge(hosts, state.host, guarding.wanted(state), cut, description.get("guard") != "none")
+    cut = tables(parts_of(grid.stages, hosts), state.reports, (), hosts)
+    survival = judge(hosts, state.host, guarding.wanted(state), cut, job.guard != "none")
     started = {
         "event": "started",
         "t": now,
@@ -138,30 +114,38 @@ def _form(state: State, now: float) -> Step:
         "hosts": hosts,
         "survival": survival.text,
         "fatal_hosts": dict(survival.fatal),
-        "grid": dict(description["grid"]),
-        "max_restarts": description.get("max_restarts", 0),
+        "grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
+        "max_restarts": job.max_restarts,
     }
     kept = (records.learnt(state),) if any(state.learnt.values()) else ()
     kept = (*kept, records.decided(state, [started]))
     return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset(), policies.plan_by(state)))
 
 
+def _job(descriptions: Mapping[str, Description]) -> tuple[Job, Grid, int]:
+    """The job that all describe, its grid, and the parts of a worker."""
+    one = next(iter(descriptions.values()))
+    split = {Process.parse(name).worker.stage for name, told in descriptions.items() if not told.full_backward}
+    full = tuple(stage for stage in range(one.grid.stages) if stage not in split)
+    return Job.of(one, full, lending(descriptions, one.grid.stages, one.placement)), one.grid, one.parts
+
+
 def _too_large(grid: Grid) -> str:
     """Why no plan of this grid can be told; nothing: one may be."""
     least = 2 * grid.stages * grid.total  # a forward and a backward each
-    if least * _ACTION_BYTES <= messages.MOST_BYTES:
+    if least * _ACTION_BYTES <= MOST_BYTES:
         return ""
     return (f"the grid is too large: {grid.pipelines} pipelines x {grid.stages} stages with {grid.total} micro-batches "
-            f"make {least} actions or more, and a plan may have {messages.MOST_BYTES // _ACTION_BYTES}: take fewer, "
+            f"make {least} actions or more, and a plan may have {MOST_BYTES // _ACTION_BYTES}: take fewer, "
             "larger micro-batches")
 
 
-def _ties_apart(descriptions: Mapping[str, Mapping[str, Any]]) -> str:
+def _ties_apart(descriptions: Mapping[str, Description]) -> str:
     """What is wrong with parameters that several stages keep copies of; nothing: each of them trains its own."""
     trained = {(Process.parse(name).worker.stage, number) for name, told in descriptions.items()
-               for number, _ in told.get("ties", ())}
+               for number, _ in told.ties}
     for name, told in descriptions.items():
-        for number, stages in told.get("ties", ()):
+        for number, stages in told.ties:
             if apart := [stage for stage in stages if (stage, number) not in trained]:
                 return (f"worker {name} trains a tied parameter that stages {', '.join(map(str, stages))} keep copies "
                         f"of, and stage {apart[0]} does not: it would wait for gradients that never come. Freeze the "

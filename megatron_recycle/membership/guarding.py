@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.membership.names import Process, in_order
-from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, parts_of
+from megatron_recycle.membership.report import Report
+from megatron_recycle.membership.resume import RESTART, Checkpoint, DeadEnd, Resume, parts_of
 from megatron_recycle.membership.shards import Shard, anew, copies_of, lost, told
-from megatron_recycle.membership.state import Message, Phase, State
+from megatron_recycle.membership.state import Phase, State
 from megatron_recycle.plan.grid import Worker
 
 CHECKPOINTS = 3
@@ -35,12 +36,12 @@ class Source:
     iteration: int
     regained: int
     keepers: Mapping[int, str] = field(default_factory=dict)
-    checkpoint: Message | None = None
+    checkpoint: Checkpoint | None = None
 
 
 def wanted(state: State) -> bool:
     """Whether the job keeps copies of last copies."""
-    return (state.description or {}).get("guard") == "memory"
+    return state.job.guard == "memory"
 
 
 def keepers(state: State) -> dict[str, str]:
@@ -66,13 +67,13 @@ def keepers(state: State) -> dict[str, str]:
 def exposed(state: State, now: float) -> tuple[dict[str, Any], ...]:
     """The event of stages that have come down to one worker with this generation. Only a warning: with `guard` they
     come back, with `moves` a worker may move in, and `--job-restarts` starts the script again."""
-    before = [] if state.go is None else list(state.go["members"])
+    before = [] if state.go is None else list(state.go.members)
     single = {str(stage): names for stage, names in _singles([*state.members]).items() if stage not in _singles(before)}
     if not before or not single:
         return ()
     kept, newest = keepers(state), checkpoint(state)
     event = {"event": "last_copy", "t": now, "generation": state.generation, "stages": single,
-             "checkpoint": None if newest is None else newest["iteration"],
+             "checkpoint": None if newest is None else newest.iteration,
              "hosts": {stage: _host(state, worker) for stage, worker in single.items()},
              "kept_by": {stage: kept[stage] for stage in single if stage in kept} or None}
     return (event,)
@@ -113,7 +114,7 @@ def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
     return [stage for stage in range(state.stages) if stage not in there]
 
 
-def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int], newest: Message | None = None,
+def source(reports: Mapping[str, Report], lost: Sequence[int], newest: Checkpoint | None = None,
            copies: bool = True) -> Source | str:
     """The newest state that all of a job can go back to, by the reports of those that are left; or why there is none.
 
@@ -127,35 +128,34 @@ def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int], newest
     if not found:
         return "; ".join(str(one) for one in (kept if copies else "", loaded) if one)
     iteration, keepers = max(found, key=lambda one: one[0])
-    asked = max(report.get("asked", report["iteration"]) for report in reports.values())
+    asked = max(report.last_asked for report in reports.values())
     return Source(iteration, asked - 1, keepers, None if keepers else newest)
 
 
-def _loadable(reports: Mapping[str, Mapping[str, Any]], checkpoint: Message | None) -> tuple[int, dict[int, str]] | str:
+def _loadable(reports: Mapping[str, Report], checkpoint: Checkpoint | None) -> tuple[int, dict[int, str]] | str:
     """The checkpoint's iteration, if all can go on from it; or why not."""
     if checkpoint is None:
         return ""
     for name, report in reports.items():
-        told = report.get("guard", {})
-        back = told.get("back")
-        if back is None or told.get("read", -1) > checkpoint["iteration"]:
+        back = report.guard.back
+        if back is None or report.guard.read > checkpoint.iteration:
             return f"what {name} has read of its data iterator since the last checkpoint cannot be read again"
-        if back > checkpoint["iteration"]:
+        if back > checkpoint.iteration:
             return f"on {name} the script has changed something since the last checkpoint, before iteration {back}"
-    return checkpoint["iteration"], {}
+    return checkpoint.iteration, {}
 
 
-def _copies(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int]) -> tuple[int, dict[int, str]] | str:
+def _copies(reports: Mapping[str, Report], lost: Sequence[int]) -> tuple[int, dict[int, str]] | str:
     """The newest iteration that all have copies of, and who keeps those of the lost stages; or why there is none. A
     worker with several parts keeps what all of them keep."""
-    own = [set(report.get("guard", {}).get("own", ())) for report in reports.values()]
+    own = [set(report.guard.own) for report in reports.values()]
     common = set.intersection(*own) if own else set()
     found: dict[int, dict[int, str]] = {}  # iteration -> stage -> keeper
     for worker in dict.fromkeys(str(Process.parse(name).worker) for name in in_order(reports)):
         parts = [report for name, report in reports.items() if str(Process.parse(name).worker) == worker]
         for stage in lost:
-            of_parts = [set(report.get("guard", {}).get("of", {}).get(str(stage), ())) for report in parts]
-            for iteration in common & set.intersection(*of_parts):
+            of_parts: list[set[int]] = [set(report.guard.of.get(stage, ())) for report in parts]
+            for iteration in common.intersection(*of_parts):
                 found.setdefault(iteration, {}).setdefault(stage, worker)
     whole = [iteration for iteration, by in found.items() if len(by) == len(lost)]
     if not whole:
@@ -169,30 +169,30 @@ def possible(state: State) -> bool:
     return (wanted(state) or checkpoint(state) is not None) and state.closing is None and bool(state.members)
 
 
-def checkpoint(state: State) -> Message | None:
+def checkpoint(state: State) -> Checkpoint | None:
     """The checkpoint that a job with a lost stage may go back to."""
-    found = {one["place"]: one for one in state.checkpoints}.values()  # another one may have had its place before
-    usable = [one for one in found if one["facts"] is not None and "unread" not in one]
-    return max(usable, key=lambda one: int(one["iteration"]), default=None)
+    found = {one.place: one for one in state.checkpoints}.values()  # another one may have had its place before
+    usable = [one for one in found if one.facts is not None and one.unread is None]
+    return max(usable, key=lambda one: one.iteration, default=None)
 
 
-def noted(checkpoints: Sequence[Message], one: Message) -> tuple[Message, ...]:
+def noted(checkpoints: Sequence[Checkpoint], one: Checkpoint) -> tuple[Checkpoint, ...]:
     """``checkpoints`` with one more, or, if it is ``unread``, with what is known of it now. Workers keep what it takes
     to go back to so many."""
-    if "unread" in one:
-        return tuple(one if known["place"] == one["place"] else known for known in checkpoints)
+    if one.unread is not None:
+        return tuple(one if known.place == one.place else known for known in checkpoints)
     return (*checkpoints, one)[-CHECKPOINTS:]
 
 
 def unread(state: State) -> str:
     """Why checkpoints of this run are not gone back to, as a sentence."""
-    return "".join(f" The checkpoint in {one['place']} cannot be read ({one['unread']})." for one in state.checkpoints
-                   if "unread" in one)
+    return "".join(f" The checkpoint in {one.place} cannot be read ({one.unread})." for one in state.checkpoints
+                   if one.unread is not None)
 
 
 def not_asked_for(state: State) -> str:
     """That the job was told not to bring a lost stage back, as a sentence."""
-    none = (state.description or {}).get("guard") == "none"
+    none = state.job.guard == "none"
     return " It is not brought back from a checkpoint of this run, since guard is none." if none else ""
 
 
@@ -212,7 +212,7 @@ def goes_back(state: State) -> bool:
     """Whether all have to go back, now that they have reported: nobody holds some stage, or some shard; or they were on
     their way back for a shard, and may not all have arrived."""
     return bool(empty_stages(state, [*state.proven]) or lost_shards(state)
-                or any(report.get("guard", {}).get("midway") for report in state.reports.values()))
+                or any(report.guard.midway for report in state.reports.values()))
 
 
 def lost_shards(state: State) -> list[Shard]:
@@ -232,7 +232,7 @@ def resume(state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd:
         if closed:
             return DeadEnd(f"{found or 'there is no checkpoint of this run to go back to'}.{unread(state)}")
         return DeadEnd(_without_source(stages, told(shards, before), state.committed, found, unread(state)))
-    attempts = [report["attempt"] for report in state.reports.values()]
+    attempts = [report.attempt for report in state.reports.values()]
     announced = 0 if state.resume is None else state.resume.attempt
     gone = sorted({*stages, *closed, *(shard.stage for shard in shards)}) or (
         [] if state.resume is None else [*map(int, state.resume.restored)])

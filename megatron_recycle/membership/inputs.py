@@ -1,16 +1,75 @@
 """Inputs of the membership machine: all that happens to a job, as its coordinator hears of it.
 
-All of them are frozen. Times are Unix seconds.
+Those that a process says (`Heard`) are its messages: so they travel, and so the machine takes them. All are frozen.
+Times are Unix seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from msgspec import field
+from msgspec.structs import force_setattr
+
+from megatron_recycle.membership.description import Description
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.state import Member, Message
+from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.protocol import (
+    Explains,
+    Fetch,
+    Fetched,
+    Heartbeat,
+    Interrupt,
+    Join,
+    Kinds,
+    LauncherHello,
+    Measured,
+    Message,
+    Said,
+    SpeaksNow,
+    Stacks,
+)
+from megatron_recycle.membership.report import Report
+from megatron_recycle.membership.state import Member
+from megatron_recycle.plan.plan_file import PlanFile
+from megatron_recycle.plan.value import Value
+
+_LONGEST_TEXT, _LONGEST_PLACE = 500, 1000
+
+
+class Heard(Message, frozen=True):
+    """A process says something of itself; the server sees to it that nobody speaks for another one."""
+
+    incarnation: str
+
+    def _cut(self, most: int, *names: str) -> None:
+        """Cut off what somebody else has written."""
+        for name in names:
+            force_setattr(self, name, getattr(self, name)[:most])
+
+
+class WorkerHello(Message, frozen=True, tag="hello", omit_defaults=True):
+    """A worker presents itself; `generation` is the last one that it was told to go in, 0 for none."""
+
+    worker: str
+    rank: int
+    incarnation: str
+    pid: int
+    host: str
+    generation: int
+    role: str = ""
+
+    def __post_init__(self) -> None:
+        if (plain := str(Process.parse(self.worker))) != self.worker:
+            raise ValueError(f"worker {self.worker!r:.60} is to be written {plain!r}")
+
+    @property
+    def member(self) -> Member:
+        """The process."""
+        return Member(self.worker, self.rank, self.incarnation, self.pid, self.host)
 
 
 @dataclass(frozen=True)
@@ -24,14 +83,12 @@ class Hello:
     generation: int = 0
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(Heard, frozen=True, tag="ready", omit_defaults=True):
     """`learnt` is what the process was told by others before, of one of the start (see `records.learnt`)."""
 
-    incarnation: str
-    description: Message
-    report: Message
-    learnt: Sequence[Message] = ()
+    description: Description
+    report: Report
+    learnt: tuple[dict[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,14 +107,13 @@ class Lost:
     since: float
 
 
-@dataclass(frozen=True)
-class Exited:
+class Exited(Message, frozen=True, tag="exit"):
     """A process has ended. `status` is as in `subprocess`: negative for a signal; None if nobody saw it."""
 
     rank: int
     pid: int
     status: int | None
-    since: float
+    since: float = field(name="t")
     log: str = ""
     move: int = 0
     """The number of the move that the process was started for."""
@@ -65,11 +121,9 @@ class Exited:
     """Why, as it has told itself, or as its launcher knows."""
 
 
-@dataclass(frozen=True)
-class Reported:
-    incarnation: str
+class Reported(Heard, frozen=True, tag="report"):
     generation: int
-    report: Message
+    report: Report
 
 
 @dataclass(frozen=True)
@@ -77,22 +131,27 @@ class ReportsLate:
     generation: int
 
 
-@dataclass(frozen=True)
-class Holds:
+class Received(Value, frozen=True):
+    """A copy that arrived: its bytes, and milliseconds from the first to the last."""
+
+    bytes: int = 0
+    ms: float = 0.0
+
+
+class Holds(Heard, frozen=True, tag="holds"):
     """A process that came in with `generation` has all of its stage's state, checked.
 
-    `received` is what it got from its peers (bytes, ms).
+    `received` is what it got from its peers.
     """
 
-    incarnation: str
     generation: int
-    received: Message
+    received: Received
 
 
 @dataclass(frozen=True)
 class Planned:
     generation: int
-    plan: Message
+    plan: PlanFile
     plan_ms: float
 
 
@@ -107,13 +166,13 @@ class Redone:
     """The answer to `MakeRedo`: a plan that begins with all that is done; None: the iteration is begun anew."""
 
     generation: int
-    plan: Message | None
+    plan: PlanFile | None
 
 
 @dataclass(frozen=True)
 class Improved:
     generation: int
-    plan: Message
+    plan: PlanFile
     plan_ms: float
 
 
@@ -125,128 +184,131 @@ class MovesFound:
     moves: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class StaysOut:
+class StaysOut(Message, frozen=True, tag="stays_out"):
     """A launcher will not start this rank again."""
 
     rank: int
 
 
-@dataclass(frozen=True)
-class Resumed:
-    incarnation: str
+class Resumed(Heard, frozen=True, tag="resumed"):
     generation: int
     t: float
 
 
-@dataclass(frozen=True)
-class Committed:
-    incarnation: str
+class Committed(Heard, frozen=True, tag="committed"):
     iteration: int
     loss: float | None = None
 
 
-@dataclass(frozen=True)
-class Adopted:
-    incarnation: str
+class Adopted(Heard, frozen=True, tag="adopted"):
     generation: int
     iteration: int
     digest: str
 
 
-@dataclass(frozen=True)
-class Unlent:
+class Unlent(Heard, frozen=True, tag="unlent"):
     """A member cannot take the plan on offer, since layers of ``stage`` cannot be lent."""
 
-    incarnation: str
     generation: int
     stage: int
     why: str
 
+    def __post_init__(self) -> None:
+        self._cut(_LONGEST_TEXT, "why")
 
-@dataclass(frozen=True)
-class Finished:
-    incarnation: str
+
+class Finished(Heard, frozen=True, tag="finished"):
     generation: int
 
 
-@dataclass(frozen=True)
-class Leave:
+class Leave(Heard, frozen=True, tag="leave"):
     """A member wants to go at the next boundary."""
 
-    incarnation: str
 
-
-@dataclass(frozen=True)
-class Boundary:
+class Boundary(Heard, frozen=True, tag="boundary"):
     """A member has committed all before `iteration` and waits there, since `t`."""
 
-    incarnation: str
     generation: int
     iteration: int
     t: float
 
 
-@dataclass(frozen=True)
-class Hinted:
+class Hinted(Heard, frozen=True, tag="hint"):
     """A worker met a communication error. It never names the culprit: errors cascade."""
 
-    incarnation: str
     generation: int
     error: str
 
+    def __post_init__(self) -> None:
+        self._cut(_LONGEST_TEXT, "error")
 
-@dataclass(frozen=True)
-class Raised:
+
+class Raised(Heard, frozen=True, tag="raised", omit_defaults=True):
     """A process has met an error, at this time, that its script has not handled."""
 
-    incarnation: str
     fault: Fault
-    since: float
+    since: float = field(name="t")
     number: int = 0
     """The process waits for an answer to this number; 0: it ends."""
 
+    def __post_init__(self) -> None:
+        self.fault.check()
 
-@dataclass(frozen=True)
-class Saved:
+
+class Ending(Heard, frozen=True, tag="ending"):
+    """A process ends, at this time, because of an error if one is known. To the machine the first is `Exited`, the
+    second `Raised`."""
+
+    fault: Fault | None
+    since: float = field(name="t")
+
+    def __post_init__(self) -> None:
+        if self.fault is not None:
+            self.fault.check()
+
+
+class Saved(Heard, frozen=True, tag="saved"):
     """A member's part of the last checkpoint is at ``place``, or, with an `error`, nowhere."""
 
-    incarnation: str
     generation: int
     place: str
     error: str
 
+    def __post_init__(self) -> None:
+        self._cut(_LONGEST_TEXT, "error")
+        self._cut(_LONGEST_PLACE, "place")
 
-@dataclass(frozen=True)
-class Written:
+
+class Written(Heard, frozen=True, tag="written"):
     """All members have written their parts of the checkpoint at ``place``, of the state after ``iteration``.
 
     ``facts`` are what a job that goes back to it has to know beside; None: it cannot."""
 
-    incarnation: str
     generation: int
     iteration: int
     place: str
-    facts: Message | None = None
+    facts: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Unreadable:
+class Unreadable(Heard, frozen=True, tag="unreadable"):
     """A member has begun to load the checkpoint at ``place``, with all others, and cannot."""
 
-    incarnation: str
     generation: int
     place: str
     why: str
 
+    def __post_init__(self) -> None:
+        self._cut(_LONGEST_TEXT, "why")
 
-@dataclass(frozen=True)
-class Unwritten:
+
+class Unwritten(Heard, frozen=True, tag="unwritten"):
     """A member cannot write its part of a checkpoint, while others wait for it in the midst of theirs."""
 
-    incarnation: str
     generation: int
     why: str
+
+    def __post_init__(self) -> None:
+        self._cut(_LONGEST_TEXT, "why")
 
 
 @dataclass(frozen=True)
@@ -340,3 +402,12 @@ Input = (
     | Interrupted
     | EndLate
 )
+
+FromWorker = (
+    WorkerHello | Heartbeat | Ready | Reported | Holds | Resumed | Committed | Adopted | Unlent | Finished | Leave
+    | Boundary | Hinted | Raised | Ending | Saved | Written | Unreadable | Unwritten | Said | Measured | SpeaksNow
+    | Fetch | Fetched | Stacks
+)
+FROM_WORKER: Kinds[FromWorker] = Kinds(FromWorker)
+FromLauncher = LauncherHello | Heartbeat | Exited | StaysOut | Explains | Interrupt | Join
+FROM_LAUNCHER: Kinds[FromLauncher] = Kinds(FromLauncher)

@@ -11,7 +11,8 @@ from typing import Any
 
 from megatron_recycle.membership import commands, forming, messages, moving, records
 from megatron_recycle.membership.decisions import Emit, Step, Tell
-from megatron_recycle.membership.inputs import Holds, Leave, Ready
+from megatron_recycle.membership.description import Description, Model, difference
+from megatron_recycle.membership.inputs import Holds, Leave, Ready, Received
 from megatron_recycle.membership.names import incomplete
 from megatron_recycle.membership.state import Member, State
 
@@ -57,14 +58,14 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     member = waiting(state, happened.incarnation) or stranded(state, happened.incarnation)
     if member is None:
         return state, ()
-    difference = forming.difference(_description(state, member), happened.description, *forming.MADE)
-    if difference is None and member.incarnation in state.prepared:
+    differs = difference(_description(state, member), happened.description)
+    if differs is None and member.incarnation in state.prepared:
         return state, ()
-    if difference is None:
+    if differs is None:
         event = {"event": "waiting", "t": now, "generation": state.generation, "worker": member.worker}
         told = () if member in state.stranded.values() else (Emit({**event, "rank": member.rank, "pid": member.pid}),)
         return state.with_(prepared=state.prepared | {member.incarnation}), told
-    key, ours, theirs = difference
+    key, ours, theirs = differs
     text = (
         f"worker {member.worker} cannot join: the job has {key} = {ours}, it has {theirs}; start it with the job's own "
         "configuration and model"
@@ -72,9 +73,9 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     return _without(state, member), (messages.refuse(member, text), Emit(_failed(state, member, text, now)))
 
 
-def _description(state: State, member: Member) -> dict[str, Any]:
+def _description(state: State, member: Member) -> Description:
     """The description that the joiner must have."""
-    return {**(state.description or {}), **state.models.get(forming.model_key(member.worker), {})}
+    return state.job.told(state.models.get(forming.model_key(member.worker), Model()))
 
 
 def lost(state: State, incarnation: str, why: str, now: float) -> Step:
@@ -130,9 +131,7 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
     return state, (record, commands.joined(member), Emit(event))
 
 
-def _rate(received: Mapping[str, Any]) -> dict[str, Any]:
+def _rate(received: Received) -> dict[str, Any]:
     """Bytes and milliseconds of the copy, and megabytes per second."""
-    size, ms = received.get("bytes"), received.get("ms")
-    if not isinstance(size, int) or not isinstance(ms, (int, float)) or ms <= 0:
-        return {}
-    return {"bytes": size, "copy_ms": ms, "mb_per_s": round(size / 1000 / ms, 1)}
+    size, ms = received.bytes, received.ms
+    return {} if ms <= 0 else {"bytes": size, "copy_ms": ms, "mb_per_s": round(size / 1000 / ms, 1)}

@@ -27,10 +27,10 @@ _PROCESS = "its process"
 def seek(state: State) -> tuple[FindMoves, ...]:
     """Ask the planner, if the job wants moves and nobody is on the way in or out, or will be by itself."""
     quiet = state.phase is Phase.TRAINING and state.since is None
-    wanted = (state.description or {}).get("moves") and state.fruitless < _FRUITLESS
+    wanted = state.job.moves and state.fruitless < _FRUITLESS
     if not quiet or not wanted or not state.moves_due or not state.out or state.joiners or state.leaving or state.moves:
         return ()
-    if (state.description or {}).get("max_restarts") and any(
+    if state.job.max_restarts and any(
             kind.refilled and name not in state.given_up for name, kind in state.out.items()):
         return ()  # a launcher starts it again
     return (FindMoves(state.generation, state.failed, guarding.relief(state)),)

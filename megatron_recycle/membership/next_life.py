@@ -8,12 +8,12 @@ more of them. A number of pipelines that does not divide them is passed over.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+
+from megatron_recycle.membership.description import Job
+from megatron_recycle.plan.value import Value
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(Value, frozen=True):
     """What all lives of a job have in common: the number of processes of one pipeline (`unit`), and the micro-batches
     of an iteration over all pipelines."""
 
@@ -21,14 +21,12 @@ class Shape:
     microbatches: int
 
     @classmethod
-    def of(cls, description: Mapping[str, Any]) -> Shape:
-        """Of the job with this description."""
-        grid = description["grid"]
-        return cls(grid["stages"] * description.get("parts", 1), sum(grid["microbatches"]))
+    def of(cls, job: Job) -> Shape:
+        """Of this job."""
+        return cls(job.grid.stages * job.parts, job.grid.total)
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(Value, frozen=True):
     """A host's part of a life: its number among the hosts, its first rank, and how many ranks it has; none where the
     host is a spare."""
 
@@ -37,8 +35,7 @@ class Share:
     count: int
 
 
-@dataclass(frozen=True)
-class NextLife:
+class NextLife(Value, frozen=True):
     """`size` processes on these hosts; `nodes` of the hosts have a share of them. Without a `shape` nobody knows it
     yet: the life before ended before its grid was known."""
 
@@ -46,17 +43,6 @@ class NextLife:
     nodes: int
     shares: Mapping[str, Share]
     shape: Shape | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return {"size": self.size, "nodes": self.nodes, "shape": None if self.shape is None else vars(self.shape),
-                "shares": {host: vars(share) for host, share in self.shares.items()}}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> NextLife:
-        """Raises KeyError or TypeError for anything else."""
-        shape = data["shape"]
-        return cls(data["size"], data["nodes"], {host: Share(**share) for host, share in data["shares"].items()},
-                   None if shape is None else Shape(**shape))
 
 
 def node_of(host: str) -> int:

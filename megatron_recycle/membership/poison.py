@@ -85,7 +85,7 @@ def left_out(state: State, fault: Fault) -> bool:
 
 def without(state: State, fault: Fault) -> State | None:
     """The state of a job that goes on without this fault's micro-batch; None if that is not wanted, or not possible."""
-    wanted = (state.description or {}).get("poison") == "skip" and state.phase in (Phase.TRAINING, Phase.RECOVERING)
+    wanted = state.job.poison == "skip" and state.phase in (Phase.TRAINING, Phase.RECOVERING)
     if not wanted or not fault.whole or fault.refused or fault.iteration is None or fault.microbatch is None:
         return None
     lately = tuple(each for each in state.left_out if each[0] > fault.iteration - _WITHIN)

@@ -7,19 +7,21 @@ is whole again.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.protocol import Carry, Go
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import Message, State
-from megatron_recycle.policy import Policy, policy_of
+from megatron_recycle.membership.state import State
+from megatron_recycle.policy import Policy
 
 
 def policy(state: State) -> Policy:
     """The job's policy."""
-    return policy_of(state.description)
+    return state.job.chosen
 
 
 def hit(state: State) -> tuple[int, ...]:
@@ -29,7 +31,7 @@ def hit(state: State) -> tuple[int, ...]:
 
 def some_whole(state: State) -> bool:
     """Whether some pipeline has all of its workers."""
-    return len(hit(state)) < len(_microbatches(state.description))
+    return state.description is not None and len(hit(state)) < state.description.grid.pipelines
 
 
 def plan_by(state: State) -> str | None:
@@ -46,16 +48,16 @@ def left_out(state: State) -> tuple[int, ...]:
     return hit(state) if policy(state).leaves_out and some_whole(state) else ()
 
 
-def told(state: State, before: Message | None, iteration: int, now: float) -> tuple[dict[str, Any], ...]:
+def told(state: State, before: Go | None, iteration: int, now: float) -> tuple[dict[str, Any], ...]:
     """The event of pipelines that are left out from ``iteration`` on, where they are others than ``before``, in the
     last go: which ones, and how many micro-batches an iteration has less. Of none: all take part again."""
-    pipelines = list(left_out(state))
-    known: Any = [] if state.generation == 1 else None  # a coordinator that has come back tells it again
-    if pipelines == (known if before is None else before.get("without")):
+    pipelines = left_out(state)
+    known = () if state.generation == 1 else None  # a coordinator that has come back tells it again
+    if pipelines == (known if before is None else before.without):
         return ()
-    counts = _microbatches(state.description)
+    counts = state.job.grid.microbatches
     return ({"event": "left_out", "t": now, "generation": state.generation, "iteration": iteration,
-             "pipelines": pipelines, "microbatches": sum(counts[pipeline] for pipeline in pipelines)},)
+             "pipelines": list(pipelines), "microbatches": sum(counts[pipeline] for pipeline in pipelines)},)
 
 
 def ends_with(state: State, lost: Mapping[str, FailureKind]) -> bool:
@@ -63,9 +65,8 @@ def ends_with(state: State, lost: Mapping[str, FailureKind]) -> bool:
     return policy(state).ends_job and any(not kind.asked_for for kind in lost.values())
 
 
-def carried(state: State, resume: Resume) -> dict[str, Any] | None:
-    """What goes on where it stood of the iteration that ``resume`` begins: by process how many of its actions are done,
-    the plan that they are of, and its ``chain``, the attempt that began with the first of them. None: it is begun anew.
+def carried(state: State, resume: Resume) -> Carry | None:
+    """What goes on where it stood of the iteration that ``resume`` begins. None: it is begun anew.
 
     Everybody in a whole pipeline must have all that it has done, or have begun nothing; and all must have followed one
     plan, by which nobody had guests. A stage may have summed already: its addends are kept until that is committed.
@@ -75,35 +76,29 @@ def carried(state: State, resume: Resume) -> dict[str, Any] | None:
     if not wanted or last is None or state.fallback is not None or not some_whole(state) or any(
             iteration == following for iteration, _ in state.left_out):
         return None
-    before = last["carried"] if last["carried"] and last["carried"]["iteration"] == following else None
-    plan = before["plan"] if before else last["plan"]
-    again = last["resume"]["next"] == following
-    chain = before["chain"] if before else last["resume"]["attempt"] if again else 1
+    before = last.carried if last.carried is not None and last.carried.iteration == following else None
+    plan = last.plan if before is None else before.plan
+    again = last.resume.next == following
+    chain = before.chain if before is not None else last.resume.attempt if again else 1
     gone, done = hit(state), dict[str, int]()
     for name, report in state.reports.items():
         if Process.parse(name).worker.pipeline in gone:
             continue
-        kept = next((kept for kept in report.get("kept", ())
-                     if (kept["iteration"], kept["chain"]) == (following, chain)), None)
-        if kept is not None:
-            done[name] = len(kept["actions"])
-        elif report["iteration"] < following or not (report["actions"] or report.get("torn")):
+        if (kept := report.kept_of(following, chain)) is not None:
+            done[name] = len(kept.actions)
+        elif report.iteration < following or not (report.actions or report.torn):
             done[name] = 0
         else:
             return None
-    if plan.get("source") != "drop" or not any(done.values()):
+    if plan.source != "drop" or not any(done.values()):
         return None
-    return {"iteration": following, "chain": chain, "plan": plan, "done": done, "provisional": False}
+    return Carry(following, chain, plan, done, provisional=False)
 
 
-def without_loss(state: State, resume: Resume, carry: Mapping[str, Any] | None) -> Resume:
+def without_loss(state: State, resume: Resume, carry: Carry | None) -> Resume:
     """``resume`` with what is lost if ``carry`` is not: what hit pipelines have done."""
     if carry is None:
         return resume
-    lost = [report["actions"] for name, report in state.reports.items()
-            if name not in carry["done"] and report["iteration"] == resume.next]
+    lost = [report.actions for name, report in state.reports.items()
+            if name not in carry.done and report.iteration == resume.next]
     return replace(resume, redone=sum(lost))
-
-
-def _microbatches(description: Mapping[str, Any] | None) -> list[int]:
-    return list((description or {}).get("grid", {}).get("microbatches", ()))

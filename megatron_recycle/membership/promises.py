@@ -6,21 +6,8 @@ the same boundary: before the iteration after next, which nobody can have begun,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
+from megatron_recycle.membership.protocol import Offer
 from megatron_recycle.plan.plan import Plan
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for
-    which all members wait at that boundary until the next generation is decided."""
-
-    generation: int
-    number: int
-    plan: Mapping[str, Any] | None
 
 
 class Promises:
@@ -54,7 +41,7 @@ class Promises:
         if offer.plan is None:
             self._boundary = iteration + 2
         else:
-            self._next.append((iteration + 2, Plan.from_json(offer.plan)))
+            self._next.append((iteration + 2, Plan.from_file(offer.plan)))
 
     def ends_before(self, iteration: int) -> bool:
         """Whether this generation does not begin ``iteration``: all wait before it for the next one."""

@@ -1,79 +1,50 @@
 """Records of the journal: what a coordinator that comes back knows. Each is written and read here, side by side.
 
-A record is the decision `Record` with its `kind`; the events that belong to it travel with it, so that a coordinator
-that dies before it could tell them tells them later (`untold`). `DECIDED` and `MOVES` name the fields of the state that
-their records keep, each with its form in JSON; `OTHERWISE` those that follow from other records; `TRANSIENT` those that
+A record is the decision `Record` with its line (`lines`); the events that belong to it travel with it, so that a
+coordinator that dies before it could tell them tells them later (`untold`). `DECIDED` and `MOVES` name the fields of
+the state that their records keep; `OTHERWISE` those that follow from other records; `TRANSIENT` those that
 are in none, with the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from megatron_recycle.membership.decisions import Note, Record
-from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.guarding import noted
+from megatron_recycle.membership.lines import (
+    LINES,
+    Adopted,
+    CheckpointNoted,
+    Committed,
+    Decided,
+    Ended,
+    Learnt,
+    Line,
+    Moved,
+    Offered,
+    OfGeneration,
+    OfMoves,
+    Proven,
+    Resumed,
+    Went,
+)
 from megatron_recycle.membership.names import incomplete
-from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import Closing, Member, Message, Phase, Said, State
+from megatron_recycle.membership.resume import Checkpoint, Resume
+from megatron_recycle.membership.state import Event, Phase, State
+from megatron_recycle.plan.plan_file import PlanFile
 
-Events = Sequence[Message]
+Events = Sequence[Event]
 Json = Mapping[str, Any]
+Known = TypeVar("Known", bound=Line)
 
 
-class Form(NamedTuple):
-    """A field's form in JSON: how it is written, and read again."""
-
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
-
-
-def _closing(written: Json | None) -> Closing | None:
-    return None if written is None else Closing(**{**written, "missing": tuple(written.get("missing", ()))})
-
-
-def _said(written: Json) -> Said:
-    return Said(**{**written, "fault": Fault.parse(written["fault"])})
-
-
-_PLAIN = Form(lambda value: value, lambda value: value)
-_TABLE = Form(dict, dict)
-_NAMES = Form(sorted, frozenset)
-_KINDS = Form(dict, lambda kinds: {name: FailureKind(kind) for name, kind in kinds.items()})
-_MEMBERS = Form(lambda members: {name: vars(member) for name, member in members.items()},
-                lambda members: {name: Member(**fields) for name, fields in members.items()})
-
-DECIDED: Mapping[str, Form] = {
-    "generation": _PLAIN,
-    "members": _MEMBERS,
-    "out": _KINDS,
-    "fenced": _NAMES,
-    "outs": _TABLE,
-    "stranded": _MEMBERS,
-    "unproven": _KINDS,
-    "models": _TABLE,
-    "ranks": _TABLE,
-    "committed": _PLAIN,
-    "description": Form(lambda told: dict(told or {}), _PLAIN.read),
-    "left_out": Form(lambda pairs: [list(pair) for pair in pairs], lambda pairs: tuple(map(tuple, pairs))),
-    "closing": Form(lambda one: one and {"message": one.message, "status": one.status, "again": one.again,
-                                            "missing": list(one.missing)}, _closing),
-    "faults": Form(lambda faults: [{**vars(said), "fault": said.fault.to_json()} for said in faults],
-                   lambda faults: tuple(map(_said, faults))),
-}
-"""Fields in the record of a new generation, the latest of which counts."""
-
-MOVES: Mapping[str, Form] = {
-    "moves": _TABLE,
-    "move": _PLAIN,
-    "moves_due": _PLAIN,
-    "fruitless": _PLAIN,
-    "given_up": _NAMES,
-    "dropped": _TABLE,
-}
+MOVES = tuple(name for name in OfMoves.__struct_fields__ if name != "events")
 """Fields in every record that changes some of them, the latest of which counts."""
+
+DECIDED = tuple(name for name in Decided.__struct_fields__ if name not in (*MOVES, "events", "since"))
+"""Fields in the record of a new generation, the latest of which counts."""
 
 OTHERWISE: Mapping[str, str] = {
     "phase": "RETURNING once generation 1 is decided, ENDED with the record of the end",
@@ -134,70 +105,64 @@ TRANSIENT: Mapping[str, str] = {
 
 def decided(state: State, events: Events) -> Record:
     """A new generation."""
-    kept = {name: form.write(getattr(state, name)) for name, form in DECIDED.items()}
-    return Record({"kind": "decided", **kept, **_of_moves(state), "since": state.since, "events": list(events)})
+    return Record(Decided(**_kept(state, (*DECIDED, *MOVES)), since=state.since, events=tuple(events)))
 
 
 def moves(state: State, events: Events, needed: bool = False) -> Record:
     """Moves begun or ended. A coordinator that does not know of an end finds it again; a beginning is `needed`."""
-    record = {"kind": "moves", "generation": state.generation, **_of_moves(state), "events": list(events)}
-    return Record(record, needed)
+    return Record(Moved(generation=state.generation, **_kept(state, MOVES), events=tuple(events)), needed)
 
 
-def _of_moves(state: State) -> dict[str, Any]:
-    return {name: form.write(getattr(state, name)) for name, form in MOVES.items()}
+def _kept(state: State, names: Sequence[str]) -> dict[str, Any]:
+    found = {name: getattr(state, name) for name in names}
+    kept = {name: tuple(sorted(value)) if isinstance(value, frozenset) else value for name, value in found.items()}
+    return {**kept, "description": state.job} if "description" in kept else kept
 
 
 def went(state: State, resume: Resume, digest: str | None, events: Events) -> Record:
     """The go of the current generation, and the plan in force."""
-    return _of_generation(state, "go", events, resume=resume.to_json(), digest=digest)
+    return Record(Went(state.generation, resume, digest, tuple(events)))
 
 
 def offer(state: State, number: int) -> Record:
     """A plan or a boundary is offered."""
-    return _of_generation(state, "offer", (), number=number)
+    return Record(Offered(state.generation, number))
 
 
-def proven(state: State, worker: str, event: Message) -> Record:
+def proven(state: State, worker: str, event: Event) -> Record:
     """A process that came in holds its stage's state."""
-    return _of_generation(state, "proven", (event,), needed=False, worker=worker)
+    return Record(Proven(state.generation, worker, (event,)), needed=False)
 
 
-def resumed(state: State, event: Message) -> Record:
+def resumed(state: State, event: Event) -> Record:
     """All train again."""
-    return _of_generation(state, "resumed", (event,), needed=False)
+    return Record(Resumed(state.generation, (event,)), needed=False)
 
 
-def adopted(state: State, digest: str, event: Message) -> Record:
+def adopted(state: State, digest: str, event: Event) -> Record:
     """All use the plan of this digest."""
-    return _of_generation(state, "adopted", (event,), needed=False, digest=digest)
+    return Record(Adopted(state.generation, digest, (event,)), needed=False)
 
 
-def _of_generation(state: State, kind: str, events: Events, needed: bool = True, **fields: Any) -> Record:
-    return Record({"kind": kind, "generation": state.generation, **fields, "events": list(events)}, needed)
-
-
-def checkpoint(state: State, written: Message, event: Message) -> Record:
+def checkpoint(state: State, written: Checkpoint, event: Event) -> Record:
     """A checkpoint is whole, or cannot be read after all."""
-    return _of_generation(state, "checkpoint", (event,), needed=False, checkpoint=dict(written))
+    return Record(CheckpointNoted(state.generation, written, (event,)), needed=False)
 
 
 def learnt(state: State) -> Record:
     """By rank, all that the processes of the start were told by others before training began. A process that is to
     join asks for its rank's, before its script begins."""
-    told = {rank: list(record) for rank, record in state.learnt.items()}
-    return Record({"kind": "learnt", "learnt": told, "events": []})
+    return Record(Learnt({rank: tuple(map(dict, record)) for rank, record in state.learnt.items()}))
 
 
 def committed(iteration: int) -> Note:
     """The last iteration that all have committed; one line, written over again and again."""
-    return Note({"kind": "committed", "iteration": iteration})
+    return Note(Committed(iteration))
 
 
-def ended(status: int, message: str, again: bool, event: Message) -> Record:
+def ended(status: int, message: str, again: bool, event: Event) -> Record:
     """The end of the job, or of this life of it."""
-    return Record({"kind": "end", "status": status, "message": message, "again": again, "events": [event]},
-                  needed=False)
+    return Record(Ended(status, message, again, (event,)), needed=False)
 
 
 # Reading
@@ -207,67 +172,68 @@ def restore(size: int, records: Sequence[Json]) -> State:
     """The state to start from; feed `Restarted` to it once.
 
     `records` are the journal's, in order. Before generation 1 nothing was decided. Iterations that were committed since
-    the last note follow from what workers say again.
+    the last note follow from what workers say again. Raises WireError for a record of another version.
     """
-    state = State(size=size, offers=max((one["number"] for one in records if one["kind"] == "offer"), default=0))
-    if (record := _last(records, "decided")) is not None:
-        state = _of_decided(state, record, records, _committed(records))
-    if (record := _last(records, "go")) is not None:
-        resume = Resume.from_json(record["resume"])
-        before = resume.target if record["generation"] == 1 else -1  # a checkpoint's iterations are not of this run
-        state = state.with_(resume=resume, committed=max(state.committed, before))
-    if any(one["kind"] == "go" and one["resume"]["restored"] for one in records):
-        state = state.with_(committed=_committed_again(records))
-    for record in (one for one in records if one["kind"] == "checkpoint"):
-        state = state.with_(checkpoints=noted(state.checkpoints, record["checkpoint"]))
-    if (record := _last(records, "end")) is not None:
-        state = state.with_(phase=Phase.ENDED, ended=(record["status"], record["message"], record["again"]))
+    lines = [LINES.read(record) for record in records]
+    state = State(size=size, offers=max((one.number for one in lines if isinstance(one, Offered)), default=0))
+    if (decided := _last(lines, Decided)) is not None:
+        state = _of_decided(state, decided, lines)
+    if (gone := _last(lines, Went)) is not None:
+        before = gone.resume.target if gone.generation == 1 else -1  # a checkpoint's iterations are not of this run
+        state = state.with_(resume=gone.resume, committed=max(state.committed, before))
+    if any(isinstance(one, Went) and one.resume.restored for one in lines):
+        state = state.with_(committed=_committed_again(lines))
+    for one in lines:
+        if isinstance(one, CheckpointNoted):
+            state = state.with_(checkpoints=noted(state.checkpoints, one.checkpoint))
+    if (end := _last(lines, Ended)) is not None:
+        state = state.with_(phase=Phase.ENDED, ended=(end.status, end.message, end.again))
     return state
 
 
-def _of_decided(state: State, decided: Json, records: Sequence[Json], committed: int) -> State:
-    moves = next((record for record in reversed(records) if "moves" in record), decided)
-    kept = {name: form.read(decided[name]) for name, form in DECIDED.items()}
-    kept |= {name: form.read(moves[name]) for name, form in MOVES.items()}
-    state = state.with_(**kept, phase=Phase.RETURNING)
-    proven = {record["worker"] for record in records
-              if record["kind"] == "proven" and record["generation"] == state.generation}
+def _of_decided(state: State, decided: Decided, lines: Sequence[Line]) -> State:
+    moves = _last(lines, OfMoves) or decided
+    kept = {**{name: getattr(decided, name) for name in DECIDED}, **{name: getattr(moves, name) for name in MOVES}}
+    state = state.with_(**{**kept, "fenced": frozenset(decided.fenced), "given_up": frozenset(moves.given_up)},
+                        phase=Phase.RETURNING)
+    proven = {one.worker for one in lines if isinstance(one, Proven) and one.generation == state.generation}
     unproven = incomplete(state.unproven, proven)
-    learnt = _last(records, "learnt")
+    learnt = _last(lines, Learnt)
     return state.with_(
         known={member.incarnation: member for member in (*state.members.values(), *state.stranded.values())},
         unproven=unproven,
         acknowledged=frozenset(proven & unproven.keys()),
-        learnt={} if learnt is None else learnt["learnt"],
-        committed=max(state.committed, committed),
+        learnt={} if learnt is None else learnt.learnt,
+        committed=max(state.committed, _committed(lines)),
     )
 
 
-def _committed(records: Sequence[Json]) -> int:
-    return max((one["iteration"] for one in records if one["kind"] == "committed"), default=-1)
+def _committed(lines: Sequence[Line]) -> int:
+    return max((one.iteration for one in lines if isinstance(one, Committed)), default=-1)
 
 
-def _committed_again(records: Sequence[Json]) -> int:
+def _committed_again(lines: Sequence[Line]) -> int:
     """The last committed iteration of a job that has gone back to an earlier one, at the last such go."""
-    at = max(number for number, one in enumerate(records) if one["kind"] == "go" and one["resume"]["restored"])
-    back, since = records[at], records[at + 1:]
-    decided = [one["committed"] for one in since if one["kind"] == "decided"]
-    return max(back["resume"]["target"], *decided, _committed(since))
+    at, target = max((number, one.resume.target) for number, one in enumerate(lines)
+                     if isinstance(one, Went) and one.resume.restored)
+    since = lines[at + 1:]
+    return max(target, *(one.committed for one in since if isinstance(one, Decided)), _committed(since))
 
 
-def _last(records: Sequence[Json], kind: str) -> Json | None:
-    return next((record for record in reversed(records) if record["kind"] == kind), None)
+def _last(lines: Sequence[Line], kind: type[Known]) -> Known | None:
+    return next((one for one in reversed(lines) if isinstance(one, kind)), None)
 
 
-def taken_up(state: State, records: Sequence[Json], load: Callable[[str], Json | None]) -> State:
+def taken_up(state: State, records: Sequence[Json], load: Callable[[str], PlanFile | None]) -> State:
     """`state` with the plan in force, without which no better one is looked for, and with the moment of the failure
     if training has not resumed since. `load` gives the plan of a digest, if it is still there."""
-    of_it = [record for record in records if record.get("generation") == state.generation]
-    kinds = {record["kind"]: record for record in of_it}  # the last of each
-    if "go" not in kinds:
+    lines = [LINES.read(record) for record in records]
+    of_it = [one for one in lines if isinstance(one, (Decided, OfGeneration)) and one.generation == state.generation]
+    gone, adopted, decided = _last(of_it, Went), _last(of_it, Adopted), _last(of_it, Decided)
+    if gone is None or decided is None:
         return state
-    digest = kinds.get("adopted", kinds["go"])["digest"]
-    since = None if "resumed" in kinds else kinds["decided"].get("since")
+    digest = gone.digest if adopted is None else adopted.digest
+    since = decided.since if _last(of_it, Resumed) is None else None
     return state.with_(plan=load(digest) if digest else None, since=since)
 
 
@@ -275,7 +241,7 @@ def untold(records: Sequence[Json], told: Sequence[Json]) -> list[dict[str, Any]
     """Events of recorded decisions that a coordinator died too early to tell; `told` is events.jsonl, of which nothing
     else follows."""
     seen = {_identity(event) for event in told}
-    recorded = [dict(event) for record in records for event in record.get("events", ())]
+    recorded = [dict(event) for record in records for event in getattr(LINES.read(record), "events", ())]
     return [event for event in recorded if _identity(event) not in seen]
 
 

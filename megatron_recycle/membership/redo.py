@@ -8,11 +8,14 @@ dead worker has done is lost: its peers run it again, with inputs from their nei
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.policies import policy
+from megatron_recycle.membership.protocol import Carry
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Redo, State
 
@@ -24,8 +27,8 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.left_out):
         return {}
-    found = {worker: levelled([() if kept is None else kept["actions"]
-                               for kept in (_kept(report, resume.next) for report in reports)])
+    found = {worker: levelled([() if kept is None else kept.actions
+                               for kept in (report.kept_of(resume.next) for report in reports)])
              for worker, reports in _by_worker(state).items()}
     kept = {worker: actions for worker, actions in found.items() if actions}
     return kept if len(_lent(state, resume, kept)) < 2 else {}
@@ -59,27 +62,26 @@ def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
     """The rest of the iteration, before its plan is known."""
     reports = _by_worker(state)
-    kept = [_kept(report, resume.next) for worker in found for report in reports[worker]]
+    kept = [report.kept_of(resume.next) for worker in found for report in reports[worker]]
     return Redo(resume.next, {name: len(actions) for name, actions in found.items()},
-                any(each is not None and each["provisional"] for each in kept))
+                any(each is not None and each.provisional for each in kept))
 
 
 def size(state: State, resume: Resume) -> tuple[int, int]:
     """Micro-batches of each pipeline of the iteration, and those of a block."""
-    kept = next(each for report in state.reports.values() if (each := _kept(report, resume.next)) is not None)
-    return kept["microbatches"], kept["block"]
+    kept = next(each for report in state.reports.values() if (each := report.kept_of(resume.next)) is not None)
+    return kept.microbatches, kept.block
 
 
-def carried(state: State, resume: Resume) -> dict[str, Any] | None:
+def carried(state: State, resume: Resume) -> Carry | None:
     """As `policies.carried`, of an iteration whose rest is planned. Where a script has been given the iteration's
     `loss` and `weight`, all are."""
     redo = state.redo
     if redo is None or redo.plan is None or redo.iteration != resume.next:
         return None
-    closed = next((state.reports[name]["closed"] for name in _closed(state, resume)), None) if resume.closed else None
-    return {"iteration": redo.iteration, "chain": resume.attempt, "plan": redo.plan,
-            "done": dict(redo.plan.get("done", {})), "provisional": redo.provisional,
-            "loss": None if closed is None else [closed["loss"], closed["weight"]]}
+    closed = next((state.reports[name].closed for name in _closed(state, resume)), None) if resume.closed else None
+    return Carry(redo.iteration, resume.attempt, redo.plan, redo.plan.done, redo.provisional,
+                 None if closed is None else (closed.loss, closed.weight))
 
 
 def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
@@ -93,7 +95,7 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
 
 def left_for_good(state: State) -> bool:
     """Whether no iteration that scripts have left is run again, since bits have to be the same whatever fails."""
-    return (state.description or {}).get("reduction") == "exact"
+    return state.job.reduction == "exact"
 
 
 def without_kept(state: State, resume: Resume) -> Resume:
@@ -108,29 +110,25 @@ def without_kept(state: State, resume: Resume) -> Resume:
 
 def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> set[str]:
     reports = _by_worker(state)
-    return {(_kept(report, resume.next) or {}).get("lent", "") for worker in found for report in reports[worker]}
+    kept = [report.kept_of(resume.next) for worker in found for report in reports[worker]]
+    return {"" if each is None else each.lent for each in kept}
 
 
 def _closed(state: State, resume: Resume) -> list[str]:
     """The members that have found their stage closed for the iteration. One that has not heard a verdict may still
     report an earlier one."""
-    return [name for name in in_order(state.reports)
-            if state.reports[name].get("closed", {}).get("iteration") == resume.next]
+    return [name for name in in_order(state.reports) if state.reports[name].closed_in(resume.next) is not None]
 
 
-def _counted(report: Mapping[str, Any], iteration: int) -> int:
+def _counted(report: Report, iteration: int) -> int:
     """How many actions of ``iteration`` `resume.decide` has counted. One that has just begun another attempt has done
     none in that, though it has kept some."""
-    return int(report["actions"] if report["iteration"] == iteration else report.get("earlier", 0))
+    return report.actions if report.iteration == iteration else report.earlier
 
 
-def _by_worker(state: State) -> dict[str, list[Mapping[str, Any]]]:
+def _by_worker(state: State) -> dict[str, list[Report]]:
     """The reports of each worker's parts, in order."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    found: dict[str, list[Report]] = {}
     for name in in_order(state.reports):
         found.setdefault(str(Process.parse(name).worker), []).append(state.reports[name])
     return found
-
-
-def _kept(report: Mapping[str, Any], iteration: int) -> Mapping[str, Any] | None:
-    return next((kept for kept in report.get("kept", ()) if kept["iteration"] == iteration), None)

@@ -68,7 +68,7 @@ def _start(state: State, stage: int, now: float) -> Step:
     told: list[Decision] = []
     for name in names:
         kind = state.out.get(name, FailureKind.EXIT)
-        by_itself = (state.description or {}).get("max_restarts") and kind.refilled and name not in state.given_up
+        by_itself = state.job.max_restarts and kind.refilled and name not in state.given_up
         beside = _beside(state, name, stage)
         if not by_itself:
             told.append(commands.start(state, name, beside))

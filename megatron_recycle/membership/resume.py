@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import field
+
 from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.shards import ShardTable, count_of, of_report, tables
+from megatron_recycle.membership.verdict import Verdict
+from megatron_recycle.plan.value import Value
 
-Report = Mapping[str, Any]
+
+class Checkpoint(Value, frozen=True, omit_defaults=True):
+    """A whole checkpoint at ``place``, of the state after ``iteration``. ``facts`` are what a job that goes back to it
+    has to know beside; None: it cannot. ``unread`` says why it cannot be read after all."""
+
+    iteration: int
+    place: str
+    facts: Mapping[str, Any] | None
+    unread: str | None = None
 
 
-@dataclass(frozen=True)
-class Resume:
+class Resume(Value, frozen=True):
     """All survivors bring themselves to `target` (the last iteration stepped; -1: none) and begin `next`.
 
     `copies` maps a worker that does not hold `target` to a peer that does. `verdict` is what is known of
@@ -37,41 +48,16 @@ class Resume:
     target: int
     next: int
     attempt: int
-    verdict: Mapping[str, Any] | None = None
+    verdict: Verdict | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     redone: int = 0
     joined: tuple[str, ...] = ()
     restored: Mapping[str, str] = field(default_factory=dict)
     regained: int = -1
-    checkpoint: Mapping[str, Any] | None = None
+    checkpoint: Checkpoint | None = None
     slices: tuple[tuple[str, str, int], ...] = ()
     shards: tuple[ShardTable, ...] = ()
     closed: tuple[int, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "target": self.target,
-            "next": self.next,
-            "attempt": self.attempt,
-            "verdict": None if self.verdict is None else dict(self.verdict),
-            "copies": dict(self.copies),
-            "redone": self.redone,
-            "joined": list(self.joined),
-            "restored": dict(self.restored),
-            "regained": self.regained,
-            "checkpoint": None if self.checkpoint is None else dict(self.checkpoint),
-            "slices": [list(each) for each in self.slices],
-            "shards": [table.to_json() for table in self.shards],
-            "closed": list(self.closed),
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Resume:
-        names = ("target", "next", "attempt", "verdict", "copies", "redone", "restored", "regained",
-                 "checkpoint")
-        slices = tuple((to, source, shard) for to, source, shard in data["slices"])
-        return cls(**{key: data[key] for key in names}, joined=tuple(data["joined"]), slices=slices,
-                   shards=tuple(map(ShardTable.from_json, data["shards"])), closed=tuple(data.get("closed", ())))
 
 
 @dataclass(frozen=True)
@@ -134,31 +120,31 @@ def decide(
             f"another stage is at {target + 1}: they cannot be brought together. {RESTART}"
         )
     # A step that is not committed can be undone; one that is cannot.
-    ahead = next((name for name in members if reports[name].get("committed", reports[name]["stepped"]) > target), None)
+    ahead = next((name for name in members if reports[name].final > target), None)
     if ahead is not None:
         return DeadEnd(
-            f"worker {ahead} has stepped iteration {reports[ahead]['stepped']}, which some stage lost before "
+            f"worker {ahead} has stepped iteration {reports[ahead].stepped}, which some stage lost before "
             f"it held it. {RESTART}"
         )
     verdict = _verdict(target, reports)
     if isinstance(verdict, DeadEnd):
         return verdict
     following = target + 1
-    again = [reports[name] for name in members if reports[name]["iteration"] == following]
-    attempt = 1 + max((report["attempt"] for report in again), default=0)
+    again = [reports[name] for name in members if reports[name].iteration == following]
+    attempt = 1 + max((report.attempt for report in again), default=0)
     if announced is not None and announced[0] == following:
         attempt = max(attempt, announced[1] + 1)
     redone = sum(
-        report["actions"] + (report.get("earlier", 0) if report["iteration"] > following else 0)
+        report.actions + (report.earlier if report.iteration > following else 0)
         for name, report in reports.items()
-        if report["iteration"] >= following and not Process.parse(name).part  # a worker's parts do the same
+        if report.iteration >= following and not Process.parse(name).part  # a worker's parts do the same
     )
     copies = {to: source for held in holding if held.shard < 0 for to, source in held.copies(target)}
     slices = [(to, source, held.shard) for held in holding if held.shard >= 0 for to, source in held.copies(target)]
     parts = parts_of(stages, members)
     slices += _numbers(target, parts, reports)
-    found = [report["closed"] for report in reports.values() if report.get("closed", {}).get("iteration") == following]
-    closed = tuple(sorted({stage for each in found for stage in each["stages"] if 0 <= stage < stages}))
+    found = [each for report in reports.values() if (each := report.closed_in(following)) is not None]
+    closed = tuple(sorted({stage for each in found for stage in each.stages if 0 <= stage < stages}))
     return Resume(target, following, attempt, verdict, copies, redone, slices=tuple(slices),
                   shards=tables(parts, reports, joined, hosts, leaving), closed=closed)
 
@@ -188,7 +174,7 @@ def _held(stage: int, names: Sequence[str], reports: Mapping[str, Report]) -> li
     """What these processes of one part of ``stage`` hold, shard by shard where there are shards."""
     part, count = Process.parse(names[0]).part or 0, count_of(names, reports)
     if not count:
-        return [_Held(stage, part, -1, {name: reports[name]["holds"] for name in names})]
+        return [_Held(stage, part, -1, {name: reports[name].holds for name in names})]
     have = {name: of_report(reports[name]) for name in names}
     return [_Held(stage, part, shard, {name: have[name][shard] for name in names if shard in have[name]})
             for shard in range(count)]
@@ -199,8 +185,8 @@ def _numbers(target: int, parts: Sequence[Sequence[str]],
     """Where there are shards: who tells those that lack ``target`` the numbers that belong to its gradient."""
     found = []
     for names in (names for names in parts if count_of(names, reports)):
-        holder = next(name for name in names if reports[name]["holds"] >= target)
-        found += [(name, holder, -1) for name in names if reports[name]["holds"] < target]
+        holder = next(name for name in names if reports[name].holds >= target)
+        found += [(name, holder, -1) for name in names if reports[name].holds < target]
     return found
 
 
@@ -214,21 +200,16 @@ def _target(holding: Sequence[_Held]) -> tuple[int, _Held | None]:
     return newest - 1, next((held for held in holding if held.best < newest - 1), None)
 
 
-def _verdict(target: int, reports: Mapping[str, Report]) -> Mapping[str, Any] | DeadEnd | None:
-    known = [(name, report["verdict"]) for name, report in reports.items() if report.get("verdict")]
-    of_target = [(name, verdict) for name, verdict in known if verdict["iteration"] == target]
+def _verdict(target: int, reports: Mapping[str, Report]) -> Verdict | DeadEnd | None:
+    known = [(name, report.verdict) for name, report in reports.items() if report.verdict is not None]
+    of_target = [(name, verdict) for name, verdict in known if verdict.iteration == target]
     if not of_target:
         return None
     first, verdict = of_target[0]
     for name, other in of_target[1:]:
-        if _canonical(other) != _canonical(verdict):
+        if repr(other) != repr(verdict):  # a norm that is not a number differs from itself as a value
             return DeadEnd(
                 f"workers {first} and {name} disagree on the verdict of iteration {target} ({verdict} and "
                 f"{other}). Please report this as a bug. {RESTART}"
             )
     return verdict
-
-
-def _canonical(verdict: Mapping[str, Any]) -> str:
-    """Text to compare by: a norm that is not a number differs from itself as a value, but not as text."""
-    return json.dumps(verdict, sort_keys=True)

@@ -17,13 +17,13 @@ _RECORDED: Mapping[str, Mapping[str, Any]] = {
 """Where an event of a worker's is recorded as more than its own words."""
 
 
-def event_of(state: State, incarnation: str, name: str, fields: Mapping[str, Any], now: float
-             ) -> dict[str, Any] | None:
-    """The event of a member's words, whose fields are checked (`messages.EVENTS`). None: it is no member, and nobody
+def event_of(state: State, incarnation: str, said: Mapping[str, Any], now: float) -> dict[str, Any] | None:
+    """The event of a member's words (`worker_events`). None: it is no member, and nobody
     asks for its words. Who has said it, the coordinator knows better."""
     member = state.member(incarnation)
     if member is None:
         return None
-    short = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in fields.items()}
-    return {"event": name, "t": now, "generation": state.generation, **short, "worker": member.worker,
-            **({"rank": member.rank, "pid": member.pid, **_RECORDED[name]} if name in _RECORDED else {})}
+    short = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in said.items()}
+    more = _RECORDED.get(said["event"])
+    return {"t": now, "generation": state.generation, **short, "worker": member.worker,
+            **({"rank": member.rank, "pid": member.pid, **more} if more is not None else {})}

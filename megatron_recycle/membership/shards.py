@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron_recycle.membership.names import Process, in_order, workers_of
+from megatron_recycle.membership.report import Report
 from megatron_recycle.plan.grid import Worker
+from megatron_recycle.plan.value import Value
 
 Holders = tuple[tuple[str, ...], ...]
 """By shard, the processes that hold it."""
@@ -28,8 +29,7 @@ class Shard(NamedTuple):
     shard: int
 
 
-@dataclass(frozen=True)
-class ShardTable:
+class ShardTable(Value, frozen=True):
     """The shards of part ``part`` of stage ``stage``: who ``had`` them when the generation began (nobody, where all
     load a checkpoint), and who is to hold them in it (`holders`), the first of which speaks for the shard."""
 
@@ -45,15 +45,6 @@ class ShardTable:
         return [(shard, had[number % len(had)], taker)
                 for shard, (had, holders) in enumerate(zip(self.had, self.holders)) if had
                 for number, taker in enumerate(name for name in holders if name not in had)]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"stage": self.stage, "part": self.part, "had": [list(names) for names in self.had],
-                "holders": [list(names) for names in self.holders]}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> ShardTable:
-        had, holders = (tuple(map(tuple, data[key])) for key in ("had", "holders"))
-        return cls(data["stage"], data["part"], had, holders)
 
 
 def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[str, frozenset[str]],
@@ -154,17 +145,17 @@ def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str], membe
 # What reports say
 
 
-def of_report(report: Mapping[str, Any]) -> Mapping[int, int]:
+def of_report(report: Report) -> Mapping[int, int]:
     """The shards that a process has, and the last iteration whose gradient it holds of each."""
-    return {int(shard): holds for shard, holds in report.get("shards", {}).get("held", {}).items()}
+    return {} if report.shards is None else report.shards.held
 
 
-def count_of(names: Iterable[str], reports: Mapping[str, Mapping[str, Any]]) -> int:
+def count_of(names: Iterable[str], reports: Mapping[str, Report]) -> int:
     """How many shards the state of these processes is cut into; 0 if each holds all of it."""
-    return max((reports[name].get("shards", {}).get("of", 0) for name in names), default=0)
+    return max((shards.of for name in names if (shards := reports[name].shards) is not None), default=0)
 
 
-def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, Any]], joined: Iterable[str],
+def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Report], joined: Iterable[str],
            hosts: Mapping[str, str], leaving: Iterable[str] = ()) -> tuple[ShardTable, ...]:
     """The table of each of ``parts``, processes that have the same parameters and report; ``joined`` come in and have
     nothing yet. Those that are ``leaving`` keep what they have as long as they are there, beside holders that stay, if
@@ -179,7 +170,7 @@ def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, An
         had = tuple(tuple(name for name in names if shard in of_report(reports[name])) for shard in range(count))
         new = [name for name in joined if (Process.parse(name).worker.stage, Process.parse(name).part)
                == (first.worker.stage, first.part)]
-        copies = reports[names[0]]["shards"]["copies"]
+        copies = copies_of([reports[names[0]]])
         members = [*names, *new]
         staying = [name for name in members if Process.parse(name).worker not in leavers] or members
         holders = assign(had, staying, {name: at[Process.parse(name).worker] for name in staying}, copies)
@@ -200,12 +191,12 @@ def anew(hosts: Mapping[str, str], counts: Mapping[tuple[int, int], int], copies
     return tuple(found)
 
 
-def copies_of(reports: Iterable[Mapping[str, Any]]) -> int:
+def copies_of(reports: Iterable[Report]) -> int:
     """How often each shard is to be held."""
-    return max((report["shards"]["copies"] for report in reports if "shards" in report), default=1)
+    return max((report.shards.copies for report in reports if report.shards is not None), default=1)
 
 
-def lost(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, Any]]) -> list[Shard]:
+def lost(parts: Iterable[Sequence[str]], reports: Mapping[str, Report]) -> list[Shard]:
     """The shards that nobody has any more of ``parts``, processes that have the same parameters and report."""
     found = []
     for names in parts:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from megatron_recycle.membership.names import Process, workers_of
 from megatron_recycle.membership.promises import Promises
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.verdict import StepMode, Verdict, differ
 from megatron_recycle.plan.action import Action
@@ -143,11 +144,10 @@ class Standing:
         """Verdicts on the last two committed iterations, as far as this worker was there, the last one first."""
         return [verdict for verdict in (self.verdict, self.before) if verdict is not None]
 
-    def report(self) -> dict[str, Any]:
-        """Where this worker stands, for the coordinator."""
-        return {"iteration": self.iteration, "attempt": self.attempt, "holds": self.holds, "stepped": self.stepped,
-                "committed": self.committed, "verdict": self.verdict.to_json() if self.verdict else None,
-                "actions": len(self.done), "earlier": self.earlier, "asked": self.asked}
+    def report(self, **kept: Any) -> Report:
+        """Where this worker stands, for the coordinator, with what it has ``kept``."""
+        return Report(self.iteration, self.attempt, self.holds, self.stepped, self.verdict, len(self.done),
+                      self.committed, self.earlier, self.asked, **kept)
 
     # ---- the groups that it trains on
 
@@ -309,7 +309,7 @@ class Standing:
         slices = tuple((to.worker, source, shard) for to, source, shard in among
                        if (to.part or 0) == part and worker in (to.worker, source))
         behind = self.committed < target
-        verdict = Verdict.from_json(resume.verdict) if behind and resume.verdict is not None else None
+        verdict = resume.verdict if behind else None
         return Reconciliation(
             undo=self.stepped > target, drop=self.held is not None and self.held > target, copies=copies,
             slices=slices,

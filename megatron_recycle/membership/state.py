@@ -10,13 +10,22 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
+import msgspec
+
+from megatron_recycle.membership.description import Description, Job, Model
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.next_life import Shape
-from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.protocol import Go, Offer, Out
+from megatron_recycle.membership.report import Report
+from megatron_recycle.membership.resume import Checkpoint, Resume
+from megatron_recycle.plan.grid import Grid
+from megatron_recycle.plan.plan_file import PlanFile
+from megatron_recycle.plan.value import Value
 
-Message = Mapping[str, Any]
+Event = Mapping[str, Any]
+_UNKNOWN = Job(grid=Grid(1, (1,)))
 _OF_GENERATION = {"of_generation": True}
 """Marks a field that is void when its generation is over: the next one begins with the field's default."""
 
@@ -34,8 +43,7 @@ class Phase(Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(Value, frozen=True):
     """A process that stands for a position of the grid; the incarnation is random per process."""
 
     worker: str
@@ -46,8 +54,7 @@ class Member:
     host: str
 
 
-@dataclass(frozen=True)
-class Said:
+class Said(Value, frozen=True):
     """An error that a process has failed with."""
 
     worker: str
@@ -57,8 +64,7 @@ class Said:
     """The number of the error that the process waits in; 0: it does not wait."""
 
 
-@dataclass(frozen=True)
-class Closing:
+class Closing(Value, frozen=True, omit_defaults=True):
     """The job ends with this message once the members have saved what is committed."""
 
     message: str
@@ -67,12 +73,11 @@ class Closing:
     """Whether the script may do better if it is started again."""
     missing: tuple[int, ...] = ()
     """Stages that nobody holds: the others save what they hold, and no checkpoint."""
-    saved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    saved: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)
     """By member where its part of the checkpoint is, and why it is not written, if it is not."""
 
 
-@dataclass(frozen=True)
-class Redo:
+class Redo(Value, frozen=True):
     """The rest of an interrupted iteration: `iteration`, and its `plan` once that is `known`; then None means that the
     iteration is begun anew. `done`: how many actions of it each worker has done. `provisional`: some were done before
     the iteration ahead was committed there."""
@@ -81,7 +86,7 @@ class Redo:
     done: Mapping[str, int]
     provisional: bool
     known: bool = False
-    plan: Message | None = None
+    plan: PlanFile | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ class State:
     """Positions that are out and that no launcher will start again."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Ranks (as text) whose process of a move was given up, and the number of that move."""
-    outs: Mapping[str, Message] = field(default_factory=dict)
+    outs: Mapping[str, Out] = field(default_factory=dict)
     """By rank (as text) the command to its launcher about the last process that was declared out."""
     switch: int = field(default=0, metadata=_OF_GENERATION)
     """Number of the offer by which the members make a boundary; 0: none is being made."""
@@ -140,25 +145,25 @@ class State:
     """Members that stand at the boundary, and since when."""
     stood_since: float | None = None
     """When the first member began to wait for those that came in with this generation."""
-    models: Mapping[str, Message] = field(default_factory=dict)
-    """The facts that processes with the same model must have alike (`forming.OWN`), by `forming.model_key`."""
+    models: Mapping[str, Model] = field(default_factory=dict)
+    """The facts that processes with the same model must have alike, by `forming.model_key`."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank of every name of the grid."""
-    learnt: Mapping[str, Sequence[Message]] = field(default_factory=dict)
+    learnt: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     """By rank (as text), all that its process was told by others before training began."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process ended well before it said hello."""
-    descriptions: Mapping[str, Message] = field(default_factory=dict)
+    descriptions: Mapping[str, Description] = field(default_factory=dict)
     """Each ready worker's description of the job, by position, until generation 1."""
     samples: Mapping[str, str] = field(default_factory=dict)
     """For each kind of model the first worker that was ready, until generation 1."""
-    description: Message | None = None
-    reports: Mapping[str, Message] = field(default_factory=dict, metadata=_OF_GENERATION)
-    plan: Message | None = field(default=None, metadata=_OF_GENERATION)
+    description: Job | None = None
+    reports: Mapping[str, Report] = field(default_factory=dict, metadata=_OF_GENERATION)
+    plan: PlanFile | None = field(default=None, metadata=_OF_GENERATION)
     """The plan of this generation, from when it is made; another one once all have adopted that."""
     redo: Redo | None = field(default=None, metadata=_OF_GENERATION)
     """The rest of the iteration that the generation begins with; None: nobody has asked for its plan."""
-    go: Message | None = None
+    go: Go | None = None
     """The last announced go, to be told again to a worker that lost its connection."""
     resume: Resume | None = None
     """The last resume point that was announced."""
@@ -178,9 +183,9 @@ class State:
     """Members that have not committed the iteration after `committed` yet; 0: to be counted again."""
     losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     adopted: Mapping[str, str] = field(default_factory=dict, metadata=_OF_GENERATION)
-    offered: Message | None = field(default=None, metadata=_OF_GENERATION)
+    offered: Offer | None = field(default=None, metadata=_OF_GENERATION)
     """The offer of a plan that not all members are known to have adopted."""
-    better: tuple[Message, float] | None = field(default=None, metadata=_OF_GENERATION)
+    better: tuple[PlanFile, float] | None = field(default=None, metadata=_OF_GENERATION)
     """The plan that is offered when they have, and the milliseconds that the search for it took."""
     offers: int = 0
     hints: Mapping[str, str] = field(default_factory=dict, metadata=_OF_GENERATION)
@@ -193,9 +198,8 @@ class State:
     """Errors of scripts, the latest ones, in their order."""
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
-    checkpoints: tuple[Message, ...] = ()
-    """The newest checkpoints that are whole, the last one last: ``place``, the ``iteration`` whose end it is of,
-    ``facts`` (`Written`); ``unread`` says why one cannot be read after all."""
+    checkpoints: tuple[Checkpoint, ...] = ()
+    """The newest checkpoints that are whole, the last one last."""
     retries: int = 0
     """Generations that were begun because a recovery has failed, since an iteration was committed."""
     fallback: str | None = None
@@ -210,8 +214,18 @@ class State:
     """Status and message of a signal that asks the job to end, and that scripts handle themselves."""
 
     @property
+    def job(self) -> Job:
+        """The job's description; before all are ready, one with usual settings."""
+        return self.description or _UNKNOWN
+
+    @property
     def stages(self) -> int:
-        return 0 if self.description is None else int(self.description["grid"]["stages"])
+        return 0 if self.description is None else self.description.grid.stages
+
+    @property
+    def latest(self) -> PlanFile | None:
+        """The plan on offer, or else the one in force."""
+        return self.plan if self.offered is None else self.offered.plan
 
     @property
     def failed(self) -> frozenset[str]:

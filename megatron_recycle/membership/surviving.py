@@ -12,8 +12,10 @@ from megatron_recycle.membership import closing, guarding, messages, records
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, Step, Tell
 from megatron_recycle.membership.inputs import Saved
 from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.protocol import Go
 from megatron_recycle.membership.resume import Resume, by_stage
 from megatron_recycle.membership.state import Closing, Phase, State
+from megatron_recycle.plan.plan_file import PlanFile
 
 
 def end(state: State, text: str, now: float) -> Step:
@@ -30,8 +32,8 @@ def possible(state: State) -> bool:
     """Whether the survivors have something to save, and the job wants them to. Not what was half loaded."""
     if guarding.unread(state):
         return False
-    wanted = (state.description or {}).get("survivors", False)
-    return bool(wanted) and state.closing is None and state.committed >= 0 and bool(state.proven) and (
+    wanted = state.job.survivors
+    return wanted and state.closing is None and state.committed >= 0 and bool(state.proven) and (
         state.phase is Phase.RECOVERING)
 
 
@@ -41,24 +43,22 @@ def begin(state: State, now: float) -> Step:
         return state, ()
     assert state.closing is not None
     reports = {name: state.reports[name] for name in state.proven if name in state.reports}
-    target = max(report.get("committed", report["stepped"]) for report in reports.values())
-    verdict = next((report["verdict"] for report in reports.values()
-                    if report["verdict"] and report["verdict"]["iteration"] == target), None)
+    target = max(report.final for report in reports.values())
+    verdict = next((verdict for report in reports.values()
+                    if (verdict := report.verdict) is not None and verdict.iteration == target), None)
     writers: dict[tuple[int, int], str] = {}
     for name in in_order(reports):
         report, process = reports[name], Process.parse(name)
-        done = report.get("committed", report["stepped"]) == target
-        if done or (verdict is not None and report["holds"] >= target):
+        done = report.final == target
+        if done or (verdict is not None and report.holds >= target):
             writers.setdefault((process.worker.stage, process.part or 0), name)
     if not writers:
         return closing.end(state, 1, "none of those that are left holds a whole iteration", now)
-    attempt = 1 + max(report["attempt"] for report in reports.values())
+    attempt = 1 + max(report.attempt for report in reports.values())
     resume = Resume(target, target + 1, attempt, verdict)
     members = {name: state.proven[name].incarnation for name in in_order(reports)}
-    go = {"type": "go", "generation": state.generation, "attempt": attempt, "members": members, "plan": {},
-          "resume": resume.to_json(), "prefix": messages.group_prefix(state.generation, members), "tries": 0,
-          "closing": state.closing.message, "left_out": [], "keepers": {}, "without": [], "carried": None,
-          "writers": sorted(writers.values()), "missing": list(state.closing.missing)}
+    go = Go(state.generation, attempt, members, PlanFile(), resume, messages.group_prefix(state.generation, members),
+            closing=state.closing.message, writers=tuple(sorted(writers.values())), missing=state.closing.missing)
     event = {"event": "surviving", "t": now, "generation": state.generation, "iteration": target,
              "missing": list(state.closing.missing), "writers": sorted(writers.values())}
     record = records.went(state, resume, None, [event])
@@ -72,10 +72,10 @@ def saved(state: State, happened: Saved, now: float) -> Step:
     if state.closing is None or not state.closing.missing:
         return closing.saved(state, happened, now)
     state, ending = closing.noted(state, happened)
-    if ending is None or state.go is None or state.resume is None or len(ending.saved) < len(state.go["members"]):
+    if ending is None or state.go is None or state.resume is None or len(ending.saved) < len(state.go.members):
         return state, ()
     resume = state.resume
-    writers = state.go["writers"]
+    writers = state.go.writers
     errors = {name: ending.saved[name][1] for name in writers if ending.saved[name][1]}
     places = {str(Process.parse(name).worker.stage): ending.saved[name][0] for name in writers if name not in errors}
     missing = ", ".join(map(str, ending.missing))

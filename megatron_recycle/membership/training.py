@@ -6,7 +6,6 @@ like `machine`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_recycle.membership import commands, moving, records
@@ -15,8 +14,10 @@ from megatron_recycle.membership.inputs import Adopted, Committed, Improved, Res
 from megatron_recycle.membership.lending import allows
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.protocol import Offer
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import Message, Phase, State
+from megatron_recycle.membership.state import Phase, State
+from megatron_recycle.plan.plan_file import PlanFile
 
 
 def begin(state: State) -> State:
@@ -27,7 +28,7 @@ def begin(state: State) -> State:
     return state.with_(committed=target, committed_by=dict.fromkeys(state.members, target), behind=0)
 
 
-def planned_event(state: State, plan: Mapping[str, Any], plan_ms: float, now: float) -> dict[str, Any]:
+def planned_event(state: State, plan: PlanFile, plan_ms: float, now: float) -> dict[str, Any]:
     """The line of events.jsonl about a plan, without the plan's actions."""
     return {
         "event": "planned",
@@ -35,8 +36,12 @@ def planned_event(state: State, plan: Mapping[str, Any], plan_ms: float, now: fl
         "generation": state.generation,
         "ms": state.ms(now),
         "plan_ms": round(plan_ms, 3),
-        **{key: plan.get(key) for key in ("source", "digest", "period", "makespan", "lower_bound")},
-        **({"lending": plan["stats"]["lending"]} if plan.get("stats", {}).get("lending") else {}),
+        "source": plan.source,
+        "digest": plan.digest,
+        "period": plan.period,
+        "makespan": plan.makespan,
+        "lower_bound": plan.lower_bound,
+        **({"lending": plan.about_lending} if plan.about_lending else {}),
     }
 
 
@@ -133,16 +138,16 @@ def improved(state: State, happened: Improved, now: float) -> Step:
     not lent any more, as its search had begun before that, would never be adopted, and no other one after it."""
     if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.switch:
         return state, ()
-    if not allows((state.description or {}).get("lending"), happened.plan):
+    if not allows(state.job.lending, happened.plan):
         return state, ()
     if state.offered is not None:
         return state.with_(better=(happened.plan, happened.plan_ms)), ()
     return _offer(state, happened.plan, happened.plan_ms, now)
 
 
-def _offer(state: State, plan: Message, plan_ms: float, now: float) -> Step:
+def _offer(state: State, plan: PlanFile, plan_ms: float, now: float) -> Step:
     number = state.offers + 1
-    offer = {"type": "offer", "generation": state.generation, "number": number, "plan": plan}
+    offer = Offer(state.generation, number, plan)
     event = planned_event(state, plan, plan_ms, now)
     state = state.with_(offers=number, adopted={}, offered=offer, better=None)
     return state, (records.offer(state, number), Emit(event), Tell(tuple(state.incarnations().values()), offer))
@@ -164,8 +169,9 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
         "iteration": happened.iteration,
         "digest": happened.digest,
     }
-    if state.offered is not None and state.offered["plan"].get("digest") == happened.digest:
-        state = state.with_(plan=state.offered["plan"])
+    offered = state.offered.plan if state.offered is not None else None
+    if offered is not None and offered.digest == happened.digest:
+        state = state.with_(plan=offered)
     state = state.with_(offered=None)
     record = records.adopted(state, happened.digest, event)
     state, more = (state, ()) if state.better is None or state.switch else _offer(state, *state.better, now)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from megatron_recycle.membership import closing, failing
 from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step
 from megatron_recycle.membership.inputs import Raised, Unlent
@@ -46,8 +48,8 @@ def declined(state: State, happened: Unlent, now: float) -> Step:
         return state, ()
     decisions: list[Decision] = [Emit(_event(state, member, happened.stage, happened.why, now))]
     state = left
-    lent = (state.description or {}).get("lending")
-    if state.offered is not None and not allows(lent, state.offered["plan"]):
+    lent, offered = state.job.lending, None if state.offered is None else state.offered.plan
+    if offered is not None and not allows(lent, offered):
         state = state.with_(offered=None)
     if state.better is not None and not allows(lent, state.better[0]):
         state = state.with_(better=None)
@@ -58,12 +60,9 @@ def declined(state: State, happened: Unlent, now: float) -> Step:
 
 def _taken_out(state: State, stage: int) -> State | None:
     """The state of a job that does not lend this stage's layers; None if it did not before."""
-    description = dict(state.description or {})
-    before = description.pop("lending", None)
-    left = without(before, stage, description.get("placement") or ())
-    if left == before:
-        return None
-    return state.with_(description={**description, "lending": left} if left else description)
+    job = state.job
+    left = without(job.lending, stage, job.placement)
+    return None if left == job.lending else state.with_(description=replace(job, lending=left))
 
 
 def _event(state: State, member: Member, stage: int, why: str, now: float) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megatron_recycle.membership.names import in_order
+from megatron_recycle.membership.protocol import Places
 from megatron_recycle.membership.state import Phase, State
 
 _KEPT_S = 120.0
@@ -39,7 +39,7 @@ class Reservations:
 def failed_too_often(state: State, failures: Mapping[str, int]) -> frozenset[str]:
     """The hosts, without their launchers' numbers, that get no more places; ``failures`` says how often workers of each
     have failed."""
-    most = (state.description or {}).get("max_failures_per_host", 0)
+    most = state.job.max_failures_per_host
     return frozenset(host for host, count in failures.items() if most and count >= most)
 
 
@@ -49,27 +49,27 @@ def plain(host: str) -> str:
 
 
 def free_places(state: State, places: Reservations | None, count: int, now: float, host: str = "",
-                failures: Mapping[str, int] | None = None) -> dict[str, Any]:
+                failures: Mapping[str, int] | None = None) -> Places:
     """The message that answers a ``host`` which asks for `count` places at the time `now`; see `failed_too_often`."""
     if places is None:
-        return _answer(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")
+        return Places(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")
     if state.phase in (Phase.FORMING, Phase.ENDED):
         if state.phase is Phase.ENDED:
-            return _answer(refusal="it is over")
-        return _answer(refusal="its training has not begun yet", again_s=_AGAIN_S)
+            return Places(refusal="it is over")
+        return Places(refusal="its training has not begun yet", again_s=_AGAIN_S)
     if plain(host) in failed_too_often(state, failures or {}):
-        return _answer(refusal=f"workers of {plain(host)} have failed in it too often (max_failures_per_host)")
+        return Places(refusal=f"workers of {plain(host)} have failed in it too often (max_failures_per_host)")
     if now < places.asked_from:
-        return _answer(refusal="its coordinator has only just come", again_s=_AGAIN_S)
+        return Places(refusal="its coordinator has only just come", again_s=_AGAIN_S)
     empty = _empty(state)
     free = [name for name in empty if places.kept.get(name, now) <= now][:count]
     if not free:
         waiting = "" if not empty else "; others are about to join"
-        return _answer(refusal=f"it has no place without a worker ({len(state.ranks)} in all){waiting}",
+        return Places(refusal=f"it has no place without a worker ({len(state.ranks)} in all){waiting}",
                        again_s=_AGAIN_S)
     places.kept.update(dict.fromkeys(free, now + _KEPT_S))
     ranks, offered = [state.ranks[name] for name in free], places.offered
-    return _answer(ranks=ranks, size=state.size, environ=dict(offered.environ))
+    return Places(ranks=tuple(ranks), size=state.size, environ=dict(offered.environ))
 
 
 def promised_before(state: State, places: Reservations, ranks: Sequence[int], now: float) -> None:
@@ -81,9 +81,3 @@ def promised_before(state: State, places: Reservations, ranks: Sequence[int], no
 def _empty(state: State) -> list[str]:
     there = {*state.members, *state.joiners, *state.stranded, *state.moves}
     return [name for name in in_order(state.ranks) if name not in there]
-
-
-def _answer(**fields: Any) -> dict[str, Any]:
-    """`again_s`: seconds after which it is worth asking again; 0: never."""
-    empty = {"ranks": [], "size": 0, "environ": {}, "refusal": "", "again_s": 0}
-    return {"type": "places", **empty, **fields}

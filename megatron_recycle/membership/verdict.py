@@ -3,16 +3,13 @@ follows from it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from megatron_recycle.plan.value import Value
 
 _WINDOW = 8
 _MANY = 3
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(Value, frozen=True):
     """The verdict on an iteration, known to all workers once every stage holds it.
 
     Attributes:
@@ -32,15 +29,6 @@ class Verdict:
     guesses: tuple[float, ...]
     zeros: float = 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "loss": self.loss, "weight": self.weight,
-                "norm_squares": list(self.norm_squares), "guesses": list(self.guesses), "zeros": self.zeros}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Verdict:
-        return cls(data["iteration"], data["loss"], data["weight"], tuple(data["norm_squares"]),
-                   tuple(data["guesses"]), data["zeros"])
-
     def refutes(self, right: float) -> bool:
         """Whether some stage guessed another coefficient than ``right``, the one that this verdict asks for."""
         return any(differ(guess, right) for guess in self.guesses)
@@ -52,8 +40,7 @@ def differ(one: float | None, other: float) -> bool:
     return str(one) != str(other)
 
 
-@dataclass(frozen=True)
-class StepMode:
+class StepMode(Value, frozen=True):
     """Whether stages step at once or wait for the verdict: decided anew for every iteration, alike on all workers.
 
     A stage that steps before it knows the others' gradient norms is wrong whenever clipping is active, and every wrong
@@ -90,10 +77,6 @@ class StepMode:
         """The facts for the choice after the next verdict, ``wrong`` or not."""
         return (*self.wrong, wrong)[-_WINDOW:]
 
-    def to_json(self) -> dict[str, Any]:
-        """The facts for the next choice, for a worker that comes in."""
-        return {"staggered": self.staggered, "wrong": list(self.wrong)}
-
-    def like(self, other: Mapping[str, Any]) -> StepMode:
-        """The mode of the worker whose `to_json` is ``other``."""
-        return StepMode(self.wanted, other["staggered"], tuple(other["wrong"])[-_WINDOW:])
+    def like(self, other: StepMode) -> StepMode:
+        """The mode of a worker that comes in, where a peer's is ``other``."""
+        return StepMode(self.wanted, other.staggered, other.wrong)

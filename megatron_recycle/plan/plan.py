@@ -16,6 +16,7 @@ from typing import Any
 from .action import PASSES_ON, Action
 from .errors import PlanError
 from .grid import Microbatch, Worker
+from .plan_file import PlanFile
 from .problem import Crossing, Problem
 
 FORMAT, VERSION = "recycle-plan", 4
@@ -217,6 +218,15 @@ class Plan:
         if version == 1 and stated == _digest_of(plan._content_1(), _DIGESTED_1):
             return replace(plan, stated=plan.digest)
         return plan
+
+    def to_file(self) -> PlanFile:
+        """The plan as it travels."""
+        return PlanFile.from_json(self.to_json())
+
+    @classmethod
+    def from_file(cls, file: PlanFile) -> Plan:
+        """Read it again. Raises PlanError as `from_json` does."""
+        return cls.from_json(file.to_json())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_recycle.errors import TransferError
 from megatron_recycle.membership.guarding import CHECKPOINTS
+from megatron_recycle.membership.report import GuardReport
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import GUARD
 from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, pieces, read, written
@@ -167,10 +168,10 @@ class Guard:
     def nbytes(self) -> int:
         return sum(copy.nbytes for copies in (self.own, *self.of.values()) for copy in copies.values())
 
-    def report(self) -> dict[str, Any]:
-        """What there is, for the coordinator."""
-        return {"own": sorted(self.own), "of": {str(stage): sorted(copies) for stage, copies in self.of.items()},
-                **({"midway": True} if self.midway else {})}
+    def report(self, back: int | None, read: int) -> GuardReport:
+        """What there is, for the coordinator; see there for the arguments."""
+        of = {stage: tuple(sorted(copies)) for stage, copies in self.of.items()}
+        return GuardReport(tuple(sorted(self.own)), of, back, read, self.midway)
 
 
 def _latest(copies: Mapping[int, StateCopy]) -> dict[int, StateCopy]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_recycle.errors import VerificationError
+from megatron_recycle.membership.worker_events import Corrupt, Healed
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import COPY
@@ -116,14 +117,17 @@ def _usual(values: Mapping[Worker, int]) -> Worker | None:
     return next(holder for holder, value in values.items() if value == usual) if 2 * count > len(values) else None
 
 
+def _named(digests: Mapping[Worker, int]) -> dict[str, int | str]:
+    return {str(peer): f"{value:08x}" for peer, value in digests.items()}
+
+
 def _heal_shards(site: Site, stepper: Stepper, groups: Groups, cuts: Cuts, moves: Sequence[tuple[int, Worker, Worker]],
                  digests: Mapping[int, Mapping[Worker, int]]) -> None:
     own, iteration, began = site.stage.shards, stepper.standing.committed, time.monotonic()
     assert own is not None
     for shard, _, odd in moves:
         if odd == site.place.me:
-            site.agent.event("corrupt", iteration=iteration + 1, shard=shard,
-                             digests={str(peer): f"{value:08x}" for peer, value in digests[shard].items()})
+            site.agent.event(Corrupt(iteration + 1, _named(digests[shard]), shard))
     with site.phases.working(COPY), site.phases.writing():
         taken = shards.copy(site, groups, moves)
         for shard in taken:
@@ -131,8 +135,7 @@ def _heal_shards(site: Site, stepper: Stepper, groups: Groups, cuts: Cuts, moves
         shards.gather(site.stage, groups, cuts, groups.peers(groups.me.stage))  # they may have come from the odd one
     if taken:
         size = sum(tensor.nbytes for shard in taken for tensor in own.tensors(shard).values())
-        site.agent.event("healed", iteration=iteration + 1, bytes=size, shards=taken,
-                         ms=round(1000 * (time.monotonic() - began), 1))
+        site.agent.event(Healed(iteration + 1, size, round(1000 * (time.monotonic() - began), 1), tuple(taken)))
 
 
 def _exchange(site: Site, groups: Groups) -> dict[Worker, int]:
@@ -159,9 +162,7 @@ def _take_over(site: Site, stepper: Stepper, generation: Generation, odd: Sequen
                digests: dict[Worker, int]) -> None:
     groups, iteration = generation.groups, stepper.standing.committed
     began = time.monotonic()
-    site.agent.event("corrupt", iteration=iteration + 1,
-                     digests={str(peer): f"{value:08x}" for peer, value in digests.items()})
+    site.agent.event(Corrupt(iteration + 1, _named(digests)))
     tensors, facts, received = take(groups, odd, site.stage.device)
     stepper.enter(tensors, facts)
-    site.agent.event("healed", iteration=iteration + 1, bytes=received.bytes,
-                     ms=round(1000 * (time.monotonic() - began), 1))
+    site.agent.event(Healed(iteration + 1, received.bytes, round(1000 * (time.monotonic() - began), 1)))

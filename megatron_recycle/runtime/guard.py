@@ -16,6 +16,8 @@ import torch
 
 from megatron_recycle.control import Go
 from megatron_recycle.membership import workers_of
+from megatron_recycle.membership.inputs import Received
+from megatron_recycle.membership.worker_events import Guarded
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import shards
@@ -26,7 +28,7 @@ from megatron_recycle.runtime.copies import StateCopy, receive, send
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.saving import load
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.state_copy import Received, give, stage_tensors, take
+from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 from megatron_recycle.runtime.stepper import Stepper
 
 
@@ -71,7 +73,7 @@ def _tell(site: Site, iteration: int, own: StateCopy, kept: Mapping[int, StateCo
     """The cost of copies: an event of each keeper, and a line of each worker that begins to copy."""
     if kept:
         size = sum(copy.nbytes for copy in kept.values())
-        site.agent.event("guarded", iteration=iteration - 1, stages=sorted(kept), bytes=size, ms=round(ms, 1))
+        site.agent.event(Guarded(iteration - 1, tuple(sorted(kept)), size, round(ms, 1)))
     else:
         get_logger().info(
             "megatron-recycle: worker %s keeps two copies of its state, %.1f MiB each, in CPU memory, made in %.0f ms "
@@ -85,7 +87,7 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     me, guard, target = groups.me, site.trainable.guard, go.resume.target
     joined, checkpoint = workers_of(go.resume.joined), go.resume.checkpoint
     guard.go_back(target)
-    where = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint['place']}"
+    where = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint.place}"
     get_logger().warning("megatron-recycle: %s: all go back to the state after iteration %d, from %s", _lost(go),
                          target, where)
     if checkpoint is not None:

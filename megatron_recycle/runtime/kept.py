@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.membership.protocol import Carry
+from megatron_recycle.membership.report import KeptReport
 from megatron_recycle.plan import Action, Message, Plan, Worker
 from megatron_recycle.runtime.comm.messages import Meta
 from megatron_recycle.runtime.compute.memory import ActivationMemory
@@ -56,12 +57,11 @@ class Kept:
     block: int
     lent: str = ""
 
-    def report(self, committed: int) -> dict[str, Any]:
+    def report(self, committed: int) -> KeptReport:
         """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
         guess may turn out wrong, and with it the parameters that all this was computed with."""
-        told = {"iteration": self.iteration, "chain": self.chain, "actions": [str(action) for action in self.done],
-                "provisional": committed < self.iteration - 1, "microbatches": self.microbatches, "block": self.block}
-        return {**told, "lent": self.lent} if self.lent else told
+        return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1,
+                          self.microbatches, self.block, self.lent)
 
     def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> Kept:
         """With exactly these actions done: forwards, whose backwards are not done, are dropped, and W are run."""
@@ -102,12 +102,10 @@ class Carried:
     loss: tuple[float, float] | None = None
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> Carried:
+    def read(cls, told: Carry) -> Carried:
         """From a go."""
-        done = {Worker.parse(name): count for name, count in told["done"].items() if count}
-        loss = told.get("loss")
-        return cls(told["iteration"], told["chain"], Plan.from_json(told["plan"]), done, told["provisional"],
-                   None if loss is None else (loss[0], loss[1]))
+        done = {Worker.parse(name): count for name, count in told.done.items() if count}
+        return cls(told.iteration, told.chain, Plan.from_file(told.plan), done, told.provisional, told.loss)
 
 
 class Keeping:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from megatron_recycle.errors import FailureMet, GenerationOver, JobEnded, LendingError, RecycleError
 from megatron_recycle.membership import Standing
+from megatron_recycle.membership.worker_events import RolledBack
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime import recovery
@@ -184,7 +185,7 @@ class Loop:
         try:
             if drains and begun and standing.iteration == committed:  # others may have: all end the same
                 opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)
-            site.agent.event("rolled_back", iteration=committed, actions=standing.roll_back())
+            site.agent.event(RolledBack(committed, standing.roll_back()))
             site.phases.enter(Phase.RECOVERING, committed + 1)
             with site.phases.waiting(HANDLES):
                 generation = site.current.get()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
+from megatron_recycle.membership.protocol import Profiled
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Piece, Plan, Worker, of_place, pieces, results_in
 from megatron_recycle.plan.replay import peak
@@ -91,7 +91,7 @@ def announce(site: Site, plan: Plan) -> None:
                           described(each, copies, shards.count, site.config.step == "staggered"))
 
 
-def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
+def profile(site: Site, plan: Plan, undo: int) -> Profiled:
     """The measurements for the planner: bytes that a micro-batch holds before and after its B (``held``; "before_b" in
     the stage's first chunk, "before_b/1" in its second) with the most that was held at a time and the plan's own
     number, bytes left for activations (``room``), bytes used otherwise (``kept``).
@@ -104,12 +104,12 @@ def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
             for name, size in memory.held(chunk)._asdict().items()}
     held |= {"peak": memory.peak, "planned": peak(weighed, me, plan.actions(me))}
     kept = _kept(site, plan, undo)
-    return {"held": held, "kept": kept, "room": room_on(site.meters.device, site.config.memory, kept, memory.now)}
+    return Profiled(held, kept, room_on(site.meters.device, site.config.memory, kept, memory.now))
 
 
-def announce_profile(me: Worker, found: dict[str, Any]) -> None:
+def announce_profile(me: Worker, found: Profiled) -> None:
     """Log what `profile` found."""
-    held, room = found["held"], found["room"]
+    held, room = found.held, found.room
     chunks = sum(name.partition("/")[0] == "before_b" for name in held)
     before, after = ([held[of_place(name, chunk)] for chunk in range(chunks)] for name in ("before_b", "after_b"))
     if room is not None and room < sum(map(max, before, after)):
@@ -121,7 +121,7 @@ def announce_profile(me: Worker, found: dict[str, Any]) -> None:
         "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s; messages and sums "
         "that are kept until each commit take %.3f GiB (keep_messages)", me,
         _mib(before), _mib(after), held["peak"] / _MIB, held["planned"] / _MIB,
-        "" if room is None else f", {room / _MIB:.2f} are there", found["kept"]["log"] / _GIB)
+        "" if room is None else f", {room / _MIB:.2f} are there", found.kept["log"] / _GIB)
 
 
 def _mib(sizes: Iterable[int]) -> str:

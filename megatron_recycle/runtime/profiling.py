@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megatron_recycle.environment import Launched
+from megatron_recycle.membership.protocol import Lags
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.memory_budget import announce_profile, profile
 from megatron_recycle.runtime.site import Site
@@ -28,7 +28,7 @@ class Profiling:
         self._file = None if launched.run_dir is None else (
             Path(launched.run_dir) / FOLDER / f"worker-{launched.rank}.jsonl")
         self._untold: list[dict[str, float]] = []
-        self._lags: list[dict[str, Any]] = []
+        self._lags: list[Lags] = []
 
     def committed(self, site: Site, generation: Generation, iteration: int, undo: int) -> None:
         """``iteration`` is final, which was trained in ``generation``, or before it; ``undo``: bytes of the copy to
@@ -42,7 +42,8 @@ class Profiling:
         if self._commits > 1:  # the first has much in it that comes once: memory, threads, caches
             self._untold.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:
-                self._lags += filter(None, [generation.transport.lags.told(iteration)])
+                found_lags = generation.transport.lags.told(iteration)
+                self._lags += [] if found_lags is None else [Lags.from_json(found_lags)]
         if self._commits < _FIRST:
             return
         found = profile(site, generation.plan, undo) if self._commits == _FIRST or self._commits % _EVERY == 0 else None

@@ -17,6 +17,8 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
 from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError, SaveError
 from megatron_recycle.membership import Standing, workers_of
+from megatron_recycle.membership.report import ClosedReport, Report
+from megatron_recycle.membership.worker_events import Rebuilt
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import shards
@@ -183,22 +185,21 @@ def report(site: Site, stepper: Stepper) -> Go | None:
                                  "that one is replaced", site.place.me, site.place.name)
         return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
     generation = site.agent.stop_generation
-    kept: dict[str, Any] = {"kept": [each.report(standing.committed) for each in site.current.kept.values()]}
-    if site.current.torn:
-        kept["torn"] = True
+    closed = None
     if held is not None and standing.closed == held.iteration:
-        kept["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": held.weight,
-                          "stages": [site.place.me.stage, *site.tied]}
-    site.agent.report(generation, {**_report(site, standing), **kept})
+        closed = ClosedReport(held.iteration, held.loss, held.weight, (site.place.me.stage, *site.tied))
+    kept = tuple(each.report(standing.committed) for each in site.current.kept.values())
+    site.agent.report(generation, _report(site, standing, kept=kept, torn=site.current.torn, closed=closed))
     return site.agent.wait_go(generation)
 
 
-def _report(site: Site, standing: Standing) -> dict[str, Any]:
+def _report(site: Site, standing: Standing, **kept: Any) -> Report:
     guard = site.trainable.guard
     since = site.framework.data.since
     read = bisect_left(range(-1, standing.committed + 1), since, key=lambda iteration: site.grids.number(iteration + 1))
-    return {**standing.report(), "guard": {**guard.report(), "back": guard.back, "read": read - 1},
-            **shards.report(site.stage, site.config.state_copies or site.place.grid.pipelines, standing)}
+    return standing.report(
+        guard=guard.report(guard.back, read - 1),
+        shards=shards.report(site.stage, site.config.state_copies or site.place.grid.pipelines, standing), **kept)
 
 
 def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
@@ -210,9 +211,10 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout,
                       site.current.rested)
     site.current.rested = None
-    scope = Scope(go.left_out, frozenset(go.without), Carried.read(go.carried) if go.carried else None)
+    scope = Scope(go.left_out, frozenset(go.without),
+                  None if go.carried is None else Carried.read(go.carried))
     generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
-                               Plan.from_json(go.plan), site.exact,
+                               Plan.from_file(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
                                cuts(site.stage, groups, go.resume, begun=False))
     carried = scope.carried
@@ -222,7 +224,7 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
                      site.phases.working(CONNECT), go.resume)
-    site.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
+    site.agent.event(Rebuilt(go.generation, round(1000 * (time.monotonic() - begun), 1)))
     return generation
 
 

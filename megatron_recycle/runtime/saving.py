@@ -23,6 +23,8 @@ import torch
 
 from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError, SaveError
 from megatron_recycle.membership import Standing
+from megatron_recycle.membership.resume import Checkpoint
+from megatron_recycle.membership.worker_events import SaveFailed
 from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.activity import COPY
@@ -160,12 +162,12 @@ def _facts(site: Site, standing: Standing, name: str) -> dict[str, Any] | None:
             "name": name}
 
 
-def load(site: Site, generation: int, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(site: Site, generation: int, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Load this worker's part of a whole checkpoint of this run, at the same time as all others do; returns the stage's
     tensors and the facts that `Stepper.enter` takes. Raises GenerationOver, also if it cannot be read, which the
     coordinator is told: then all go back to an older one."""
     assert site.framework.restore is not None, "this job notes no checkpoint to go back to"
-    told, stage, place = checkpoint["facts"], site.stage, checkpoint["place"]
+    told, stage, place = dict(checkpoint.facts or {}), site.stage, checkpoint.place
     try:
         site.framework.restore(place, told["name"])
     except (GenerationOver, JobEnded):
@@ -179,7 +181,7 @@ def load(site: Site, generation: int, checkpoint: Mapping[str, Any]) -> tuple[di
                            exc_info=None if ours else error)
         site.agent.unreadable(generation, place, why)
         raise GenerationOver(f"the checkpoint in {place} cannot be read") from error
-    total = site.grids.of(checkpoint["iteration"]).total
+    total = site.grids.of(checkpoint.iteration).total
     return stage_tensors(stage), {**told, "counters": stage.counters(), "read": {},
                                   "reports": torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)}
 
@@ -244,7 +246,7 @@ def _give_up(site: Site, standing: Standing, generation: Generation, facts: Mapp
         get_logger().error("megatron-recycle: NO CHECKPOINT after iteration %d: %s%s. The one before stays the newest; "
                            "%s", standing.committed, error, more,
                            "the job ends (on_failed_save)" if ends else "training goes on")
-        site.agent.event("save_failed", iteration=standing.committed, error=str(error), workers=error.many)
+        site.agent.event(SaveFailed(standing.committed, str(error), error.many))
     if ends:
         raise SaveError(f"{error} (on_failed_save: end)")
     site.asked.evaluations.fail(str(error))

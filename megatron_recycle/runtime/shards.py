@@ -19,6 +19,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError, TransferError
 from megatron_recycle.membership import Resume, Standing
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
@@ -57,13 +58,11 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
                              "none; with 2 they go on")
 
 
-def report(stage: Stage, copies: int, standing: Standing) -> dict[str, Any]:
+def report(stage: Stage, copies: int, standing: Standing) -> ShardsReport | None:
     """For the coordinator: the shards that this worker has whole; nothing where it has all of the state."""
     shards = stage.shards
-    if shards is None:
-        return {}
-    return {"shards": {"of": shards.count, "copies": max(copies, shards.least),
-                       "held": {str(shard): standing.holds for shard in shards.held}}}
+    return None if shards is None else ShardsReport(
+        shards.count, max(copies, shards.least), dict.fromkeys(shards.held, standing.holds))
 
 
 def cuts(stage: Stage, groups: Groups, resume: Resume, begun: bool) -> Cuts | None:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.control import Agent, Ended
+from megatron_recycle.control import Agent, End
 from megatron_recycle.control.host_memory import HostMemory
 from megatron_recycle.control.wire import GUEST
 from megatron_recycle.environment import Launched
@@ -37,7 +37,7 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     _check_moves(place, config, launched)
     address, token = _find_coordinator(config, embed, launched)
 
-    def ended(end: Ended) -> None:
+    def ended(end: End) -> None:
         took_part = agent.generation > 0 or not launched.joining
         if end.status == 1 and took_part and launched.run_dir is not None:  # before anything moves on
             write_stacks(launched.run_dir, place.ranks[place.me][place.part])

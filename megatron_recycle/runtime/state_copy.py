@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.errors import TransferError
+from megatron_recycle.membership.inputs import Received
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
@@ -28,14 +29,6 @@ from megatron_recycle.runtime.stage import Stage
 PIECE = 16 * 2**20
 """Bytes that have one checksum."""
 _SCALARS = (type(None), bool, int, float, str)
-
-
-@dataclass(frozen=True)
-class Received:
-    """A copy that arrived: its bytes, and milliseconds from the first to the last."""
-
-    bytes: int
-    ms: float
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,8 @@ class Stepper:
         self._site.stage.load_state(tensors, facts["counters"])
         self.held, self.pending, self.reports, self.read = None, None, facts["reports"], facts["read"]
         self._site.asked.iterations.take(facts["history"])
-        self.standing.enter(Verdict.from_json(facts["verdict"]), self.standing.mode.like(facts["pace"]))
+        mode = self.standing.mode.like(StepMode.from_json(facts["pace"]))
+        self.standing.enter(Verdict.from_json(facts["verdict"]), mode)
         self._site.trainable.gathered = self.standing.stepped
 
     def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from megatron_recycle.control import Go
 from megatron_recycle.errors import DataError, JobEnded
 from megatron_recycle.membership import Verdict
+from megatron_recycle.membership.worker_events import JoinRefused
 from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Mapped, NotReadHere, digest, follows_script
@@ -46,7 +47,7 @@ def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     if go.resume.restored:
         all_are_back(site, groups)
     # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
-    site.agent.holds(go.generation, vars(received))
+    site.agent.holds(go.generation, received)
 
 
 def compare_later(site: Site, stepper: Stepper) -> None:
@@ -84,7 +85,7 @@ def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int, bool]
 
 def refuse_itself(site: Site, text: str) -> None:
     """End this worker alone: a fault of its own keeps it from training with the others. Raises JobEnded."""
-    site.agent.event("refuses_itself", reason=text)
+    site.agent.event(JoinRefused(text))
     raise JobEnded(f"worker {site.place.name} cannot join: {text}. The job goes on without it")
 
 

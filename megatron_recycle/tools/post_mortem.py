@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
+from megatron_recycle.membership.protocol import End
 from megatron_recycle.observe.stacks import FOLDER
 
 _WHOLE = ("journal.jsonl", "events.jsonl", "chaos.jsonl")
@@ -28,7 +28,7 @@ _SHOWN = ("RECYCLE_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_VISIBLE", "SLURM
 _HIDDEN = "TOKEN"
 
 
-def collect(run_dir: Path, end: Mapping[str, Any], environ: Mapping[str, str], host: str) -> Path | None:
+def collect(run_dir: Path, end: End, environ: Mapping[str, str], host: str) -> Path | None:
     """Gather the files; returns the folder, or None where the disk does not take them: a job's end is not held up for
     its post-mortem.
 
@@ -45,7 +45,7 @@ def collect(run_dir: Path, end: Mapping[str, Any], environ: Mapping[str, str], h
                 _copy_end(path, folder / path.name)
         if (run_dir / "plans").is_dir():
             shutil.copytree(run_dir / "plans", folder / "plans", dirs_exist_ok=True)
-        about = {"status": end.get("status"), "message": end.get("message"), "host": host, "versions": _versions(),
+        about = {"status": end.status, "message": end.message, "host": host, "versions": _versions(),
                  "environment": {name: text for name, text in sorted(environ.items())
                                  if name.startswith(_SHOWN) and _HIDDEN not in name}}
         (folder / f"about-{host.replace('/', '-')}.json").write_text(json.dumps(about, indent=1) + "\n")

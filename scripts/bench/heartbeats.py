@@ -21,7 +21,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Mapping
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,14 @@ from typing import Any
 from light_workers import Clients, Launcher, led, processor_seconds, wait_for  # beside this script
 
 from megatron_recycle.control import Timeouts
+from megatron_recycle.plan.plan_file import PlanFile
 
 STAGES = 8
 
 
 def no_plans() -> Any:
-    def plan(description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
-        return {"source": "none", "digest": str(len(failed))}
+    def plan(job: Any, failed: frozenset[str]) -> PlanFile:
+        return PlanFile(source="none", digest=str(len(failed)))
 
     return plan
 

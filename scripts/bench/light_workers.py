@@ -143,7 +143,8 @@ class Client(asyncio.Protocol):
             self.say(type="hello", role="worker", worker=self.name, rank=self.number, incarnation=f"i{self.number}",
                      pid=10_000 + self.number, host=self.host, generation=self.generation)
             if not self.generation:
-                self.say(type="ready", description=self.job.description, report=self.standing.report())
+                self.say(type="ready", incarnation=f"i{self.number}", description=self.job.description,
+                         report=self.standing.report().to_json())
             for message in self._latest.values():
                 self.say(**message)
             self.came.set()
@@ -165,6 +166,7 @@ class Client(asyncio.Protocol):
             self._transport.write(self._session.seal(message))
 
     def _say_kept(self, **message: Any) -> None:
+        message["incarnation"] = f"i{self.number}"
         self._latest[message["type"]] = message
         self.say(**message)
 
@@ -181,7 +183,7 @@ class Client(asyncio.Protocol):
         kind = message["type"]
         if kind == "stop" and message["generation"] > self.generation:
             self.job.has_heard("stop", message["generation"], self.number)
-            self._say_kept(type="report", generation=message["generation"], report=self.standing.report())
+            self._say_kept(type="report", generation=message["generation"], report=self.standing.report().to_json())
         elif kind == "parcel" and message["generation"] > self.generation:
             self._digest, self._told = message["digest"], message["generation"]
             if message["data"] or self._digest in self.job.fetched[self.host]:

@@ -30,6 +30,7 @@ from light_workers import PER_HOST, Clients, Launcher, led, processor_seconds, w
 
 from megatron_recycle.control import Timeouts
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.description import Job
 
 PATIENT = Timeouts(heartbeat_interval=1000.0, heartbeat_timeout=10_000.0, report_timeout=10_000.0, hello_timeout=1000.0,
                    start_timeout=10_000.0)
@@ -44,7 +45,7 @@ def real_plans(grid: Mapping[str, Any], losses: int) -> Any:
     """The plans of all memberships that will come, made before."""
     planning, stages = Planning(lambda plan: None), grid["stages"]
     lost = [f"{number // stages}:{number % stages}" for number in victims(stages, losses)]
-    plans = {failed: planning.plan({"grid": dict(grid)}, failed)
+    plans = {failed: planning.plan(Job.from_json({"grid": dict(grid)}), failed)
              for failed in (frozenset(lost[:number]) for number in range(losses + 1))}
     return lambda description, failed: plans[failed]
 
@@ -70,7 +71,7 @@ async def measure(grid: Mapping[str, Any], losses: int, address: str, pid: int, 
                       "cpu_s": processor_seconds(pid) - used, "went_s": went - lost})
     failed = frozenset(f"{job.clients[number].name}" for number in victims(grid["stages"], losses))
     members = {client.name: f"i{client.number}" for client in job.clients}
-    plan = Planning(lambda plan: None).plan({"grid": dict(grid)}, failed)
+    plan = Planning(lambda plan: None).plan(Job.from_json({"grid": dict(grid)}), failed).to_json()
     go_mb = len(json.dumps({"plan": plan, "members": members}, separators=(",", ":"))) / 1e6
     return {"workers": size, "hosts": len(launchers), "load": os.getloadavg()[0], "connected_again": job.again,
             "go_mb": go_mb, "each_mb": go_mb * size, "losses": found}

@@ -30,10 +30,12 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import msgspec
 
 from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, Session, for_joining, seal
-from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_WORKER
+from megatron_recycle.membership.inputs import FromLauncher, FromWorker
 
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = {"type": "hello", "role": "launcher", "host": "attacker/0", "ranks": [], "places": 0}
@@ -151,12 +153,19 @@ def malformed(target: Target, greeted: bytes) -> bytes:
         return hello + session.seal_encoded(b'{"type":"heartbeat","progress":' + b'{"a":' * 20000 + b"1" + b"}" * 20000
                                             + b"}")
     if kind == "unknown":
-        return hello + session.seal({"type": target.dice.choice((*(FROM_WORKER.keys() - FROM_LAUNCHER.keys()), "x"))})
+        foreign = _tags(FromWorker).keys() - _tags(FromLauncher).keys()
+        return hello + session.seal({"type": target.dice.choice((*sorted(foreign), "x"))})
     if kind == "order":
         return session.seal({"type": "heartbeat", "progress": None})
-    name = target.dice.choice([name for name in FROM_LAUNCHER if name not in ("hello", "heartbeat")])
-    whole = {field: "x" if wanted is str else 1 for field, wanted in FROM_LAUNCHER[name].items()}
+    name = target.dice.choice([name for name in _tags(FromLauncher) if name not in ("hello", "heartbeat")])
+    whole = {field.encode_name: "x" if field.type is str else 1
+             for field in msgspec.structs.fields(_tags(FromLauncher)[name]) if field.required}
     return hello + session.seal(broken(target.dice, {"type": name, **whole}))
+
+
+def _tags(union: Any) -> dict[str, Any]:
+    """The types of messages by their names on the wire."""
+    return {str(each.__struct_config__.tag): each for each in get_args(union)}
 
 
 def broken(dice: random.Random, message: dict[str, Any]) -> dict[str, Any]:

@@ -24,10 +24,10 @@ def test_a_plan_is_offered_with_every_iteration():
     with Job(gpt_job.train, 6, arguments) as job:
         job.wait_event("committed", iteration=0)
         state = job._coordinator.state
-        problem = problem_of(state.description or {}, frozenset())
-        plans = [plan_for(replace(problem, cap=dict.fromkeys(problem.cap, cap)), None, work=0).to_json()
+        problem = problem_of(state.job, frozenset())
+        plans = [plan_for(replace(problem, cap=dict.fromkeys(problem.cap, cap)), None, work=0).to_file()
                  for cap in (2, 4)]
-        assert len({plan["digest"] for plan in plans}) == 2
+        assert len({plan.digest for plan in plans}) == 2
         for number in range(ITERATIONS - 1):
             job.wait_event("committed", iteration=number)
             job._loop.call_soon_threadsafe(job._coordinator.feed, Improved(1, plans[number % 2], 1.0))

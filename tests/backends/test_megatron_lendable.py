@@ -46,8 +46,8 @@ def test_a_layer_is_built_as_it_is_at_home():
     model = stage()
     layers = lending(model)
     told = offer(layers, 2)
-    assert told is not None and (told["head"], told["tail"], told["layers"]) == (2, 0, 4)
-    assert told["share"] < 0.25  # the output layer takes time too
+    assert told is not None and (told.head, told.tail, told.layers) == (2, 0, 4)
+    assert told.share < 0.25  # the output layer takes time too
     for number in (-1, 4):  # of the stages before and behind
         made = layers.build(number)
         assert made.layer_number == number + 1

@@ -24,13 +24,26 @@ from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.memory import Memory
 from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.searches import Plans
-from megatron_recycle.control.wire import Message, encode
+from megatron_recycle.control.wire import encode
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import records
-from megatron_recycle.membership.inputs import EndLate, Input, NoLoss, PlaceLate, ReportsLate, Restarted, SavedLate
-from megatron_recycle.membership.messages import FROM_WORKER, check, wire_forms
+from megatron_recycle.membership.inputs import (
+    FROM_WORKER,
+    EndLate,
+    FromWorker,
+    Input,
+    NoLoss,
+    PlaceLate,
+    Planned,
+    ReportsLate,
+    Restarted,
+    SavedLate,
+)
+from megatron_recycle.membership.messages import wire_forms
+from megatron_recycle.membership.protocol import Fetch, Kinds, Message, Ordered, Said
 from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import Phase, State
+from megatron_recycle.plan.plan_file import PlanFile
 
 Later = Callable[[float, Callable[[], None]], None]
 """(seconds, what) -> runs it in so many seconds; of what is due at the same time the first comes first."""
@@ -94,7 +107,7 @@ class InMemory:
                  changed: Callable[[], None] = lambda: None, before: InMemory | None = None) -> None:
         self.journal: MemoryJournal = MemoryJournal() if before is None else before.journal
         self.events: list[dict[str, Any]] = [] if before is None else before.events
-        self.commands: list[Message] = []
+        self.commands: list[Ordered] = []
         self.ended: do.End | None = None
         self.delay = delay
         self.later = later
@@ -106,7 +119,7 @@ class InMemory:
         self._changed = changed
         self._links: dict[str, InMemoryLink] = {}
         self._parcels = Parcels()
-        self._made: dict[str, Mapping[str, Any]] = {} if before is None else before._made
+        self._made: dict[str, PlanFile] = {} if before is None else before._made
         self.dead = False
         self.successor: InMemory | None = None
         state, untold = State(size=size), []
@@ -147,15 +160,14 @@ class InMemory:
         """A process is reached by this link from now on."""
         self._links[incarnation] = link
 
-    def received(self, incarnation: str, message: Message) -> None:
+    def received(self, incarnation: str, message: FromWorker) -> None:
         """A process has said this."""
-        check(message, FROM_WORKER)
-        if message["type"] == "fetch":
+        if isinstance(message, Fetch):
             self._parcels.fetch(incarnation, message, self._links[incarnation].told)
-        elif message["type"] == "event":
-            if event := event_of(self.state, incarnation, message["event"], message["fields"], self._clock()):
+        elif isinstance(message, Said):
+            if event := event_of(self.state, incarnation, message.said.to_json(), self._clock()):
                 self._tell(event)
-        elif (happened := input_of(incarnation, message)) is not None:
+        elif (happened := input_of(message)) is not None:
             self.feed(happened)
 
     def _tell(self, event: Mapping[str, Any]) -> None:
@@ -182,7 +194,7 @@ class InMemory:
                     link.told(encoded)
 
     def command(self, decision: do.Command) -> None:
-        self.commands.append(json.loads(json.dumps(decision.message)))
+        self.commands.append(decision.message)
         self._changed()
 
     def emit(self, decision: do.Emit) -> None:
@@ -205,19 +217,19 @@ class InMemory:
         self._in(decision.seconds, EndLate())
 
     def make_plan(self, decision: do.MakePlan) -> None:
-        answer = searches.make_plan(self._plans, self.state.description or {}, decision)
-        plan = getattr(answer, "plan", {})
-        self._made[plan.get("digest", "")] = plan
+        answer = searches.make_plan(self._plans, self.state.job, decision)
+        if isinstance(answer, Planned):
+            self._made[answer.plan.digest] = answer.plan
         self._in(self._plan_s + self.delay(), answer)
 
     def make_redo(self, decision: do.MakeRedo) -> None:
-        self._in(self._plan_s + self.delay(), searches.make_redo(self._plans, self.state.description or {}, decision))
+        self._in(self._plan_s + self.delay(), searches.make_redo(self._plans, self.state.job, decision))
 
     def improve(self, decision: do.Improve) -> None:
         """Nobody looks for a better plan."""
 
     def find_moves(self, decision: do.FindMoves) -> None:
-        if (answer := searches.find_moves(self._plans, self.state.description or {}, decision)) is not None:
+        if (answer := searches.find_moves(self._plans, self.state.job, decision)) is not None:
             self._in(self._plan_s, answer)
 
     def end(self, decision: do.End) -> None:
@@ -228,9 +240,9 @@ class InMemory:
 class InMemoryLink:
     """An agent's connection; see `link.Link` for the arguments. It calls the agent in whatever runs the time."""
 
-    def __init__(self, coordinator: InMemory, *, hello: Callable[[], Sequence[Message]],
-                 handle: Callable[[Message], None], beat: Callable[[], Message],
-                 known: Mapping[str, Mapping[str, Any]], **_: Any) -> None:
+    def __init__(self, coordinator: InMemory, *, hello: Callable[[], Sequence[Any]],
+                 handle: Callable[[Any], None], beat: Callable[[], Message],
+                 known: Kinds[Any], **_: Any) -> None:
         self.address = "memory"
         self.error: str | None = None
         self.lost_since: float | None = time.monotonic()
@@ -254,7 +266,7 @@ class InMemoryLink:
         with self._lock:
             self._coordinator = coordinator
             first, *rest = self._hello()
-            self._incarnation = first["incarnation"]
+            self._incarnation = first.incarnation
             coordinator.connected(self._incarnation, self)
             if self._closed or coordinator.dead:
                 return
@@ -278,11 +290,12 @@ class InMemoryLink:
 
     def _put(self, message: Message) -> None:
         encoded, to = encode(message), self._coordinator
-        self._out.put(lambda: None if to.dead else to.received(self._incarnation, json.loads(encoded)))
+        self._out.put(lambda: None if to.dead else to.received(
+            self._incarnation, FROM_WORKER.read(json.loads(encoded))))
 
     def told(self, encoded: bytes) -> None:
         """A message of the coordinator is on its way to the agent."""
-        self._in.put(lambda: None if self._closed else self._handle(check(json.loads(encoded), self._known)))
+        self._in.put(lambda: None if self._closed else self._handle(self._known.read(json.loads(encoded))))
 
     def close(self, timeout: float = 1.0) -> None:
         self._closed = True

@@ -31,8 +31,11 @@ from megatron_recycle.control.wire import GUEST
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership import Process
+from megatron_recycle.membership.description import Description
+from megatron_recycle.membership.inputs import Received
 from megatron_recycle.membership.standing import Standing
 from megatron_recycle.membership.verdict import StepMode, Verdict
+from megatron_recycle.membership.worker_events import Rebuilt, RolledBack
 from megatron_recycle.observe.holds import observer_for
 from megatron_recycle.plan import Action
 
@@ -77,14 +80,14 @@ class FakeWorker:
         if life:  # what was ordered has been done
             self.orders = {name: order for name, order in self.orders.items() if name in ("iterations", "description")}
             self.marks = self.marks.with_name(f"marks-{life}")
-        self.description = {
+        self.description = Description.from_json({
             "grid": {"stages": STAGES, "microbatches": [batch // pipelines] * pipelines},
             "block": 1,
             "reduction": "exact",
             "cap": None,
             "planner_budget": 0,
             **self.orders.get("description", {}),
-        }
+        })
 
     def doing(self) -> dict[str, Any]:
         """What `runtime.activity` would say: it waits for other workers, or works for as long as it likes."""
@@ -93,7 +96,7 @@ class FakeWorker:
                 "for_s": 0.0 if since is None else now - since, "limit_s": None}
 
     def on_stop(self, stop: Stop) -> None:
-        self.agent.event("rebuilt", generation=stop.generation, ms=0.0)
+        self.agent.event(Rebuilt(stop.generation, 0.0))
 
     def enter(self) -> Go | None:
         """Wait for generation 1, or, in a job that runs already, to be taken in."""
@@ -117,7 +120,7 @@ class FakeWorker:
                 self.reconcile(go)
                 self.joined |= bool(go.resume.joined)
                 if self.name in go.resume.joined:
-                    self.agent.holds(go.generation, {"bytes": 1000, "ms": 1.0})
+                    self.agent.holds(go.generation, Received(1000, 1.0))
                 self.agent.resumed(go.generation)
                 if self.run(go) and self.agent.finished():
                     return
@@ -231,7 +234,7 @@ class FakeWorker:
         stop = self.agent.stop_generation
         file = self.folder / f"paused-{self.rank}"
         file.write_text(str(os.getpid()))
-        self.agent.event("rolled_back", iteration=number, actions=0)
+        self.agent.event(RolledBack(number, 0))
         while file.exists() and self.agent.stop_generation == stop and self.agent.ended is None:
             time.sleep(0.002)
         file.unlink(missing_ok=True)

@@ -12,7 +12,9 @@ import pytest
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.launch import embedded
+from megatron_recycle.membership.description import Description
 from megatron_recycle.observe.events import read_events
+from megatron_recycle.plan import Grid
 from tests.membership.cluster import report
 
 LIMIT = 60.0
@@ -38,20 +40,20 @@ def test_the_end_of_a_connection_is_an_exit_and_the_coordinator_ends_by_itself(
     address, token = embedded.start(dataclasses.replace(RecycleConfig(), run_dir=str(folder)))
     assert address.startswith("127.0.0.1:") and len(token) == 64
     agents = [Agent(address, token, f"{d}:0", d, f"life{d}", 0.1, pid=1000 + d) for d in range(2)]
-    description = {"grid": {"stages": 1, "microbatches": [2, 2]}, "block": 0, "planner_budget": 0}
+    description = Description(grid=Grid(1, (2, 2)))
     for agent in agents:
         agent.start()
         agent.ready(description, report(attempt=0))
     for agent in agents:
         go = agent.wait_go(1, LIMIT)
-        assert go is not None and go.plan["source"] == "greedy"
+        assert go is not None and go.plan.source == "greedy"
         agent.resumed(1)
     agents[1].close()
     (suspected,) = _events(folder, "suspected")
     assert (suspected["worker"], suspected["kind"]) == ("1:0", "exit")
     agents[0].report(2, report())
     go = agents[0].wait_go(2, LIMIT)
-    assert go is not None and go.plan["failed"] == ["1:0"]
+    assert go is not None and go.plan.failed == ["1:0"]
     assert agents[0].finished(LIMIT)
     agents[0].close()
     assert _events(folder, "finished")[0]["status"] == 0

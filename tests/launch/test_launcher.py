@@ -24,6 +24,8 @@ from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Grace, Job, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.services import Services
+from megatron_recycle.membership.inputs import Exited, StaysOut
+from megatron_recycle.membership.protocol import TO_LAUNCHER, Begun, Drop, End, EventTold, Interrupt, Start, Terminate
 
 IGNORES = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', end='', flush=True); "
            "time.sleep(60)")
@@ -47,12 +49,12 @@ def launcher(
 
 
 def tell(made: Launcher, name: str, worker: WorkerProcess, /, **fields: Any) -> None:
-    made._receive({"type": name, "rank": worker.rank, "pid": worker.child.pid, **fields})
+    made._receive(TO_LAUNCHER.read({"type": name, "rank": worker.rank, "pid": worker.child.pid, **fields}))
 
 
 def move(made: Launcher, number: int) -> None:
     """The coordinator wants a process for rank 7 on the device of rank 0."""
-    made._receive({"type": "start", "rank": 7, "beside": 0, "pid": made.processes.workers[0].child.pid, "move": number})
+    made._receive(Start(7, 0, made.processes.workers[0].child.pid, number))
 
 
 def until_ended(made: Launcher, worker: WorkerProcess) -> None:
@@ -79,7 +81,7 @@ def test_a_process_that_has_failed_ends_with_its_own_status_though_the_job_is_ov
     with launcher(tmp_path, [], range(1), command, ending=20.0) as made:
         worker = made.processes.workers[0]
         tell(made, "out", worker, kind="exit", error="")
-        made._receive({"type": "end", "status": 0, "message": "the job has finished"})
+        made._receive(End(0, "the job has finished"))
         until_ended(made, worker)
         assert worker.status == 7
 
@@ -94,11 +96,11 @@ def test_a_worker_fails_while_the_process_that_it_moves_to_lives(tmp_path: Path)
         mover.child.signal(signal.SIGKILL)
         until_ended(made, mover)
         assert made.restarts.given_up == {0} and not made.restarts.pending()
-        assert {"type": "stays_out", "rank": 0} in made._hello()
+        assert StaysOut(0) in made._hello()
         made.processes.workers[7].child.signal(signal.SIGKILL)
         until_ended(made, made.processes.workers[7])
         assert made.restarts.pending(), "it is alone now: another life"
-        assert [message["move"] for message in made._hello() if message["type"] == "exit"] == [0, 1]
+        assert [message.move for message in made._hello() if isinstance(message, Exited)] == [0, 1]
 
 
 def test_a_process_that_a_worker_moves_to_fails_while_that_one_lives(tmp_path: Path) -> None:
@@ -118,25 +120,25 @@ def test_an_earlier_move_that_failed_is_told_again_and_this_ones_process_lives(t
             move(made, number)
             made._wait()
             if number == 1:
-                made._receive({"type": "drop", "rank": 7, "move": 1})
+                made._receive(Drop(7, 1))
                 until_ended(made, made.processes.workers[7])
-        made._receive({"type": "drop", "rank": 7, "move": 1})
+        made._receive(Drop(7, 1))
         assert made.processes.workers[7].move == 2 and made.processes.workers[7].child.status() is None
-        made._receive({"type": "drop", "rank": 7, "move": 2})
+        made._receive(Drop(7, 2))
         until_ended(made, made.processes.workers[7])
 
 
 def test_an_interrupt_is_told_again_after_a_reconnect(tmp_path: Path) -> None:
     with launcher(tmp_path, [], range(1)) as made:
         made.ending.interrupt(signal.SIGTERM)
-        assert made._hello()[-1]["type"] == "interrupt"
+        assert made._hello()[-1].type == "interrupt"
 
 
 def test_an_interrupt_of_a_host_that_has_joined_does_not_end_the_job(tmp_path: Path) -> None:
     with launcher(tmp_path, [], range(1)) as made:
         made.processes.job = dataclasses.replace(made.job, joining=True)
         made.ending.interrupt(signal.SIGINT)
-        assert [message["type"] for message in made._hello()] == ["hello"]
+        assert [message.type for message in made._hello()] == ["hello"]
         until_ended(made, made.processes.workers[0])
         assert made.processes.workers[0].status == -signal.SIGTERM, "asked to leave; this one does not know how"
         assert not made._awaits_end() and made.message == "this host has left the job"
@@ -167,7 +169,7 @@ def test_hosts_but_the_first_tell_of_their_own_workers_only(tmp_path: Path) -> N
                        "generation": 1, "iteration": 3},
                       {"event": "joined", "t": 1.0, "rank": 2, "pid": ours.child.pid, "worker": "0:1", "generation": 2},
                       {"event": "finished", "t": 1.0}):
-            made._receive({"type": "event", "event": event})
+            made._receive(EventTold(event))
     assert said == ["recycle: hint worker=1:1 error=here",
                     f"recycle: joined generation=2 worker=0:1 rank=2 pid={ours.child.pid}"]
 
@@ -324,12 +326,12 @@ def test_a_coordinator_that_stood_by_is_not_called_the_coordinator(standby: bool
 def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: Path) -> None:
     said: list[str] = []
     with launcher(tmp_path, said, range(1)) as made:
-        made._receive({"type": "begun", "max_restarts": 0, "max_failures_per_host": 0, "leave_timeout": 0.2})
+        made._receive(Begun(0, 0.2))
         made.processes.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
         made.ending.interrupt(signal.SIGTERM, 100.0)
         made.ending.interrupt(signal.SIGTERM, 100.1)
         assert made.processes.workers[0].child.status() is None and "within 0 s (leave_timeout)" in said[-1]
-        assert made._hello()[-1] == {"type": "interrupt", "status": 143, "message": "interrupted by SIGTERM"}
+        assert made._hello()[-1] == Interrupt(143, "interrupted by SIGTERM")
         until_ended(made, made.processes.workers[0])
         assert made.processes.workers[0].status == -signal.SIGTERM
 
@@ -340,8 +342,8 @@ def test_the_end_of_a_process_says_that_its_host_was_without_a_coordinator(tmp_p
     with launcher(tmp_path, [], range(1), [sys.executable, "-c", f"raise SystemExit({code})"]) as made:
         made._link.lost_since = None if seconds is None else time.monotonic() - seconds
         until_ended(made, made.processes.workers[0])
-        (told,) = [message for message in made._told if message["type"] == "exit"]
-        assert told["said"].startswith(said) and bool(told["said"]) == bool(said)
+        (told,) = [message for message in made._told if isinstance(message, Exited)]
+        assert told.said.startswith(said) and bool(told.said) == bool(said)
 
 
 HANDLES = """
@@ -364,11 +366,11 @@ def test_scripts_that_handle_sigterm_get_it_once_and_have_their_time(tmp_path: P
         made.processes.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
         if told_first:
             made.ending.interrupt(signal.SIGTERM)
-        made._receive({"type": "terminate", "seconds": 60.0})
-        made._receive({"type": "terminate", "seconds": 0.0})
+        made._receive(Terminate(60.0))
+        made._receive(Terminate(0.0))
         if not told_first:
             made.ending.interrupt(signal.SIGTERM)
-        again = [told["handled"] for told in made._hello()[1:]]
+        again = [told.handled for told in made._hello()[1:]]
         assert again == [True] * told_first, "told again to one that may not have heard of the scripts"
         until(made, lambda: log.read_text() == "readygot it")
         assert made.ending._kill_at is not None and made.ending._kill_at[0] > time.monotonic() + 5.0
@@ -379,10 +381,10 @@ def test_scripts_that_handle_sigterm_get_it_once_and_have_their_time(tmp_path: P
 
 
 def test_scripts_that_have_ended_may_take_their_time_though_the_job_has_failed(tmp_path: Path) -> None:
-    for message, grace in (({"status": 1}, 10.0), ({"status": 1, "finished": True}, 60.0), ({"status": 0}, 60.0)):
+    for message, grace in ((End(1, ""), 10.0), (End(1, "", finished=True), 60.0), (End(0, ""), 60.0)):
         with launcher(tmp_path, [], range(1)) as made:
             begun = time.monotonic()
-            made._receive({"type": "end", "message": "", **message})
+            made._receive(message)
             assert made.ending._kill_at is not None and 0 <= made.ending._kill_at[0] - begun - grace < 5.0
 
 

@@ -6,11 +6,13 @@ import threading
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control.planning import Planning, problem_of
-from megatron_recycle.plan import Plan, Worker, replay, violations
+from megatron_recycle.membership.description import Job
+from megatron_recycle.plan import Grid, Plan, Worker, replay, violations
 
-DESCRIPTION = {"grid": {"stages": 2, "microbatches": [6, 6, 6]}, "block": 0, "cap": None, "planner_budget": 0.2}
+DESCRIPTION = Job(grid=Grid(2, (6, 6, 6)), planner_budget=0.2)
 NAMES = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
 MIB = 2**20
 
@@ -30,7 +32,7 @@ def heard(planning: Planning, failed: frozenset[str] = frozenset(), **options: A
                          ids=["whole", "one lost", "no search"])
 def test_the_plan_in_use_is_replaced_if_it_holds_more_than_there_is(failed, budget):
     planning = Planning()
-    description = {**DESCRIPTION, "planner_budget": budget}
+    description = replace(DESCRIPTION, planner_budget=budget)
     plan = planning.plan(description, failed)
     room = 18 * MIB
     known = heard(planning, failed, room=room)
@@ -38,7 +40,7 @@ def test_the_plan_in_use_is_replaced_if_it_holds_more_than_there_is(failed, budg
     assert said["held"]["before_b"] == [8 * MIB] * 2 and said["room"]["0:0"] == room
     better = planning.improve(description, failed, plan, threading.Event())
     assert better is not None
-    found = Plan.from_json(better)
+    found = Plan.from_file(better)
     assert violations(found) == []
     unit = 8 * MIB // 8
     assert all(peak * unit <= room for peak in replay(found).peak.values())
@@ -52,7 +54,7 @@ def test_plenty_of_memory_leaves_the_default_and_a_given_cap_comes_first():
     problem = problem_of(DESCRIPTION, frozenset({"0:0"}), known)
     assert set(problem.cap.values()) == {4 * 8} and problem.before_b == (8, 8) and problem.after_b == (5, 5)
     assert Worker(0, 0) not in problem.cap
-    assert set(problem_of({**DESCRIPTION, "cap": 3}, frozenset(), known).cap.values()) == {3}
+    assert set(problem_of(replace(DESCRIPTION, cap=3), frozenset(), known).cap.values()) == {3}
 
 
 @pytest.mark.parametrize(("room", "before"), [(None, 8 * MIB), (100, 8 * MIB), (100 * MIB, 0)],
@@ -130,17 +132,17 @@ def test_a_coordinator_that_comes_back_knows_what_was_measured_and_whom_to_wait_
     told = {"event": "profiled", **heard(first, room=18 * MIB).to_json()}
     second = Planning()
     second.resume(DESCRIPTION, frozenset(), [told])
-    planned = [planning.plan(DESCRIPTION, frozenset({"1:1"}))["digest"] for planning in (first, second)]
+    planned = [planning.plan(DESCRIPTION, frozenset({"1:1"})).digest for planning in (first, second)]
     assert planned[0] == planned[1]
     # Of a stage that was not heard yet, nothing is concluded.
     third = Planning()
     third.resume(DESCRIPTION, frozenset(), [])
     for name in ("0:0", "1:0", "2:0"):
         assert third.measured(profile(name, 18 * MIB)) is None
-    assert len(third.plan(DESCRIPTION, frozenset({"1:1"}))["costs"]["forward"]) == 2
+    assert len(third.plan(DESCRIPTION, frozenset({"1:1"})).costs["forward"]) == 2
 
 
-V = {**DESCRIPTION, "placement": [0, 1, 1, 0]}
+V = replace(DESCRIPTION, placement=(0, 1, 1, 0))
 LAST = {"before_b": 4, "after_b": 3, "message": 2}
 """MiB in the chunk of the loss; in the others 8, 5 and 1."""
 
@@ -165,8 +167,8 @@ def test_chunks_of_a_stage_are_planned_with_their_own_memory():
     assert changed is not None and changed.memory.before_b == (8, 8, 8, 7), "though its stage's largest is what it was"
     again = Planning()
     again.resume(V, frozenset(), [{"event": "profiled", **changed.to_json()}])
-    assert [each.plan(V, frozenset({"1:1"}))["digest"] for each in (again, planning)] == [
-        planning.plan(V, frozenset({"1:1"}))["digest"]] * 2
+    assert [each.plan(V, frozenset({"1:1"})).digest for each in (again, planning)] == [
+        planning.plan(V, frozenset({"1:1"})).digest] * 2
 
 
 @pytest.mark.parametrize(("room", "last", "usable"), [
@@ -177,7 +179,7 @@ def test_a_micro_batch_is_in_all_chunks_of_a_stage_at_once(room, last, usable):
     planning.plan(V, frozenset())
     *_, known = [planning.measured(of_v(name, (room if name.endswith(":0") else 100) * MIB, last)) for name in NAMES]
     assert (known.memory is not None) == usable
-    plan = Plan.from_json(planning.plan(V, frozenset({"1:1"})))
+    plan = Plan.from_file(planning.plan(V, frozenset({"1:1"})))
     assert violations(plan) == []
 
 
@@ -187,7 +189,7 @@ def test_memory_that_an_earlier_release_has_measured_of_a_stage_holds_for_each_o
     told = {"event": "profiled", **heard(first, room=40 * MIB).to_json()}
     planning = Planning()
     planning.resume(V, frozenset(), [told])
-    problem = Plan.from_json(planning.plan(V, frozenset({"1:1"}))).problem
+    problem = Plan.from_file(planning.plan(V, frozenset({"1:1"}))).problem
     assert problem.before_b == (8,) * 4 and problem.after_b == (5,) * 4 and problem.cap[Worker(0, 0)] == 40
 
 

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
 from megatron_recycle.launch.starting import Starts
+from megatron_recycle.membership.description import Job
+from megatron_recycle.plan import Grid
 from tests.launch.running import Running, launched
 
 ITERATIONS = 50
@@ -140,10 +143,10 @@ def test_a_move_to_the_place_of_a_process_that_still_ends_and_the_same_move_told
 
 
 def test_who_moves_leaves_the_pipeline_that_is_broken_anyway() -> None:
-    description = {"grid": {"stages": 2, "microbatches": [4] * 4}, **MOVES}
+    description = Job.from_json({"grid": {"stages": 2, "microbatches": [4] * 4}, **MOVES})
     failed = frozenset({"0:0", "1:0"})
     assert moves_of(problem_of(description, failed), description) == {"1:1": "0:0"}
-    assert moves_of(problem_of(description, failed), {**description, "move_cost": 100.0}) == {}
-    four = {"grid": {"stages": 2, "microbatches": [4] * 8}}
+    assert moves_of(problem_of(description, failed), replace(description, move_cost=100.0)) == {}
+    four = Job(grid=Grid(2, (4,) * 8))
     found = moves_of(problem_of(four, frozenset(f"{d}:0" for d in range(6))), four)
     assert len(found) == 3 and len(set(found.values())) == 3

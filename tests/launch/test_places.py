@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.launch.join_request import Vacancies, ask
+from megatron_recycle.launch.join_request import ask
 from megatron_recycle.membership import inputs, vacancies
+from megatron_recycle.membership.protocol import Places
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 
@@ -33,7 +34,7 @@ def test_a_host_that_joins_waits_until_a_place_is_free_and_gives_up_in_words(
 ) -> None:
     monkeypatch.setattr(vacancies, "_AGAIN_S", 0.02)
     said: list[str] = []
-    found: list[Vacancies] = []
+    found: list[Places] = []
     with service(tmp_path, offered=vacancies.Offered({})) as running, ExitStack() as stack:
         with pytest.raises(RecycleError, match="its training has not begun yet$"):
             ask(running.address, TOKEN, 2, 0.0, said.append)

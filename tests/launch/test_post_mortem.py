@@ -6,10 +6,11 @@ import json
 import os
 from pathlib import Path
 
+from megatron_recycle.membership.protocol import End
 from megatron_recycle.observe.stacks import write_stacks
 from megatron_recycle.tools import post_mortem
 
-END = {"status": 1, "message": "stage 1 has lost its last worker"}
+END = End(1, "stage 1 has lost its last worker")
 ENVIRON = {"RECYCLE_TOKEN": "0123456789abcdef", "RECYCLE_GUARD": "memory", "HOME": "/root", "NCCL_DEBUG": "INFO"}
 
 

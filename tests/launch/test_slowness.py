@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control.measured import Conclusions, Profiles, Slowness
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.description import Job
+from megatron_recycle.membership.protocol import Measured
 from megatron_recycle.membership.state import Member, State
 from megatron_recycle.plan import Worker
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, agent, service
 from tests.membership.test_agent import NAMES
 
+JOB = Job.of(DESCRIPTION, (), None)
 MEMBERS = {name: f"{name}/0" for name in NAMES}
 
 
@@ -34,7 +38,7 @@ def test_a_slow_worker_is_news_once_until_it_is_well_again() -> None:
 
 def test_a_worker_is_compared_with_its_peers_once_all_have_been_heard() -> None:
     planning = Planning()
-    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    planning.plan(JOB, frozenset())
     # All of stage 1 take five times as long as stage 0; 2:0 takes twice as long as its peers.
     for name in NAMES:
         assert not planning.slow
@@ -45,7 +49,7 @@ def test_a_worker_is_compared_with_its_peers_once_all_have_been_heard() -> None:
 
 def test_who_came_in_anew_is_not_judged_by_what_its_predecessor_was() -> None:
     planning = Planning()
-    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    planning.plan(JOB, frozenset())
     for name in NAMES:
         planning.measured(profile(name, 9.0 if name == "1:0" else 1.0), MEMBERS[name])
     assert set(planning.slow) == {"1:0"}
@@ -55,7 +59,7 @@ def test_who_came_in_anew_is_not_judged_by_what_its_predecessor_was() -> None:
 
 def test_a_worker_that_becomes_slow_changes_the_costs_after_three_iterations() -> None:
     planning = Planning()
-    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    planning.plan(JOB, frozenset())
 
     def iteration(factor: float, times: int = 1) -> Any:
         *_, found = [planning.measured(profile(name, factor if name == "2:0" else 1.0, times)) for name in NAMES]
@@ -69,16 +73,16 @@ def test_a_worker_that_becomes_slow_changes_the_costs_after_three_iterations() -
     assert [iteration(factor) for factor in (1.5, 1.45, 1.55, 1.5)] == [None] * 4
 
 
-def told(factor: float = 1.0) -> dict[str, Any]:
+def told(factor: float = 1.0) -> Measured:
     """A worker's `measured` message."""
-    return {"iterations": profile("0:0", factor)["iterations"], "lags": [], "memory": None}
+    return Measured(tuple(profile("0:0", factor)["iterations"]), (), None)
 
 
 def test_who_takes_the_place_of_a_slow_worker_is_not_removed_for_it() -> None:
     planning = Planning()
-    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    planning.plan(JOB, frozenset())
     members = {name: Member(name, rank, f"{name}/0", 1000 + rank, "host") for rank, name in enumerate(NAMES)}
-    state = State(size=6, generation=1, committed=5, description={"slow_factor_out": 3}, members=members)
+    state = State(size=6, generation=1, committed=5, description=replace(JOB, slow_factor_out=3.0), members=members)
     profiles = Profiles(planning)
     found = [profiles.take(state, members[name], told(9.0 if name == "1:0" else 1.0)) for name in NAMES]
     assert [one.out for one in found] == [()] * 5 + [("1:0",)]
@@ -91,14 +95,14 @@ def test_who_takes_the_place_of_a_slow_worker_is_not_removed_for_it() -> None:
 @pytest.mark.parametrize("limit", [0, 3])
 def test_a_slow_worker_is_reported_and_removed_only_if_the_user_asks(limit: float, tmp_path: Path) -> None:
     planning = Planning()
-    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    planning.plan(JOB, frozenset())
     with service(tmp_path, measure=Profiles(planning).take) as running:
         agents = {name: agent(running.address, name) for name in NAMES}
         for one in agents.values():
-            one.ready({**DESCRIPTION, "slow_factor_out": limit}, report(attempt=0))
+            one.ready(replace(DESCRIPTION, slow_factor_out=limit), report(attempt=0))
         running.await_event("started")
         for name, one in agents.items():
-            one.measured(**told(4.0 if name == "2:1" else 1.0))
+            one.measured(told(4.0 if name == "2:1" else 1.0).iterations, (), None)
         running.await_event("suspected" if limit else "slow", worker="2:1")
         assert running.await_event("profiled")["costs"]
         assert running.coordinator.state.failed == (frozenset({"2:1"}) if limit else frozenset())

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.description import Description
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.report import Report
+from megatron_recycle.membership.verdict import Verdict
+from megatron_recycle.plan.plan_file import PlanFile
 
 
-def report(iteration: int = 0, holds: int = -1, stepped: int | None = None, **other: Any) -> dict[str, Any]:
+def report(iteration: int = 0, holds: int = -1, stepped: int | None = None, **other: Any) -> Report:
     """A worker's report; by default it has stepped what it holds."""
     base = {
         "iteration": iteration,
@@ -22,10 +29,20 @@ def report(iteration: int = 0, holds: int = -1, stepped: int | None = None, **ot
         "verdict": None,
         "actions": 0,
     }
-    return {**base, **other}
+    return Report.from_json({**base, **other})
 
 
-PLAN = {"source": "greedy", "digest": "sha256:0", "period": 9, "makespan": 12, "lower_bound": 9}
+def verdict(iteration: int, norm: float = 1.0) -> Verdict:
+    """The verdict of one stage."""
+    return Verdict(iteration, 0.0, 0.0, (norm,), (1.0,))
+
+
+PLAN = PlanFile(source="greedy", digest="sha256:0", period=9, makespan=12, lower_bound=9)
+
+
+def described(facts: Mapping[str, Any]) -> Description:
+    """A process's description of its job."""
+    return Description.from_json(facts)
 
 
 class Cluster:
@@ -41,7 +58,8 @@ class Cluster:
     @property
     def journal(self) -> list[dict[str, Any]]:
         """What a coordinator that comes back would read."""
-        return [json.loads(json.dumps(one.record)) for one in self.log if isinstance(one, (do.Record, do.Note))]
+        return [json.loads(json.dumps(one.record.to_json())) for one in self.log
+                if isinstance(one, (do.Record, do.Note))]
 
     def feed(self, happened: Any, after: float = 0.01) -> list[do.Decision]:
         self.now += after
@@ -58,7 +76,7 @@ class Cluster:
 
     def ready(self, name: str, **other: Any) -> list[do.Decision]:
         description = {"grid": self.grid, "block": 2, "reduction": "exact", **other}
-        return self.feed(inputs.Ready(f"{name}/0", description, report(attempt=0)))
+        return self.feed(inputs.Ready(f"{name}/0", described(description), report(attempt=0)))
 
     def exit(self, name: str, status: int | None = -9, since: float | None = None) -> list[do.Decision]:
         member = self.member(name)
@@ -80,7 +98,7 @@ class Cluster:
 
     def plan(self, generation: int | None = None) -> list[do.Decision]:
         number = self.state.generation if generation is None else generation
-        return self.feed(inputs.Planned(number, {**PLAN, "failed": sorted(self.state.failed)}, 1.5))
+        return self.feed(inputs.Planned(number, replace(PLAN, failed=sorted(self.state.failed)), 1.5))
 
     def resume_all(self) -> list[do.Decision]:
         decisions: list[do.Decision] = []
@@ -106,12 +124,12 @@ class Cluster:
         return self
 
 
-def told(decisions: list[do.Decision], kind: str) -> list[tuple[set[str], dict[str, Any]]]:
+def told(decisions: list[do.Decision], kind: str) -> list[tuple[set[str], Any]]:
     """Messages of this type, with the workers they go to."""
     return [
-        ({who.split("/")[0] for who in decision.to}, dict(decision.message))
+        ({who.split("/")[0] for who in decision.to}, decision.message)
         for decision in decisions
-        if isinstance(decision, do.Tell) and decision.message["type"] == kind
+        if isinstance(decision, do.Tell) and decision.message.type == kind
     ]
 
 

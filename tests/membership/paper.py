@@ -64,7 +64,7 @@ class Paper:
         """Take everything from ``peer``."""
         self.updates = list(peer.updates)
         assert peer.standing.verdict is not None
-        self.standing.enter(peer.standing.verdict, self.standing.mode.like(peer.standing.mode.to_json()))
+        self.standing.enter(peer.standing.verdict, self.standing.mode.like(peer.standing.mode))
 
     def _step(self, coefficient: float) -> None:
         self.standing.step(coefficient)

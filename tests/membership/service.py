@@ -12,16 +12,18 @@ from typing import Any
 
 from megatron_recycle.control import Agent, Coordinator, Journal, Timeouts
 from megatron_recycle.membership.decisions import End
+from megatron_recycle.membership.description import Description, Job
+from megatron_recycle.plan.plan_file import PlanFile
 
 TOKEN = "token"
 GRID = {"stages": 2, "microbatches": [2, 2, 2]}
-DESCRIPTION = {"grid": GRID, "block": 1, "reduction": "exact"}
+DESCRIPTION = Description.from_json({"grid": GRID, "block": 1, "reduction": "exact"})
 LIMIT = 60.0
 """Seconds; every wait of these tests ends with an error after it."""
 
 
-def fake_plan(description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
-    return {"source": "greedy", "digest": f"sha256:{'-'.join(sorted(failed))}", "failed": sorted(failed)}
+def fake_plan(job: Job, failed: frozenset[str]) -> PlanFile:
+    return PlanFile(source="greedy", digest=f"sha256:{'-'.join(sorted(failed))}", failed=sorted(failed))
 
 
 class Service:

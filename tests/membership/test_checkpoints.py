@@ -6,6 +6,8 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Loss
+from megatron_recycle.membership.protocol import Noted
+from megatron_recycle.membership.resume import Checkpoint
 from tests.membership.cluster import Cluster, events, told
 
 PLACE = "/runs/global_step6"
@@ -30,8 +32,8 @@ def test_it_is_recorded_before_its_writer_hears_of_it_and_once_however_often_it_
     decisions = written(cluster)
     record, emit, tell = decisions
     assert isinstance(record, do.Record) and not record.needed and isinstance(emit, do.Emit)
-    assert told([tell], "noted") == [({"0:0"}, {"type": "noted", "generation": 1, "place": PLACE})]
-    assert cluster.state.checkpoints == ({"iteration": 5, "place": PLACE, "facts": None},)
+    assert told([tell], "noted") == [({"0:0"}, Noted(1, PLACE))]
+    assert cluster.state.checkpoints == (Checkpoint(5, PLACE, None),)
     assert written(cluster) == [tell], "after a reconnect"
     assert events(decisions, "checkpoint")[0]["iteration"] == 5
 

@@ -10,8 +10,9 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.protocol import Answer, Terminate
 from megatron_recycle.membership.records import restore
-from tests.membership.cluster import Cluster, endings, events, told
+from tests.membership.cluster import Cluster, described, endings, events, report, told
 
 CORRUPT = Fault("ValueError", "sample 31 is corrupt", 6, "F1.3", whole=True)
 
@@ -58,12 +59,12 @@ def test_the_second_worker_waits_in_its_error_and_is_a_member_of_the_last_genera
     raised(cluster, "1:0")
     decisions = raised(cluster, "2:0", number=7)
     ((to, stop),) = told(decisions, "stop")
-    assert to == {"0:0", "0:1", "1:1", "2:0", "2:1"} == set(stop["members"])
-    assert told(decisions, "answer") == [({"2:0"}, {"type": "answer", "number": 7})]
+    assert to == {"0:0", "0:1", "1:1", "2:0", "2:1"} == set(stop.members)
+    assert told(decisions, "answer") == [({"2:0"}, Answer(7))]
     assert not endings(decisions)
     assert events(decisions, "decided")[0]["reason"] == "the job ends after a last checkpoint"
     ((_, go),) = told(gone(cluster).log[-20:], "go")
-    assert go["closing"].startswith("micro-batch 1.3 of iteration 6 fails on every worker: ValueError")
+    assert go.closing.startswith("micro-batch 1.3 of iteration 6 fails on every worker: ValueError")
 
 
 def test_the_job_ends_with_its_error_and_where_the_state_is_once_all_have_saved():
@@ -80,7 +81,8 @@ def test_nobody_begins_to_look_for_plans_or_to_take_others_in():
     cluster = gone(closing())
     assert not [decision for decision in cluster.log if isinstance(decision, do.Improve) and decision.generation > 1]
     cluster.hello("1:0", 1)
-    cluster.feed(inputs.Ready("1:0/1", {"grid": cluster.grid, "block": 2, "reduction": "exact", "emergency": True}, {}))
+    facts = {"grid": cluster.grid, "block": 2, "reduction": "exact", "emergency": True}
+    cluster.feed(inputs.Ready("1:0/1", described(facts), report()))
     assert not told(cluster.log, "offer")
 
 
@@ -113,12 +115,12 @@ def test_one_that_does_not_come_from_its_script_s_own_code_is_not_waited_for():
 
 def test_others_that_meet_the_error_meanwhile_stay_and_a_member_that_is_lost_is_left_out():
     cluster = closing()
-    assert told(raised(cluster, "1:1"), "answer") == [({"1:1"}, {"type": "answer", "number": 1})]
+    assert told(raised(cluster, "1:1"), "answer") == [({"1:1"}, Answer(1))]
     gone(cluster)
     saves(cluster, "0:0")
     ((to, _),) = told(cluster.exit("0:1"), "stop")
     assert to == {"0:0", "1:1", "2:0", "2:1"} and cluster.state.generation == 4
-    assert told(gone(cluster).log, "go")[-1][1]["closing"]
+    assert told(gone(cluster).log, "go")[-1][1].closing
     assert not endings(saves(cluster, "1:1", "2:0", "2:1")), "0:0 has to say so again"
     assert "is saved in" in endings(saves(cluster, "0:0"))[0].message
 
@@ -166,7 +168,7 @@ def test_a_job_that_cannot_or_does_not_want_to_save_ends_at_once():
 
 def test_a_restarted_coordinator_knows_what_the_generation_is_for():
     cluster = gone(closing())
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Record)]
+    records = [decision.record.to_json() for decision in cluster.log if isinstance(decision, do.Record)]
     cluster.state = restore(6, records)
     assert do.AwaitSaved(3) in cluster.feed(inputs.Restarted())
     for name in tuple(cluster.state.members):
@@ -213,7 +215,7 @@ def test_it_ends_at_once_where_it_does_not_ask_for_that_or_cannot(other: dict[st
 @pytest.mark.parametrize("ends", [True, False])
 def test_scripts_that_handle_sigterm_themselves_have_half_a_minute_and_the_status_is_the_signals(ends: bool):
     cluster, asks = leaving(on_leave="end"), inputs.Interrupted(143, "interrupted by SIGTERM", handled=True)
-    assert cluster.feed(asks) == [do.Command({"type": "terminate", "seconds": 30.0}), do.AwaitEnd(30.0)]
+    assert cluster.feed(asks) == [do.Command(Terminate(30.0)), do.AwaitEnd(30.0)]
     assert cluster.feed(asks) == cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM")) == [], "told again"
     if ends:
         decisions = [one for name in cluster.names for one in cluster.feed(inputs.Finished(f"{name}/0", 1))]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control import Coordinator, Journal
 from megatron_recycle.control import journal as store_module
@@ -20,9 +21,10 @@ from megatron_recycle.control.parcels import opened
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.protocol import TO_LAUNCHER, TO_WORKER, Parcel
 from megatron_recycle.membership.records import restore, taken_up
 from megatron_recycle.membership.state import Phase
-from tests.membership.cluster import PLAN, Cluster
+from tests.membership.cluster import PLAN, Cluster, described, report
 from tests.membership.service import TOKEN
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -53,19 +55,21 @@ class Told:
 
     def __init__(self, journal: Paper) -> None:
         self.journal = journal
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Any] = []
 
     def send_encoded(self, encoded: bytes) -> None:
-        message = json.loads(encoded)
-        self.send(opened(base64.b64decode(message["data"]), message) if message["type"] == "parcel" else message)
+        data = json.loads(encoded)
+        kinds = TO_LAUNCHER if data["type"] in ("begun", "event", "out", "joined", "progress") else TO_WORKER
+        message = kinds.read(data)
+        self.send(opened(base64.b64decode(message.data), message) if isinstance(message, Parcel) else message)
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: Any) -> None:
         self.messages.append(message)
-        if message["type"] in ("stop", "go"):
-            kind = {"stop": "decided", "go": "go"}[message["type"]]
-            assert any((r["kind"], r.get("generation")) == (kind, message["generation"]) for r in self.journal.records)
-        if message["type"] == "offer":
-            assert any(r["kind"] == "offer" and r["number"] == message["number"] for r in self.journal.records)
+        if message.type in ("stop", "go"):
+            kind = {"stop": "decided", "go": "go"}[message.type]
+            assert any((r["kind"], r.get("generation")) == (kind, message.generation) for r in self.journal.records)
+        if message.type == "offer":
+            assert any(r["kind"] == "offer" and r["number"] == message.number for r in self.journal.records)
 
 
 class Job(Cluster):
@@ -107,16 +111,16 @@ def _a_life(job: Job) -> None:
     job.reports(holds=0)
     job.plan()
     job.resume_all()
-    job.feed(inputs.Improved(2, {**PLAN, "digest": "sha256:better"}, 1.0))
+    job.feed(inputs.Improved(2, replace(PLAN, digest="sha256:better"), 1.0))
     for name in tuple(job.state.members):
         job.feed(inputs.Adopted(f"{name}/0", 2, 1, "sha256:better"))
     job.hello("1:1", life=1)
-    job.feed(inputs.Ready("1:1/1", {"grid": job.grid, "block": 2, "reduction": "exact"}, {}))
+    job.feed(inputs.Ready("1:1/1", described({"grid": job.grid, "block": 2, "reduction": "exact"}), report()))
     for name in tuple(job.state.members):
         job.feed(inputs.Boundary(f"{name}/0", 2, 2, 1.0))
     job.reports(holds=1)
     job.plan()
-    job.feed(inputs.Holds("1:1/1", job.state.generation, {}))
+    job.feed(inputs.Holds("1:1/1", job.state.generation, inputs.Received()))
     for member in tuple(job.state.members.values()):
         job.feed(inputs.Resumed(member.incarnation, job.state.generation, 1.0))
         job.feed(inputs.Committed(member.incarnation, 5, 1.0))
@@ -144,11 +148,11 @@ def test_whichever_write_fails_what_is_on_disk_what_was_told_and_the_end_agree(t
             ended = job.state.ended
             assert job.state.phase is Phase.ENDED and ended is not None
             assert job.coordinator._executor.ended.result() == do.End(*ended)
-            told = [message for message in job.launcher.messages if message["type"] == "end"]
-            assert told == [{"type": "end", "status": ended[0], "message": ended[1]}]
+            told = [message for message in job.launcher.messages if message.type == "end"]
+            assert [(one.status, one.message) for one in told] == [ended[:2]]
             for incarnation, peer in job.peers.items():
                 if incarnation not in job.state.fenced:
-                    assert peer.messages[-1]["type"] == "end" and peer.messages[-1]["message"] == ended[1]
+                    assert peer.messages[-1].type == "end" and peer.messages[-1].message == ended[1]
             if ended[0]:
                 assert f"{journal.path} cannot be written (No space left on device)" in ended[1]
                 assert str(tmp_path) in ended[1] and "--run-dir" in ended[1]
@@ -165,14 +169,14 @@ def test_without_room_for_an_offer_the_job_trains_on_as_it_is(tmp_path: Path) ->
         job = Job(journal, lambda event: None)
         job.train()
         journal.left = 0
-        job.feed(inputs.Improved(1, {**PLAN, "digest": "sha256:better"}, 1.0))
+        job.feed(inputs.Improved(1, replace(PLAN, digest="sha256:better"), 1.0))
         job.feed(inputs.Leave("1:1/0"))
         job.commit_all(7)
         assert job.state.phase is Phase.TRAINING and job.state.committed == 7
-        assert not [peer for peer in job.peers.values() if peer.messages[-1]["type"] != "go"]
+        assert not [peer for peer in job.peers.values() if peer.messages[-1].type != "go"]
         journal.left = float("inf")
         job.commit_all(8)
-        assert {peer.messages[-1]["type"] for peer in job.peers.values()} == {"offer"}, "now the leave is agreed upon"
+        assert {peer.messages[-1].type for peer in job.peers.values()} == {"offer"}, "now the leave is agreed upon"
 
     asyncio.run(run())
 
@@ -185,8 +189,8 @@ def test_a_decision_is_carried_out_to_its_end_whatever_fails_of_it(tmp_path: Pat
         job = Job(Paper(tmp_path / "journal.jsonl"), breaks)
         job.train()
         job.exit("1:1")
-        assert job.peers["0:0/0"].messages[-1]["type"] == "stop"
-        assert job.peers["1:1/0"].messages[-1]["type"] == "end", "it comes after the events that failed"
+        assert job.peers["0:0/0"].messages[-1].type == "stop"
+        assert job.peers["1:1/0"].messages[-1].type == "end", "it comes after the events that failed"
 
     asyncio.run(run())
 
@@ -202,7 +206,7 @@ def test_commits_plans_and_recoveries_are_known_from_the_journal_alone(tmp_path:
     cluster.plan()
     assert taken_up(restore(6, cluster.journal), cluster.journal, lambda digest: PLAN).since is not None
     cluster.resume_all()
-    cluster.feed(inputs.Improved(2, {**PLAN, "digest": "sha256:better"}, 1.0))
+    cluster.feed(inputs.Improved(2, replace(PLAN, digest="sha256:better"), 1.0))
     for name in tuple(cluster.state.members):
         cluster.feed(inputs.Adopted(f"{name}/0", 2, 5, "sha256:better"))
     cluster.commit_all(6)
@@ -223,7 +227,7 @@ def test_joiners_come_in_though_the_plan_in_force_was_lost_with_its_file(tmp_pat
     cluster.resume_all()
     assert cluster.state.plan is None and cluster.state.since is None
     cluster.hello("1:1", life=1)
-    cluster.feed(inputs.Ready("1:1/1", {"grid": cluster.grid, "block": 2, "reduction": "exact"}, {}))
+    cluster.feed(inputs.Ready("1:1/1", described({"grid": cluster.grid, "block": 2, "reduction": "exact"}), report()))
     assert cluster.state.switch
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from megatron_recycle.control.searches import Plans, find_moves
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import guarding, inputs, records
+from megatron_recycle.membership.description import Job, Model
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.guarding import Source, source
+from megatron_recycle.membership.resume import Checkpoint
 from megatron_recycle.membership.state import Member, State
-from tests.membership.cluster import Cluster, endings, events, report, told
+from megatron_recycle.plan import Grid
+from megatron_recycle.plan.plan_file import PlanFile
+from tests.membership.cluster import Cluster, endings, events, report, told, verdict
 
 
 def state_of(hosts: dict[str, str], stages: int) -> State:
     members = {name: Member(name, rank, f"{name}/0", 1000 + rank, host)
                for rank, (name, host) in enumerate(hosts.items())}
-    description = {"guard": "memory", "grid": {"stages": stages, "microbatches": [2] * 4}}
-    return State(size=len(members), members=members, description=description)
+    return State(size=len(members), members=members, description=Job(grid=Grid(stages, (2,) * 4), guard="memory"))
 
 
 @given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 3)), st.sampled_from("abc"), min_size=1))
@@ -51,7 +55,7 @@ def test_all_go_back_to_the_newest_iteration_that_all_have(copies):
     assert max(able) in copies[int(found.keepers[1][0])][1]
 
 
-CHECKPOINT = {"iteration": 3, "place": "/checkpoints/step4", "facts": {}}
+CHECKPOINT = Checkpoint(3, "/checkpoints/step4", {})
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(-1, 5)), min_size=1, max_size=4),
@@ -60,7 +64,7 @@ def test_all_go_back_to_the_checkpoint_where_no_copy_is_as_new_and_nothing_would
     """Each survivor has a copy of one iteration, and of the lost stage's; and can go back so far at most."""
     reports = {f"{d}:0": report(6, 5, asked=6, guard={"own": [own], "of": {"1": [own]}, "back": back})
                for d, (own, back) in enumerate(survivors)}
-    checkpoint = None if saved is None else {**CHECKPOINT, "iteration": saved}
+    checkpoint = None if saved is None else replace(CHECKPOINT, iteration=saved)
     copies = {own for own, _ in survivors}
     copy = next(iter(copies)) if len(copies) == 1 else -1
     able = saved is not None and all(back is not None and back <= saved for _, back in survivors)
@@ -96,7 +100,7 @@ def test_a_stage_that_comes_down_to_one_worker_is_told_with_who_keeps_a_copy():
     (event,) = events(cluster.reports(iteration=6, holds=5), "last_copy")
     assert (event["stages"], event["kept_by"]) == ({"1": "1:1"}, {"1": "0:0"})
     ((_, go),) = told(cluster.log[-20:], "go")
-    assert go["keepers"] == {"1": "0:0"}
+    assert go.keepers == {"1": "0:0"}
 
 
 def test_where_moves_are_allowed_a_worker_moves_in_for_a_last_copy_though_it_pays_nothing():
@@ -129,18 +133,18 @@ def test_a_lost_stage_is_not_the_end_a_process_is_started_where_the_last_one_die
     decisions = cluster.exit("1:1")
     assert not endings(decisions) and not [one for one in decisions if isinstance(one, do.MakePlan)]
     decisions = reports(cluster)
-    (start,) = [dict(one.message) for one in decisions if isinstance(one, do.Command)]
-    assert (start["type"], start["rank"], start["beside"], start["pid"]) == ("start", 3, 3, 1003)
+    (start,) = [one.message for one in decisions if isinstance(one, do.Command)]
+    assert (start.type, start.rank, start.beside, start.pid) == ("start", 3, 3, 1003)
     cluster.hello("1:1", life=1)
-    ready = inputs.Ready("1:1/1", {**(cluster.state.description or {})}, report(attempt=0))
+    ready = inputs.Ready("1:1/1", cluster.state.job.told(Model()), report(attempt=0))
     (decided,) = events(cluster.feed(ready), "decided")
     assert decided["reason"] == "stage 1 comes back"
     cluster.plan()
     decisions = cluster.reports("0:0", "1:0", iteration=6, holds=5, asked=6,
                                 guard={"own": [3], "of": {"1": [3]}})
     ((_, go),) = told(decisions, "go")
-    assert (go["resume"]["target"], go["resume"]["regained"], go["resume"]["restored"]) == (3, 5, {"1": "0:0"})
-    assert go["resume"]["joined"] == ["1:1"] and cluster.state.committed == 3
+    assert (go.resume.target, go.resume.regained, go.resume.restored) == (3, 5, {"1": "0:0"})
+    assert go.resume.joined == ("1:1",) and cluster.state.committed == 3
     assert events(decisions, "restored")[0]["lost"] == 2
 
 
@@ -150,8 +154,8 @@ def test_where_the_host_is_gone_the_process_is_started_where_another_one_has_die
     cluster = guarded()
     cluster.declare(first, "0:1/0"), cluster.plan(), cluster.reports(iteration=6, holds=5)
     cluster.declare(FailureKind.UNREACHABLE, "1:1/0")
-    (start,) = [dict(one.message) for one in reports(cluster) if isinstance(one, do.Command)]
-    assert start["rank"] == rank and start["beside"] in beside
+    (start,) = [one.message for one in reports(cluster) if isinstance(one, do.Command)]
+    assert start.rank == rank and start.beside in beside
 
 
 def test_processes_that_do_not_come_up_end_the_job_in_the_end():
@@ -159,8 +163,8 @@ def test_processes_that_do_not_come_up_end_the_job_in_the_end():
     cluster.exit("1:1")
     reports(cluster)
     for _ in range(3):
-        start = next(dict(one.message) for one in reversed(cluster.log) if isinstance(one, do.Command))
-        decisions = cluster.feed(inputs.Exited(start["rank"], 4711, 1, cluster.now, "log", start["move"]))
+        start = next(one.message for one in reversed(cluster.log) if isinstance(one, do.Command))
+        decisions = cluster.feed(inputs.Exited(start.rank, 4711, 1, cluster.now, "log", start.move))
     (end,) = endings(decisions)
     assert end.again and "It could not be brought back: 3 processes for it have failed" in end.message
     cluster = lost()
@@ -191,18 +195,18 @@ def test_with_tensor_parallelism_the_part_that_died_comes_back_and_the_idle_one_
     left = ("0:0.0", "0:0.1", "1:0.0", "1:0.1")
     guard = {"guard": {"own": [3], "of": {"1": [3]}}, "asked": 6}
     decisions = cluster.reports(*left, iteration=6, holds=5, **guard)
-    starts = [dict(one.message) for one in decisions if isinstance(one, do.Command)]
-    assert [(start["rank"], start["beside"]) for start in starts] == [(7, 7)], "1:1.1, where it was; 1:1.0 idles"
-    description = {**(cluster.state.description or {})}
+    starts = [one.message for one in decisions if isinstance(one, do.Command)]
+    assert [(start.rank, start.beside) for start in starts] == [(7, 7)], "1:1.1, where it was; 1:1.0 idles"
+    description = cluster.state.job.told(Model())
     cluster.feed(inputs.Ready("1:1.0/0", description, report(attempt=0)))
     cluster.hello("1:1.1", life=1)
     (decided,) = events(cluster.feed(inputs.Ready("1:1.1/1", description, report(attempt=0))), "decided")
     assert decided["reason"] == "stage 1 comes back"
     cluster.plan()
     ((_, go),) = told(cluster.reports(*left, iteration=6, holds=5, **guard), "go")
-    assert go["resume"]["joined"] == ["1:1.0", "1:1.1"] and go["resume"]["restored"] == {"1": "0:0"}
-    assert source({name: {**report(6, 5), **guard, "guard": {**guard["guard"], "of": {}}} if name.endswith("1") else
-                   {**report(6, 5), **guard} for name in left}, [1]) == (
+    assert go.resume.joined == ("1:1.0", "1:1.1") and go.resume.restored == {"1": "0:0"}
+    half = {**guard, "guard": {**guard["guard"], "of": {}}}
+    assert source({name: report(6, 5, **(half if name.endswith("1") else guard)) for name in left}, [1]) == (
         "nobody who is left keeps a copy of stage 1 that all others can go back to"), "half a copy is none"
 
 
@@ -224,15 +228,15 @@ def test_a_lost_stage_comes_back_from_the_checkpoint_and_the_log_says_how_many_i
     cluster, decisions = back_from({"verdict": 1})
     assert not endings(decisions)
     kept = {"iteration": 6, "holds": 5, "asked": 6, "guard": {"own": [], "of": {}, "back": -1}}
-    (start,) = [dict(one.message) for one in cluster.reports(**kept) if isinstance(one, do.Command)]
-    assert (start["type"], start["rank"]) == ("start", 3)
+    (start,) = [one.message for one in cluster.reports(**kept) if isinstance(one, do.Command)]
+    assert (start.type, start.rank) == ("start", 3)
     cluster.hello("1:1", life=1)
-    cluster.feed(inputs.Ready("1:1/1", {**(cluster.state.description or {})}, report(attempt=0)))
+    cluster.feed(inputs.Ready("1:1/1", cluster.state.job.told(Model()), report(attempt=0)))
     cluster.plan()
     decisions = cluster.reports("0:0", "1:0", **kept)
     ((_, go),) = told(decisions, "go")
-    assert go["resume"]["checkpoint"] == {"iteration": 3, "place": "/checkpoints/step4", "facts": {"verdict": 1}}
-    assert (go["resume"]["target"], go["resume"]["regained"], go["resume"]["joined"]) == (3, 5, ["1:1"])
+    assert go.resume.checkpoint == Checkpoint(3, "/checkpoints/step4", {"verdict": 1})
+    assert (go.resume.target, go.resume.regained, go.resume.joined) == (3, 5, ("1:1",))
     (event,) = events(decisions, "restored")
     assert (event["iteration"], event["lost"], event["from"]) == (3, 2, {"1": "checkpoint"})
     again = records.restore(4, cluster.journal)
@@ -242,12 +246,11 @@ def test_a_lost_stage_comes_back_from_the_checkpoint_and_the_log_says_how_many_i
 def test_survivors_save_at_the_newest_iteration_that_somebody_has_committed():
     cluster, decisions = back_from(None, survivors=True)
     assert not endings(decisions) and told(decisions, "stop")
-    verdict = {"iteration": 5, "loss": 1.0}
-    cluster.reports("0:0", iteration=6, holds=6, stepped=6, committed=5, verdict=verdict)
+    cluster.reports("0:0", iteration=6, holds=6, stepped=6, committed=5, verdict=verdict(5))
     decisions = cluster.reports("1:0", iteration=5, holds=5, stepped=5, committed=4)
     ((_, go),) = told(decisions, "go")
-    assert (go["resume"]["target"], go["resume"]["verdict"], go["writers"]) == (5, verdict, ["0:0"])
-    assert (go["missing"], go["plan"]) == ([1], {})
+    assert (go.resume.target, go.resume.verdict, go.writers) == (5, verdict(5), ("0:0",))
+    assert (go.missing, go.plan) == ((1,), PlanFile())
     cluster.feed(inputs.Saved("1:0/0", cluster.state.generation, "", ""))
     (end,) = endings(cluster.feed(inputs.Saved("0:0/0", cluster.state.generation, "/run/survivors/stage-0.pt", "")))
     assert end.again and "of iteration 5 (stage 0; stage 1 is missing) is in /run/survivors" in end.message

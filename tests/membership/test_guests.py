@@ -10,15 +10,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control.guests import Guests, part
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.shelf_client import ShelfClient
-from megatron_recycle.control.wire import GUEST, Message, Session, WireError, for_joining
-from megatron_recycle.membership.messages import TO_LAUNCHER, TO_WORKER, group_prefix
+from megatron_recycle.control.wire import GUEST, Session, WireError, for_joining
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.messages import group_prefix
+from megatron_recycle.membership.protocol import TO_LAUNCHER, TO_WORKER, Ask, End, Go, Heartbeat, Places
+from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Member, State
+from megatron_recycle.plan.plan_file import PlanFile
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 
@@ -58,13 +64,13 @@ def test_who_has_the_secret_cannot_pass_for_the_coordinator() -> None:
 
 
 @contextmanager
-def visit(running: Service, secret: str, hello: Message, *messages: Message, worker: bool = False
-          ) -> Iterator[queue.SimpleQueue[Message]]:
+def visit(running: Service, secret: str, hello: dict[str, Any], *messages: Any, worker: bool = False
+          ) -> Iterator[queue.SimpleQueue[Any]]:
     """A connection that says this; gives what is answered."""
-    answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    said: Sequence[Message] = [{"type": "hello", **hello}, *messages]
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    said: Sequence[Any] = [{"type": "hello", **hello}, *messages]
     link = Link(running.address, secret, hello=lambda: list(said), handle=answers.put,
-                beat=lambda: {"type": "heartbeat", "progress": None}, interval=0.1,
+                beat=Heartbeat, interval=0.1,
                 known=TO_WORKER if worker else TO_LAUNCHER, name="visit")
     link.start()
     try:
@@ -73,7 +79,7 @@ def visit(running: Service, secret: str, hello: Message, *messages: Message, wor
         link.close()
 
 
-def launcher(host: str) -> Message:
+def launcher(host: str) -> dict[str, Any]:
     return {"role": "launcher", "host": host, "ranks": [], "places": 0}
 
 
@@ -89,7 +95,7 @@ def test_a_guest_ends_no_job_and_no_worker_but_its_own(tmp_path: Path) -> None:
         for number, wrong in enumerate((
             [launcher("far"), {"type": "interrupt", "status": 1, "message": "end"}],
             [{"role": "worker", "worker": "1:0", "rank": 2, "incarnation": "1:0/0", "pid": 9, "host": "far",
-              "generation": 1}, {"type": "leave"}],
+              "generation": 1}, inputs.Leave("1:0/0")],
         )):
             with visit(running, SECRET, *wrong):
                 running._until(lambda number=number: sum(e["event"] == "refused" for e in running.events) > number,
@@ -98,16 +104,16 @@ def test_a_guest_ends_no_job_and_no_worker_but_its_own(tmp_path: Path) -> None:
                     running.coordinator.server._refusals = type(running.coordinator.server._refusals)(60.0)
         with visit(running, SECRET, launcher("far"), EXIT, {"type": "stays_out", "rank": 2},
                    {"type": "join", "count": 1}) as answers:
-            while (answer := answers.get(timeout=LIMIT))["type"] != "places":
+            while not isinstance(answer := answers.get(timeout=LIMIT), Places):
                 pass  # what has happened so far
-            assert "no place" in answer["refusal"] or "not started by" in answer["refusal"]
+            assert "no place" in answer.refusal or "not started by" in answer.refusal
         assert not any(event["event"] in ("decided", "suspected", "left", "finished") for event in running.events)
         assert running.end is None
         with visit(running, TOKEN, launcher("near"), EXIT):
             running.await_event("decided", generation=2)
         with visit(running, SECRET, {"role": "worker", "worker": "1:0", "rank": 2, "incarnation": f"{GUEST}1",
                                      "pid": 77, "host": "far", "generation": 0},
-                   {"type": "ready", "description": DESCRIPTION, "report": report()}, worker=True):
+                   inputs.Ready(f"{GUEST}1", DESCRIPTION, report()), worker=True):
             running.await_event("waiting", worker="1:0", pid=77)
         for one in agents:
             one.close()
@@ -118,7 +124,7 @@ def test_a_guest_begins_no_job(tmp_path: Path) -> None:
              "generation": 0}
     with service(tmp_path) as running, visit(running, SECRET, hello, worker=True) as answers:
         told = answers.get(timeout=LIMIT)
-        assert told["type"] == "end" and "nobody begins a job" in told["message"]
+        assert isinstance(told, End) and "nobody begins a job" in told.message
 
 
 def test_a_guest_writes_to_the_store_only_where_members_meet_and_over_nobody(tmp_path: Path) -> None:
@@ -153,14 +159,14 @@ def test_where_guests_meet_the_others() -> None:
     members = {"0:0": "1", "0:1": f"{GUEST}2"}
     began = State(size=2, generation=2, members={name: Member(name, 0, each, 1, "h")
                                                 for name, each in members.items()})
-    went = began.with_(go={"members": members, "prefix": "g2-a"})
+    went = began.with_(go=Go(2, 1, members, PlanFile(), Resume(-1, 0, 1), "g2-a"))
     assert part(went) == "recycle/g2-a" and part(began) == f"recycle/{group_prefix(2, members)}"
-    assert part(began.with_(go={"members": {"0:0": "1"}, "prefix": "g2-a"})) == ""
+    assert part(began.with_(go=replace(went.go, members={"0:0": "1"}))) == ""
     keys, guests = {"recycle/g2-a/met/0"}, Guests()
     for key, refused in (("recycle/g2-a/met/1", ""), ("recycle/g2-a/met/1", ""), ("recycle/g2-a-r1/met/1", ""),
                          ("recycle/g2-a/met/0", "has written it"), ("recycle/g2-ab/met/1", "join with"),
                          ("recycle/g1-a/met/1", "join with")):
-        why = guests.refusal({"op": "set", "keys": [key]}, part(went), keys.__contains__)
+        why = guests.refusal(Ask("set", (key,)), part(went), keys.__contains__)
         assert refused in why and bool(refused) == bool(why), key
         keys.add(key)
 

@@ -9,6 +9,8 @@ import pytest
 from megatron_recycle.control.agent import Agent
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership import inputs
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.protocol import Out
 from tests.fakes.coordinator import Heap, InMemory
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, fake_plan
@@ -64,7 +66,7 @@ def test_a_failure_from_the_exit_to_the_go() -> None:
     job.exit("1:1")
     job.heap.run()
     assert {agent.stop_generation for agent in job.agents.values()} == {2}
-    assert job.coordinator.commands[-1] == {"type": "out", "rank": 3, "pid": 1003, "kind": "exit", "error": ""}
+    assert job.coordinator.commands[-1] == Out(3, 1003, FailureKind.EXIT, "")
     for agent in job.agents.values():
         agent.report(2, report(1, holds=0))
     job.heap.run(0.05)
@@ -99,7 +101,7 @@ def test_a_coordinator_dies_and_the_next_one_finds_everybody_where_they_are() ->
     job.heap.run(60.0)
     assert job.coordinator.state.generation == 3, "all were told to go: training has never stopped"
     for agent in job.agents.values():
-        agent._send_kept({"type": "finished", "generation": 3})
+        agent._send_kept(inputs.Finished(agent.incarnation, 3))
     job.heap.run()
     assert job.coordinator.ended is not None and job.coordinator.ended.status == 0
     assert all(agent.ended is not None and agent.ended.status == 0 for agent in job.agents.values())

@@ -6,16 +6,16 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs, messages
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.records import restore
-from tests.membership.cluster import Cluster, endings, events, report
+from tests.membership.cluster import Cluster, described, endings, events, report
 
-RECEIVED = {"bytes": 4000, "ms": 2.0}
+RECEIVED = inputs.Received(4000, 2.0)
 
 
 def ready_to_join(cluster: Cluster, name: str) -> None:
     """The second life of ``name`` has built its model."""
     cluster.hello(name, life=1)
     description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
-    cluster.feed(inputs.Ready(f"{name}/1", description, report(attempt=0)))
+    cluster.feed(inputs.Ready(f"{name}/1", described(description), report(attempt=0)))
 
 
 def test_who_comes_in_must_run_its_backwards_as_its_stage_does() -> None:
@@ -31,7 +31,7 @@ def test_who_comes_in_must_run_its_backwards_as_its_stage_does() -> None:
         recover(cluster, 1)
         cluster.hello("1:1", life=1)
         description = {"grid": cluster.grid, "block": 2, "reduction": "exact", "full_backward": told}
-        decisions = cluster.feed(inputs.Ready("1:1/1", description, report(attempt=0)))
+        decisions = cluster.feed(inputs.Ready("1:1/1", described(description), report(attempt=0)))
         assert bool(events(decisions, "waiting")) == taken, decisions
 
 
@@ -153,8 +153,9 @@ def test_what_each_rank_was_told_at_the_start_is_there_for_its_next_process() ->
         cluster.hello(name)
     for name in cluster.names:
         description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
-        cluster.feed(inputs.Ready(f"{name}/0", description, report(attempt=0), [{"what": "broadcast", "value": name}]))
+        learnt = ({"what": "broadcast", "value": name},)
+        cluster.feed(inputs.Ready(f"{name}/0", described(description), report(attempt=0), learnt))
     cluster.plan()
     for state in (cluster.state, restore(4, cluster.journal)):
-        assert messages.learnt(state, 2) == {"type": "learnt", "record": [{"what": "broadcast", "value": "1:0"}]}
-    assert messages.learnt(Cluster(2, 2).train().state, 2)["record"] == []
+        assert messages.learnt(state, 2).record == ({"what": "broadcast", "value": "1:0"},)
+    assert messages.learnt(Cluster(2, 2).train().state, 2).record == ()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.description import Lending
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.lines import Decided
 from megatron_recycle.membership.messages import group_prefix
 from megatron_recycle.membership.records import restore, taken_up
-from tests.membership.cluster import PLAN, Cluster, endings, events, report, told
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.plan.plan_file import PlanFile
+from tests.membership.cluster import PLAN, Cluster, described, endings, events, report, told
 
 
 def test_generation_one_forms_when_the_last_worker_is_ready() -> None:
@@ -24,10 +29,8 @@ def test_generation_one_forms_when_the_last_worker_is_ready() -> None:
     assert do.MakePlan(1, frozenset()) in decisions
     ((to, go),) = told(cluster.plan(), "go")
     assert to == set(cluster.names)
-    assert go["generation"] == 1
-    assert go["resume"] == {"target": -1, "next": 0, "attempt": 1, "verdict": None, "copies": {}, "redone": 0,
-                            "joined": [], "restored": {}, "regained": -1, "checkpoint": None,
-                            "slices": [], "shards": [], "closed": []}
+    assert go.generation == 1
+    assert go.resume == Resume(target=-1, next=0, attempt=1)
 
 
 def test_workers_that_disagree_on_the_job_end_it_and_the_key_is_named() -> None:
@@ -59,7 +62,7 @@ def test_stages_of_which_all_workers_can_run_full_backwards_are_the_planners() -
     for name in cluster.names:
         cluster.hello(name)
         cluster.ready(name, model=f"of stage {name[-1]}", full_backward=name.endswith(":0"))
-    assert cluster.state.description is not None and cluster.state.description["full_backward"] == [0]
+    assert cluster.state.description is not None and cluster.state.description.full_backward == (0,)
     other = Cluster(pipelines=2)
     for name in other.names:
         other.hello(name)
@@ -85,8 +88,8 @@ def test_an_exit_stops_all_survivors_at_once_and_planning_starts_before_the_repo
     kinds = [type(decision) for decision in decisions]
     assert kinds.index(do.Record) < kinds.index(do.Tell) < kinds.index(do.MakePlan)
     ((to, stop),) = told(decisions, "stop")
-    assert to == set(cluster.names) - {"1:1"} == set(stop["members"])
-    assert stop["generation"] == 2 and stop["out"] == {"1:1": "exit"}
+    assert to == set(cluster.names) - {"1:1"} == set(stop.members)
+    assert stop.generation == 2 and stop.out == {"1:1": "exit"}
     (suspected,) = events(decisions, "suspected")
     assert (suspected["worker"], suspected["kind"], suspected["ms"]) == ("1:1", "exit", pytest.approx(10))
     ((to, _),) = told(decisions, "end")
@@ -105,8 +108,8 @@ def test_go_needs_both_the_plan_and_all_reports_in_any_order() -> None:
             assert len(events(decisions, "stopped")) == 1 and not told(decisions, "go")
             decisions = cluster.plan()
         ((to, go),) = told(decisions, "go")
-        assert len(to) == 5 and go["resume"]["redone"] == 15 and go["attempt"] == 2
-        assert go["prefix"] == group_prefix(2, go["members"])
+        assert len(to) == 5 and go.resume.redone == 15 and go.attempt == 2
+        assert go.prefix == group_prefix(2, go.members)
         (reconciled,) = events(decisions, "reconciled")
         assert (reconciled["target"], reconciled["iteration"]) == (-1, 0)
 
@@ -134,14 +137,14 @@ def test_a_second_kill_while_reports_come_in_starts_again_with_fresh_reports() -
     cluster.reports("0:0", "0:1")
     decisions = cluster.exit("2:0")
     ((to, stop),) = told(decisions, "stop")
-    assert stop["generation"] == 3 and to == {"0:0", "0:1", "1:0", "2:1"}
-    assert stop["out"] == {"1:1": "exit", "2:0": "exit"}
+    assert stop.generation == 3 and to == {"0:0", "0:1", "1:0", "2:1"}
+    assert stop.out == {"1:1": "exit", "2:0": "exit"}
     for name in ("1:0", "2:1"):  # their reports for generation 2 are still on the way
         assert cluster.feed(inputs.Reported(f"{name}/0", 2, report())) == []
     assert cluster.plan(generation=2) == []  # and so is its plan
     cluster.plan()
     ((_, go),) = told(cluster.reports(), "go")
-    assert go["generation"] == 3
+    assert go.generation == 3
     (resumed,) = events(cluster.resume_all(), "resumed")
     assert resumed["ms"] > (cluster.now - first - 1) * 1000
 
@@ -174,7 +177,7 @@ def test_who_does_not_report_in_time_is_out() -> None:
     cluster.reports("0:0", "0:1", "1:0", "2:0")
     decisions = cluster.feed(inputs.ReportsLate(2))
     ((to, stop),) = told(decisions, "stop")
-    assert stop["generation"] == 3 and "2:1" not in to and stop["out"]["2:1"] == "stalled"
+    assert stop.generation == 3 and "2:1" not in to and stop.out["2:1"] == "stalled"
     assert cluster.feed(inputs.ReportsLate(2)) == []
 
 
@@ -198,12 +201,12 @@ def test_nothing_that_a_fenced_worker_says_has_an_effect() -> None:
         inputs.Committed("1:1/0", 40, 0.0),
         inputs.Adopted("1:1/0", 2, 3, "sha256:1"),
         inputs.Finished("1:1/0", 2),
-        inputs.Ready("1:1/0", {}, report()),
+        inputs.Ready("1:1/0", described({"grid": cluster.grid}), report()),
     ):
         assert cluster.feed(happened) == []
     assert cluster.state == before
     ((to, end),) = told(cluster.hello("1:1"), "end")
-    assert to == {"1:1"} and end["status"] == 3 and "declared out" in end["message"]
+    assert to == {"1:1"} and end.status == 3 and "declared out" in end.message
     assert cluster.exit("1:1") == []
 
 
@@ -228,7 +231,7 @@ def test_an_attempt_that_was_announced_is_never_announced_again() -> None:
     cluster.exit("2:0")
     cluster.plan()
     ((_, second),) = told(cluster.reports(iteration=0, attempt=1), "go")
-    assert (first["attempt"], second["attempt"]) == (2, 3)
+    assert (first.attempt, second.attempt) == (2, 3)
 
 
 def test_an_iteration_is_committed_once_when_all_live_members_say_so() -> None:
@@ -263,9 +266,9 @@ def test_losses_that_differ_between_workers_are_shown() -> None:
 
 def test_a_better_plan_is_offered_once_and_adopted_by_all() -> None:
     cluster = Cluster().train()
-    better = {"source": "cpsat", "digest": "sha256:2"}
+    better = PlanFile(source="cpsat", digest="sha256:2")
     ((to, offer),) = told(cluster.feed(inputs.Improved(1, better, 900.0)), "offer")
-    assert to == set(cluster.names) and offer["number"] == 1
+    assert to == set(cluster.names) and offer.number == 1
     found = []
     for name in cluster.names:
         found += events(cluster.feed(inputs.Adopted(f"{name}/0", 1, 5, "sha256:2")), "adopted")
@@ -276,7 +279,7 @@ def test_a_better_plan_is_offered_once_and_adopted_by_all() -> None:
 
 def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> None:
     cluster = Cluster().train()
-    first, second, third = ({"source": "cpsat", "digest": f"sha256:{number}"} for number in (2, 3, 4))
+    first, second, third = (PlanFile(source="cpsat", digest=f"sha256:{number}") for number in (2, 3, 4))
     assert told(cluster.feed(inputs.Improved(1, first, 900.0)), "offer")
     *all_but_one, last = cluster.names
     for name in all_but_one:
@@ -284,9 +287,9 @@ def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> Non
     assert cluster.feed(inputs.Improved(1, second, 900.0)) == cluster.feed(inputs.Improved(1, third, 900.0)) == []
     # Who may have missed the offer hears it again.
     ((to, offer),) = told(cluster.feed(inputs.Hello(cluster.state.members[last], 1)), "offer")
-    assert to == {last} and offer["number"] == 1
+    assert to == {last} and offer.number == 1
     ((to, offer),) = told(cluster.feed(inputs.Adopted(f"{last}/0", 1, 5, "sha256:2")), "offer")
-    assert to == set(cluster.names) and (offer["number"], offer["plan"]) == (2, third)
+    assert to == set(cluster.names) and (offer.number, offer.plan) == (2, third)
     cluster.feed(inputs.Improved(1, second, 900.0))
     cluster.exit("0:0")
     assert cluster.state.offered is None and cluster.state.better is None, "it was for other members"
@@ -295,9 +298,9 @@ def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> Non
 def test_a_plan_of_a_search_that_had_begun_before_layers_were_unlent_is_not_offered() -> None:
     """Nobody would adopt it, and every later one would wait behind it."""
     cluster = Cluster().train()
-    lent = {"lend": [[1, 1]], "layers": [2, 2], "share": [0.5, 0.5], "bytes": [8, 8]}
-    cluster.state = cluster.state.with_(description={**(cluster.state.description or {}), "lending": lent})
-    first, stale, late = ({"source": "portfolio", "digest": f"sha256:{number}", "crossings": {"0.1": [by]}}
+    lent = Lending(((1, 1),), (2, 2), (0.5, 0.5), (8, 8))
+    cluster.state = cluster.state.with_(description=replace(cluster.state.job, lending=lent))
+    first, stale, late = (PlanFile(source="portfolio", digest=f"sha256:{number}", crossings={"0.1": [by]})
                           for number, by in ((2, 1), (3, 1), (4, -1)))
     assert told(cluster.feed(inputs.Improved(1, first, 900.0)), "offer")
     assert do.Improve(1, cluster.state.failed, cluster.state.plan) in cluster.feed(
@@ -305,7 +308,7 @@ def test_a_plan_of_a_search_that_had_begun_before_layers_were_unlent_is_not_offe
     assert cluster.feed(inputs.Improved(1, stale, 900.0)) == []
     assert told(cluster.feed(inputs.Improved(1, late, 900.0)), "offer"), "stage 0 lends as before"
     cluster.feed(inputs.Unlent("1:0/0", 1, 1, "a hook"))  # of the first offer
-    assert cluster.state.offered is not None and cluster.state.offered["plan"] == late
+    assert cluster.state.offered is not None and cluster.state.offered.plan == late
 
 
 def test_a_failed_planner_ends_the_job_with_its_message() -> None:
@@ -383,13 +386,13 @@ def test_a_member_that_reconnects_hears_what_it_may_have_missed() -> None:
 def test_a_stranger_cannot_take_a_position() -> None:
     cluster = Cluster()
     cluster.hello("0:0")
-    assert "already" in told(cluster.hello("0:0", life=1), "end")[0][1]["message"]
+    assert "already" in told(cluster.hello("0:0", life=1), "end")[0][1].message
     stranger = st.Member("9:9", 77, "x/0", 1, "host")
-    assert "not of this job" in told(cluster.feed(inputs.Hello(stranger)), "end")[0][1]["message"]
+    assert "not of this job" in told(cluster.feed(inputs.Hello(stranger)), "end")[0][1].message
     cluster = Cluster().train()
     assert not told(cluster.hello("1:1", life=1), "end")  # it may wait for the place to become empty
-    assert "another process" in told(cluster.hello("1:1", life=2), "end")[0][1]["message"]
-    assert "no part of the job" in told(cluster.feed(inputs.Hello(stranger)), "end")[0][1]["message"]
+    assert "another process" in told(cluster.hello("1:1", life=2), "end")[0][1].message
+    assert "no part of the job" in told(cluster.feed(inputs.Hello(stranger)), "end")[0][1].message
 
 
 def test_an_interrupt_ends_the_job_with_its_status() -> None:
@@ -481,7 +484,7 @@ def test_who_has_left_its_loop_too_soon_leaves_the_job_if_its_stage_has_others()
     assert "the script has ended on 2:0 while the others train on" in decided["reason"]
     assert left["worker"] == "2:0" and decided["out"] == {"2:0": "leave"} and not events(decisions, "suspected")
     ((to, end),) = told(decisions, "end")
-    assert end["status"] == 0 and len(to) == 1
+    assert end.status == 0 and len(to) == 1
 
 
 def test_who_has_left_its_loop_too_soon_is_named_in_the_end() -> None:
@@ -502,7 +505,7 @@ def test_groups_that_take_long_to_build_get_more_time_and_do_not_end_a_healthy_j
     for tries in range(4):
         cluster.plan()
         ((_, go),) = told(cluster.reports(), "go")
-        assert go["tries"] == tries
+        assert go.tries == tries
         assert bool(endings(_no_loss(cluster, _hint(cluster, "0:1")))) == (tries == 3)
     assert "3 new generations with the same members have not helped" in cluster.state.ended[1]
 
@@ -536,8 +539,8 @@ def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
 def test_a_coordinator_that_died_between_the_last_loss_of_a_stage_and_the_end_ends_the_job_when_it_is_back() -> None:
     cluster = Cluster(pipelines=1).train()
     (store, *_) = cluster.exit("0:1")
-    assert isinstance(store, do.Record) and store.record["kind"] == "decided"
-    cluster.state = restore(2, [store.record])
+    assert isinstance(store, do.Record) and isinstance(store.record, Decided)
+    cluster.state = restore(2, [store.record.to_json()])
     (end,) = endings(cluster.feed(inputs.Restarted()))
     assert end.status == 1 and "stage 1 has lost its last worker (0:1 exit)" in end.message
 
@@ -552,7 +555,7 @@ def test_a_coordinator_that_comes_back_looks_for_better_plans_and_tells_of_a_rec
         cluster.resume_all()
     read: list[str] = []
     cluster.state = taken_up(restore(6, cluster.journal), cluster.journal, lambda digest: read.append(digest) or PLAN)
-    assert read == [PLAN["digest"]]
+    assert read == [PLAN.digest]
     cluster.feed(inputs.Restarted())
     for name in tuple(cluster.state.members):
         cluster.feed(inputs.Hello(cluster.member(name), 2))

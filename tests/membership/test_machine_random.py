@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
@@ -28,12 +29,13 @@ from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.promises import Offer
+from megatron_recycle.membership.protocol import TO_WORKER, Go
 from megatron_recycle.membership.records import restore, untold
-from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.standing import Epoch, Reconciliation, Standing
 from megatron_recycle.membership.verdict import Verdict
 from megatron_recycle.plan import Action
-from tests.membership.cluster import PLAN
+from tests.membership.cluster import PLAN, described
 from tests.membership.paper import GUESS, Paper, Update, verdict
 from tests.seeds import seeds
 
@@ -74,11 +76,11 @@ class Process:
     committed: inputs.Committed | None = None
     """The last that it has said."""
     stands: inputs.Boundary | None = None
-    go: dict[str, Any] | None = None
+    go: Go | None = None
     ended: bool = False
     hint: inputs.Hinted | None = None
     """The last one, told again on every connection."""
-    inbox: deque[dict[str, Any]] = field(default_factory=deque)
+    inbox: deque[Any] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class Process:
     def at_boundary(self) -> bool:
         return self.stands is not None and self.stands.generation == self.generation
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Report:
         return self.standing.report()
 
 
@@ -165,9 +167,9 @@ class Protocol(RuleBasedStateMachine):
     def _carry_out(self) -> None:
         decision = self.todo.popleft()
         if isinstance(decision, do.Note):
-            self.journal.append(dict(decision.record))
+            self.journal.append(json.loads(json.dumps(decision.record.to_json())))
         elif isinstance(decision, do.Record):
-            self._stored(json.loads(json.dumps(decision.record)))
+            self._stored(json.loads(json.dumps(decision.record.to_json())))
         elif isinstance(decision, do.Tell):
             self._told(decision)
         elif isinstance(decision, do.MakePlan):
@@ -197,41 +199,43 @@ class Protocol(RuleBasedStateMachine):
         self.journal.append(record)
 
     def _told(self, decision: do.Tell) -> None:
-        message = json.loads(json.dumps(decision.message))
-        if message["type"] in ("stop", "go"):
-            kind = "decided" if message["type"] == "stop" else "go"
-            assert any(r["kind"] == kind and r["generation"] == message["generation"] for r in self.journal), (
+        message = decision.message
+        if not isinstance(message, do.StopAll):
+            message = TO_WORKER.read(json.loads(json.dumps(message.to_json())))
+        if message.type in ("stop", "go"):
+            kind = "decided" if message.type == "stop" else "go"
+            assert any(r["kind"] == kind and r["generation"] == message.generation for r in self.journal), (
                 "announced before it was stored"
             )
-        if message["type"] == "go":
+        if message.type == "go":
             self._check_go(message)
         for process in self.processes.values():
             if process.member.incarnation in decision.to:
                 process.inbox.append(message)
 
-    def _check_go(self, go: dict[str, Any]) -> None:
+    def _check_go(self, go: Go) -> None:
         """The resume point is one that the members really can reach. Standing still, they are as they reported."""
-        resume, members = go["resume"], [self.processes[name] for name in go["members"]]
-        point = (resume["next"], resume["attempt"])
-        if go["generation"] in self.announced:
-            assert self.announced[go["generation"]] == point
+        resume, members = go.resume, [self.processes[name] for name in go.members]
+        point = (resume.next, resume.attempt)
+        if go.generation in self.announced:
+            assert self.announced[go.generation] == point
             return  # told again after a reconnect; some may be on their way already
-        assert go["plan"]["generation"] == go["generation"], "the plan of another membership"
-        target = resume["target"]
+        assert go.plan.digest == str(go.generation), "the plan of another membership"
+        target = resume.target
         for stage in range(STAGES):
             assert any(p.holds >= target for p in members if p.member.worker.endswith(f":{stage}"))
-        todo = [copy.deepcopy(p.standing).reconciliation(Resume.from_json(resume)) for p in members]
+        todo = [copy.deepcopy(p.standing).reconciliation(resume) for p in members]
         assert len({each.anew for each in todo}) == 1, "a commit takes all members"
-        assert not (todo[0].anew and go["resume"]["joined"]), "who comes in has no part in a commit"
+        assert not (todo[0].anew and go.resume.joined), "who comes in has no part in a commit"
         for process in members:
             assert process.standing.committed <= target, "a step would be lost"
             if process.holds < target:
-                source = self.processes[resume["copies"][process.name]]
+                source = self.processes[resume.copies[process.name]]
                 assert source.holds >= target and source.name.split(":")[1] == process.name.split(":")[1]
-        if resume["verdict"] is not None:
-            assert Verdict.from_json(resume["verdict"]) == self._verdict(target), "not what was found"
+        if resume.verdict is not None:
+            assert resume.verdict == self._verdict(target), "not what was found"
         assert max(p.holds for p in members) - target <= 1
-        self.announced[go["generation"]] = point
+        self.announced[go.generation] = point
 
     def _tell(self, event: Mapping[str, Any]) -> None:
         self.told.append(dict(event))
@@ -262,7 +266,7 @@ class Protocol(RuleBasedStateMachine):
             process.outbox.append(process.hint)
 
     def _say_ready(self, process: Process) -> None:
-        process.outbox.append(inputs.Ready(process.member.incarnation, {"grid": GRID}, process.report()))
+        process.outbox.append(inputs.Ready(process.member.incarnation, described({"grid": GRID}), process.report()))
 
     def _some(self, data: Any, processes: list[Process]) -> Process:
         return self.processes[_pick(data, sorted(process.name for process in processes))]
@@ -294,7 +298,7 @@ class Protocol(RuleBasedStateMachine):
     def _others(self, process: Process, own_stage: bool) -> list[Process]:
         """The members of its generation."""
         assert process.go is not None
-        return [self.processes[name] for name in process.go["members"] if not own_stage or name[-1] == process.name[-1]]
+        return [self.processes[name] for name in process.go.members if not own_stage or name[-1] == process.name[-1]]
 
     def _all(self, process: Process, what: Callable[[Process], Any], own_stage: bool = False) -> bool:
         """Whether ``what`` is true of all members of its generation (the dead ones too: it was before they died)."""
@@ -371,7 +375,7 @@ class Protocol(RuleBasedStateMachine):
         """The verdict on what it holds arrives."""
         held, standing = process.standing.held, process.standing
         assert held is not None and process.go is not None
-        promised = {self.processes[name].told.get(held, 0) for name in process.go["members"]}
+        promised = {self.processes[name].told.get(held, 0) for name in process.go.members}
         wrong = process.paper.settle(self._verdict(held))
         process.committed = inputs.Committed(process.member.incarnation, held, 1.0)
         process.outbox.append(process.committed)
@@ -418,16 +422,16 @@ class Protocol(RuleBasedStateMachine):
 
     def _hear(self, process: Process) -> None:
         message = process.inbox.popleft()
-        if message["type"] == "end":
+        if message.type == "end":
             process.ended, process.running = True, False
-        elif message["type"] == "stop" and message["generation"] > process.stop:
-            process.stop = message["generation"]
+        elif message.type == "stop" and message.generation > process.stop:
+            process.stop = message.generation
             self._stand_still(process)
             process.outbox.append(inputs.Reported(process.member.incarnation, process.stop, process.report()))
-        elif message["type"] == "go" and message["generation"] >= max(process.stop, process.generation + 1):
+        elif message.type == "go" and message.generation >= max(process.stop, process.generation + 1):
             self._goes(process, message)
-        elif message["type"] == "offer" and message["generation"] == process.generation:
-            process.offer = Offer(message["generation"], message["number"], message["plan"])
+        elif message.type == "offer" and message.generation == process.generation:
+            process.offer = message
 
     def _stand_still(self, process: Process) -> None:
         """A verdict that has arrived is taken in; one that is known to others may have, or not."""
@@ -436,25 +440,25 @@ class Protocol(RuleBasedStateMachine):
         process.standing.give_up()
         process.running, process.todo = False, None
 
-    def _goes(self, process: Process, go: dict[str, Any]) -> None:
+    def _goes(self, process: Process, go: Go) -> None:
         process.go = go
-        process.standing.join(go["generation"])
+        process.standing.join(go.generation)
         process.told, process.offer, process.stands = {}, None, None
         process.contributed = process.holds
-        process.todo = process.standing.reconciliation(Resume.from_json(go["resume"]))
+        process.todo = process.standing.reconciliation(go.resume)
 
     def _can_reconcile(self, process: Process, todo: Reconciliation) -> bool:
         """Whether the next step of its recovery can be made: it waits for all to connect, for the peer that it takes a
         gradient from, and for the verdict."""
         assert process.go is not None
-        generation, target = process.generation, process.go["resume"]["target"]
+        generation, target = process.generation, process.go.resume.target
         if todo.enter:
             return self._all(process, lambda other: other.level == generation or other is process or (
                 other.todo is not None and other.todo.enter))
         if process.gave < generation:
             return self._all(process, lambda other: True)
         if process.holds < target:
-            source = self.processes[process.go["resume"]["copies"][process.name]]
+            source = self.processes[process.go.resume.copies[process.name]]
             return source.generation == generation and source.gave == generation
         if todo.anew and process.standing.committed < target:
             return self._all(process, lambda other: other.gave == generation and other.holds >= target)
@@ -462,7 +466,7 @@ class Protocol(RuleBasedStateMachine):
 
     def _reconcile(self, process: Process, todo: Reconciliation) -> None:
         assert process.go is not None
-        resume = Resume.from_json(process.go["resume"])
+        resume = process.go.resume
         standing, target = process.standing, resume.target
         if todo.enter:
             peers = [other for other in self._others(process, own_stage=True) if other.level == process.generation]
@@ -494,7 +498,7 @@ class Protocol(RuleBasedStateMachine):
         self._plan(generation)
 
     def _plan(self, generation: int) -> None:
-        self._feed(inputs.Planned(generation, {**PLAN, "generation": generation}, 1.0))
+        self._feed(inputs.Planned(generation, replace(PLAN, digest=str(generation)), 1.0))
 
     # What goes wrong
 

@@ -14,6 +14,8 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.protocol import Go
+from tests.membership.cluster import described
 from tests.membership.test_machine_random import ACTS, GRID, PIPELINES, Act, Process, Protocol, _pick, campaign
 
 OWN_WORDS = ("fails on every worker: ValueError: corrupt", "have failed alike", "the last worker of stage")
@@ -31,7 +33,7 @@ class Errors(Protocol):
 
     def _say_ready(self, process: Process) -> None:
         description = {"grid": GRID, "emergency": True, "poison": self.policy}
-        process.outbox.append(inputs.Ready(process.member.incarnation, description, process.report()))
+        process.outbox.append(inputs.Ready(process.member.incarnation, described(description), process.report()))
 
     def _connect(self, process: Process) -> None:
         super()._connect(process)
@@ -68,7 +70,7 @@ class Errors(Protocol):
         iteration = process.stepped + (action is not None)
         fault = Fault("ValueError", "corrupt", iteration, action, whole=True)
         assert process.go is not None
-        if [iteration, fault.microbatch] in process.go["left_out"]:
+        if (iteration, fault.microbatch) in process.go.left_out:
             self.poison.discard((iteration, action or ""))
             return  # nobody runs it
         if action is not None:
@@ -84,19 +86,19 @@ class Errors(Protocol):
             self._may_save(process)
             return
         message = process.inbox.popleft()
-        if message["type"] == "end":
+        if message.type == "end":
             process.ended = True
             del self.waits[process.name]
-        elif message["type"] == "stop":
-            process.stop = max(process.stop, message["generation"])
-        elif message["type"] == "answer" and message["number"] == self.waits[process.name].number:
+        elif message.type == "stop":
+            process.stop = max(process.stop, message.generation)
+        elif message.type == "answer" and message.number == self.waits[process.name].number:
             del self.waits[process.name]
             assert process.stop > process.generation, "it goes on in a generation that it has heard of"
             self._stand_still(process)
             process.outbox.append(inputs.Reported(process.member.incarnation, process.stop, process.report()))
 
     def _closes(self, process: Process) -> bool:
-        return process.go is not None and process.go["closing"] is not None
+        return process.go is not None and process.go.closing is not None
 
     def _act(self, process: Process) -> None:
         super()._act(process)
@@ -108,10 +110,10 @@ class Errors(Protocol):
             self.saved[process.name] = inputs.Saved(process.member.incarnation, process.generation, "here", "")
             process.outbox.append(self.saved[process.name])
 
-    def _check_go(self, go: dict[str, Any]) -> None:
-        again = go["generation"] in self.announced
+    def _check_go(self, go: Go) -> None:
+        again = go.generation in self.announced
         super()._check_go(go)
-        assert again or not set(self.waits) & set(go["members"]), "told to go while it waits for an answer"
+        assert again or not set(self.waits) & set(go.members), "told to go while it waits for an answer"
 
     @invariant()
     def a_job_ends_only_for_want_of_a_stage_or_of_a_network(self) -> None:

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import invariant, precondition, rule
+from msgspec.structs import replace
 
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.protocol import Go
 from megatron_recycle.membership.standing import Reconciliation
 from tests.membership import test_machine_random as base
 from tests.seeds import seeds
@@ -59,15 +61,15 @@ class Joins(base.Protocol):
 
     def _hear(self, process: base.Process) -> None:
         own, message = self._of(process), process.inbox[0]
-        kind = message["type"]
+        kind = message.type
         if kind == "end" and self.end is None:
             process.alive = False
             self.dead.append(process.member)
-        elif kind == "stop" and message["generation"] > process.stop:
-            inside = message["members"].get(process.name) == process.member.incarnation
+        elif kind == "stop" and message.generation > process.stop:
+            inside = message.members.get(process.name) == process.member.incarnation
             if own.outside or not inside:
                 process.inbox.popleft()
-                process.stop = message["generation"]
+                process.stop = message.generation
                 self._stand_still(process)
                 own.outside = not inside
                 if not inside:
@@ -75,7 +77,7 @@ class Joins(base.Protocol):
                 return
         super()._hear(process)
 
-    def _goes(self, process: base.Process, go: dict[str, Any]) -> None:
+    def _goes(self, process: base.Process, go: Go) -> None:
         self._of(process).outside = False
         super()._goes(process, go)
 
@@ -83,24 +85,24 @@ class Joins(base.Protocol):
         """Who comes in takes everything from its peers, if they live."""
         if not super()._can_reconcile(process, todo):
             return False
-        return not todo.enter or all(other.alive or other.name in process.go["resume"]["joined"]
+        return not todo.enter or all(other.alive or other.name in process.go.resume.joined
                                      for other in self._others(process, own_stage=True))
 
     def _resumes(self, process: base.Process) -> None:
         own, generation = self._of(process), process.generation
-        if process.name in process.go["resume"]["joined"]:
-            own.holds = inputs.Holds(process.member.incarnation, generation, {"bytes": 1, "ms": 1.0})
+        if process.name in process.go.resume.joined:
+            own.holds = inputs.Holds(process.member.incarnation, generation, inputs.Received(1, 1.0))
             process.outbox.append(own.holds)
         super()._resumes(process)
         own.resumed = process.outbox[-1]
 
     # Checks
 
-    def _check_go(self, go: dict[str, Any]) -> None:
-        joined = go["resume"]["joined"]
-        stays = {name: who for name, who in go["members"].items() if name not in joined}
+    def _check_go(self, go: Go) -> None:
+        joined = go.resume.joined
+        stays = {name: who for name, who in go.members.items() if name not in joined}
         assert all(any(name[-1] == other[-1] for other in stays) for name in joined), "nobody to get the state from"
-        super()._check_go({**go, "members": stays})
+        super()._check_go(replace(go, members=stays))
 
     def _told_committed(self, iteration: int) -> None:
         assert iteration == (self.committed[-1] + 1 if self.committed else 0), "committed twice or out of order"

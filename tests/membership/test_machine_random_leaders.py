@@ -4,7 +4,6 @@ not know it yet, and processes that are connected with it tell it what happens, 
 
 from __future__ import annotations
 
-import json
 import random
 from collections import deque
 from typing import Any
@@ -188,7 +187,7 @@ class Led(joins.Joins):
 
     def _carry_out(self) -> None:
         if isinstance(self.todo[0], do.Note):
-            self.acting.journal.note(self.todo.popleft().record)
+            self.acting.journal.note(self.todo.popleft().record.to_json())
         else:
             super()._carry_out()
 
@@ -203,11 +202,11 @@ class Led(joins.Joins):
 
     def _told(self, decision: do.Tell) -> None:
         """To those that are connected with this leader. One that leads no more may tell what is over by now."""
-        message = json.loads(json.dumps(decision.message))
-        kind = {"stop": "decided", "go": "go"}.get(message["type"])
-        generation = message.get("generation", 0)
+        message = decision.message
+        kind = {"stop": "decided", "go": "go"}.get(message.type)
+        generation = getattr(message, "generation", 0)
         assert kind is None or any(one["kind"] == kind and one["generation"] == generation for one in self.journal)
-        if kind == "go" and all(self.processes[name].stop <= generation for name in message["members"]):
+        if kind == "go" and all(self.processes[name].stop <= generation for name in message.members):
             self._check_go(message)
         for process in self.processes.values():
             who = process.member.incarnation

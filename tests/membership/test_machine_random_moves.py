@@ -13,12 +13,13 @@ from megatron_recycle.membership import inputs, moving
 from megatron_recycle.membership import state as st
 from tests.membership import test_machine_random as base
 from tests.membership import test_machine_random_joins as joins
+from tests.membership.cluster import described
 
 
 class Moves(joins.Joins):
     def _say_ready(self, process: base.Process) -> None:
         description = {"grid": base.GRID, "moves": True}
-        process.outbox.append(inputs.Ready(process.member.incarnation, description, process.report()))
+        process.outbox.append(inputs.Ready(process.member.incarnation, described(description), process.report()))
 
     def _movers(self) -> list[tuple[str, str]]:
         """Members and the empty positions of other stages that they could take."""

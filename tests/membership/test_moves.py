@@ -12,7 +12,7 @@ from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
-from tests.membership.cluster import Cluster, events, report, told
+from tests.membership.cluster import Cluster, described, events, report, told
 
 MOVER, TO = "1:1", "0:0"
 
@@ -26,7 +26,7 @@ class Moves(Cluster):
         return {"grid": self.grid, "block": 2, "reduction": "exact", **self.settings}
 
     def ready(self, name: str, **other: Any) -> list[do.Decision]:
-        return self.feed(inputs.Ready(f"{name}/0", self.describe(), report(attempt=0)))
+        return self.feed(inputs.Ready(f"{name}/0", described(self.describe()), report(attempt=0)))
 
     def lost(self) -> list[do.Decision]:
         """0:0 and 1:0 have died; what was decided when training had resumed."""
@@ -48,7 +48,7 @@ class Moves(Cluster):
         """The process for the new position says hello and is ready."""
         told = self.member(TO, life)
         self.feed(inputs.Hello(st.Member(told.worker, told.rank, told.incarnation, told.pid, host)))
-        return self.feed(inputs.Ready(told.incarnation, self.describe(), report(attempt=0)))
+        return self.feed(inputs.Ready(told.incarnation, described(self.describe()), report(attempt=0)))
 
     def who(self) -> list[str]:
         return [member.incarnation for member in self.state.members.values()]
@@ -68,7 +68,7 @@ class Moves(Cluster):
         for who in self.who():
             if who != f"{TO}/1":
                 self.feed(inputs.Reported(who, self.state.generation, report(iteration=6, holds=6, committed=6)))
-        decisions = self.feed(inputs.Holds(f"{TO}/1", self.state.generation, {"bytes": 8, "ms": 1.0}))
+        decisions = self.feed(inputs.Holds(f"{TO}/1", self.state.generation, inputs.Received(8, 1.0)))
         for who in self.who():
             decisions += self.feed(inputs.Resumed(who, self.state.generation, self.now))
         return decisions
@@ -100,12 +100,12 @@ def test_a_move_is_a_join_and_one_committed_iteration_later_a_leave() -> None:
     assert joined["moved_from"] == MOVER
     assert MOVER in cluster.state.members and not cluster.state.switch, "no iteration has committed yet"
     ((to, offer),) = told(cluster.commit(7), "offer")
-    assert MOVER in to and offer["plan"] is None
+    assert MOVER in to and offer.plan is None
     decisions = cluster.stand(9)
     (left,) = events(decisions, "left")
     assert (left["worker"], left["kind"]) == (MOVER, "move") and not events(decisions, "suspected")
     ((to, end),) = told(decisions, "end")
-    assert to == {MOVER} and end["status"] == 0 and "has moved" in end["message"]
+    assert to == {MOVER} and end.status == 0 and "has moved" in end.message
     assert cluster.state.out == {"1:0": "exit", MOVER: "move"} and not cluster.state.moves
 
 
@@ -119,7 +119,7 @@ def test_of_two_moves_each_waits_for_its_own_process_and_none_is_sought_after_th
     for who in cluster.who():
         if who != f"{TO}/1":
             cluster.feed(inputs.Reported(who, cluster.state.generation, report(iteration=6, holds=6, committed=6)))
-    cluster.feed(inputs.Holds(f"{TO}/1", cluster.state.generation, {"bytes": 8, "ms": 1.0}))
+    cluster.feed(inputs.Holds(f"{TO}/1", cluster.state.generation, inputs.Received(8, 1.0)))
     for who in cluster.who():
         cluster.feed(inputs.Resumed(who, cluster.state.generation, cluster.now))
     cluster.commit(7)
@@ -176,7 +176,7 @@ def test_a_change_before_the_process_is_in_ends_the_move_and_the_process(how: st
     decisions = cluster.exit("3:0") if how == "failure" else cluster.feed(inputs.Leave(f"{MOVER}/0"))
     (failed,) = events(decisions, "move_failed")
     assert failed["reason"] in ("the membership has changed", "the worker was asked to leave")
-    assert [(to, end["status"]) for to, end in told(decisions, "end") if TO in to] == [({TO}, 1)]
+    assert [(to, end.status) for to, end in told(decisions, "end") if TO in to] == [({TO}, 1)]
     assert not cluster.state.joiners and not cluster.state.moves
 
 
@@ -224,7 +224,7 @@ def test_the_position_is_offered_to_no_host() -> None:
     cluster = Moves()
     cluster.moving()
     places = Reservations(Offered({}))
-    assert free_places(cluster.state, places, 4, now=0.0)["ranks"] == [cluster.names.index("1:0")]
+    assert free_places(cluster.state, places, 4, now=0.0).ranks == (cluster.names.index("1:0"),)
 
 
 def test_no_move_while_a_launcher_will_start_the_dead_again() -> None:
@@ -291,7 +291,7 @@ def test_a_coordinator_that_comes_back_knows_who_stays_out_and_how_often_moves_h
 def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers_again() -> None:
     cluster = Moves()
     (begun,) = (one for one in cluster.moving() if isinstance(one, do.Command))
-    assert begun.message["type"] == "start"
+    assert begun.message.type == "start"
     come_back(cluster)
     assert commands.in_force(cluster.state, "another host")[-1] == begun
     return_all(cluster)

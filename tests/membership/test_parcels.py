@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control import parcels
 from megatron_recycle.control.host_memory import HostMemory
 from megatron_recycle.control.parcels import Arrivals, Parcels, opened
 from megatron_recycle.control.wire import MAX_PAYLOAD, WireError, encode
 from megatron_recycle.errors import JobEnded
-from megatron_recycle.membership import forming, inputs, messages
+from megatron_recycle.membership import forming, inputs
+from megatron_recycle.membership.inputs import FROM_WORKER
+from megatron_recycle.membership.protocol import TO_WORKER, Fetch, Fetched, Go, Offer, Parcel, Stop
 from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.worker_events import RolledBack
+from megatron_recycle.plan.plan_file import PlanFile
 from tests.membership.cluster import Cluster, endings, report
 from tests.membership.service import DESCRIPTION, LIMIT, Service, agent, fake_plan, service
 from tests.membership.test_guests import SECRET, visit
@@ -34,14 +39,12 @@ from tests.membership.test_in_memory import Job
 NAMES = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
 
 
-def go(generation: int, **plan: Any) -> dict[str, Any]:
-    return {"type": "go", "generation": generation, "attempt": 1, "members": {}, "plan": plan,
-            "resume": Resume(-1, 0, 1).to_json(), "prefix": "g", "tries": 0, "closing": None, "left_out": [],
-            "keepers": {}, "without": [], "carried": None}
+def go(generation: int, x: str = "") -> Go:
+    return Go(generation, 1, {}, PlanFile(source=x), Resume(-1, 0, 1), "g")
 
 
-def offer(generation: int, number: int, **plan: Any) -> dict[str, Any]:
-    return {"type": "offer", "generation": generation, "number": number, "plan": plan}
+def offer(generation: int, number: int, x: str = "") -> Offer:
+    return Offer(generation, number, PlanFile(source=x))
 
 
 def noise(size: int) -> str:
@@ -64,14 +67,14 @@ class Worker:
     """One process: what it has handled, and the two directions of its connection."""
 
     def __init__(self, memory: HostMemory | None) -> None:
-        self.out: deque[dict[str, Any]] = deque()
-        self.back: deque[dict[str, Any]] = deque()
+        self.out: deque[Any] = deque()
+        self.back: deque[Any] = deque()
         self.connection = object()
         self.handled: list[tuple[int, int]] = []
         self.arrivals = Arrivals(self.out.append, self._handle, memory)
 
-    def _handle(self, message: dict[str, Any]) -> None:
-        self.handled.append((message["generation"], message.get("number", 0)))
+    def _handle(self, message: Go | Offer) -> None:
+        self.handled.append((message.generation, getattr(message, "number", 0)))
 
 
 class Host:
@@ -82,7 +85,7 @@ class Host:
         self.parcels = Parcels()
         self.workers = [Worker(memory) for memory in (*memories * 3, None)]
         self.generation = self.number = self.parts = 0
-        self.told: list[dict[str, Any]] = []
+        self.told: list[Any] = []
         self.next_go()
 
     def next_go(self) -> None:
@@ -94,7 +97,7 @@ class Host:
             self.tell(worker)
 
     def stop(self) -> dict[str, Any]:
-        return {"type": "stop", "generation": self.generation, "role": "member", "missing": 0}
+        return Stop(self.generation, "member", 0).to_json()
 
     def next_offer(self) -> None:
         self.number += 1
@@ -102,7 +105,7 @@ class Host:
         for worker in self.workers:
             self.tell(worker, self.told[1:])
 
-    def tell(self, worker: Worker, told: list[dict[str, Any]] | None = None) -> None:
+    def tell(self, worker: Worker, told: list[Any] | None = None) -> None:
         worker.back.extend(json.loads(encode(self.parcels.form(message))) for message in told or self.told)
 
     def lose(self, worker: Worker) -> None:
@@ -138,16 +141,17 @@ class Host:
         if not ways:
             return False
         worker, way = self.dice.choice(ways)
-        message = messages.check(way.popleft(), messages.FROM_WORKER if way is worker.out else messages.TO_WORKER)
-        if message["type"] == "fetch":
+        message: Any = way.popleft()
+        message = FROM_WORKER.read(message.to_json()) if way is worker.out else TO_WORKER.read(message)
+        if message.type == "fetch":
             self.parcels.fetch(worker.connection, message, lambda encoded: self._answer(worker, encoded))
-        elif message["type"] == "fetched":
+        elif message.type == "fetched":
             self.parcels.fetched(worker.connection, message)
-        elif message["type"] == "stop":
-            worker.arrivals.over(message["generation"])
+        elif message.type == "stop":
+            worker.arrivals.over(message.generation)
         else:
             arrivals = worker.arrivals
-            {"parcel": arrivals.told, "part": arrivals.came, "there": arrivals.there}[message["type"]](message)
+            {"parcel": arrivals.told, "part": arrivals.came, "there": arrivals.there}[message.type](message)
         return True
 
     def _answer(self, worker: Worker, encoded: bytes) -> None:
@@ -208,9 +212,8 @@ def test_the_next_one_carries_what_a_lost_one_has_not_brought(memory: HostMemory
     parcel = (made := Parcels()).form(go(1, x=noise(1000)))
     answers: dict[str, list[dict[str, Any]]] = {"a": [], "b": [], "c": []}
 
-    def fetch(who: str, digest: str = parcel["digest"], part: int = 0) -> None:
-        made.fetch(who, {"digest": digest, "part": part, "memory": memory.name},
-                   lambda encoded: answers[who].append(json.loads(encoded)))
+    def fetch(who: str, digest: str = parcel.digest, part: int = 0) -> None:
+        made.fetch(who, Fetch(digest, part, memory.name), lambda encoded: answers[who].append(json.loads(encoded)))
 
     for who in answers:
         fetch(who)
@@ -219,10 +222,10 @@ def test_the_next_one_carries_what_a_lost_one_has_not_brought(memory: HostMemory
     assert [len(answers[who]) for who in "abc"] == [1, 1, 0]
     fetch("b", "another")  # it does not wait for that one any more
     assert answers["b"].pop()["parts"] == 0 and [len(answers[who]) for who in "abc"] == [1, 1, 1]
-    made.fetched("b", {"digest": parcel["digest"], "memory": memory.name})
+    made.fetched("b", Fetched(parcel.digest, memory.name))
     fetch("a")
     assert len(answers["a"]) == 1, "who carries nothing has brought nothing"
-    made.fetched("c", {"digest": parcel["digest"], "memory": memory.name})
+    made.fetched("c", Fetched(parcel.digest, memory.name))
     assert answers["a"][1]["type"] == "there"
     for number in range(parcels._REMEMBERED):
         fetch("b"), made.form(go(2 + number))
@@ -235,16 +238,16 @@ def test_the_next_one_carries_what_a_lost_one_has_not_brought(memory: HostMemory
 
 def test_what_is_not_what_was_told_is_refused_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parcels, "MOST_BYTES", 1 << 20)
-    def parcel(content: bytes) -> dict[str, Any]:
-        return {"digest": hashlib.sha256(content).hexdigest()}
+    def parcel(content: bytes) -> Parcel:
+        return Parcel(1, hashlib.sha256(content).hexdigest(), "")
 
     whole = zlib.compress(encode(go(1)))
-    assert opened(whole, parcel(whole))["generation"] == 1
+    assert opened(whole, parcel(whole)).generation == 1
     bomb, deep = zlib.compress(bytes(64 << 20)), zlib.compress(b"[" * 200_000)
     tracemalloc.start()
     for content, why in ((bomb, "exceeds"), (whole[:-5], "cut short"), (b"x", "unpacked"), (deep, "unpacked"),
                          (zlib.compress(b"[]"), "travels so"), (zlib.compress(encode({"type": "end"})), "travels so"),
-                         (zlib.compress(encode({**go(1), "plan": 3})), "plan")):
+                         (zlib.compress(encode({**go(1).to_json(), "plan": 3})), "plan")):
         with pytest.raises(WireError, match=why):
             opened(content, parcel(content))
     assert tracemalloc.get_traced_memory()[1] < 8 << 20
@@ -257,8 +260,7 @@ def test_a_worker_that_cannot_read_its_go_ends_with_the_reason() -> None:
     job = Job()
     one = job.agents["0:0"]
     content = zlib.compress(b"{}")
-    one._handle({"type": "parcel", "generation": 9, "digest": hashlib.sha256(content).hexdigest(),
-                 "data": base64.b64encode(content).decode()})
+    one._handle(Parcel(9, hashlib.sha256(content).hexdigest(), base64.b64encode(content).decode()))
     with pytest.raises(JobEnded, match="0:0 cannot read what the coordinator has told"):
         one.wait_go(9)
 
@@ -296,9 +298,9 @@ def test_a_grid_that_no_plan_can_be_told_of_is_refused_when_the_job_forms() -> N
 # Over sockets, and in memory
 
 
-def large(description: Any, failed: frozenset[str]) -> dict[str, Any]:
+def large(job: Any, failed: frozenset[str]) -> PlanFile:
     """More than a frame holds; two parts and more when packed."""
-    return {**fake_plan(description, failed), "x": noise(300_000) + "x" * MAX_PAYLOAD}
+    return replace(fake_plan(job, failed), source=noise(300_000) + "x" * MAX_PAYLOAD)
 
 
 def train(running: Service, **options: Any) -> dict[str, Any]:
@@ -313,9 +315,9 @@ def test_a_plan_larger_than_a_frame_is_told_after_each_failure_and_offered(tmp_p
         agents = train(running, memory=memory)
         for one in agents.values():
             first = one.wait_go(1, LIMIT)
-            assert first is not None and len(first.plan["x"]) > MAX_PAYLOAD
+            assert first is not None and len(first.plan.source) > MAX_PAYLOAD
             one.resumed(1)
-        better = {**large({}, frozenset()), "digest": "sha256:better"}
+        better = replace(large(None, frozenset()), digest="sha256:better")
         running.call(running.coordinator.feed, inputs.Improved(1, better, 1.0))
         limit = time.monotonic() + LIMIT
         while any(one.offer is None for one in agents.values()):
@@ -329,7 +331,7 @@ def test_a_plan_larger_than_a_frame_is_told_after_each_failure_and_offered(tmp_p
             one.report(2, report())
         for one in agents.values():
             second = one.wait_go(2, LIMIT)
-            assert second is not None and second.plan["failed"] == ["1:1"]
+            assert second is not None and second.plan.failed == ["1:1"]
             one.close()
 
 
@@ -337,14 +339,14 @@ def test_a_go_that_cannot_be_told_ends_the_job_with_the_reason(tmp_path: Path, m
     """And an offer that cannot is done without."""
     monkeypatch.setattr(parcels, "MOST_BYTES", 10_000)
     sizes = iter((100, 20_000))
-    with service(tmp_path, plan=lambda description, failed: {**fake_plan(description, failed),
-                                                             "x": noise(next(sizes))}) as running:
+    with service(tmp_path, plan=lambda job, failed: replace(fake_plan(job, failed), source=noise(next(sizes)))
+                 ) as running:
         agents = train(running)
         for one in agents.values():
             assert one.wait_go(1, LIMIT) is not None
             one.resumed(1)
-        running.call(running.coordinator.feed, inputs.Improved(1, large({}, frozenset()), 1.0))
-        agents["0:0"].event("rolled_back", iteration=1, actions=0)
+        running.call(running.coordinator.feed, inputs.Improved(1, large(None, frozenset()), 1.0))
+        agents["0:0"].event(RolledBack(1, 0))
         running.await_event("rolled_back")
         assert running.coordinator.state.ended is None
         running.call(running.coordinator.feed, inputs.Exited(3, 1003, -9, time.time()))
@@ -369,7 +371,7 @@ def test_a_worker_that_cannot_tell_where_it_stands_ends_with_the_reason(tmp_path
             assert time.monotonic() < limit
             time.sleep(0.005)
         assert one.ended is None
-        one.ready(DESCRIPTION, report(), [{"text": noise(MAX_PAYLOAD + 10_000)}])
+        one.ready(DESCRIPTION, report(), ({"text": noise(MAX_PAYLOAD + 10_000)},))
         with pytest.raises(JobEnded, match="cannot tell what it has to: a message of .* bytes exceeds"):
             one.wait_go(1, LIMIT)
         one.close()
@@ -387,8 +389,8 @@ def test_a_guest_fetches_nothing_that_it_was_not_told_of(tmp_path: Path) -> None
         with visit(running, SECRET, hello, *asks, {"type": "fetched", "digest": "", "memory": "x"},
                    worker=True) as answers:
             got = [answers.get(timeout=LIMIT) for _ in range(len(asks) + 1)]
-        assert {message["type"] for message in got} == {"stop", "part"}
-        assert not any(message.get("parts") for message in got)
+        assert {message.type for message in got} == {"stop", "part"}
+        assert not any(getattr(message, "parts", 0) for message in got)
         for one in agents.values():
             one.close()
 
@@ -403,7 +405,7 @@ def test_a_coordinator_that_dies_while_its_go_is_fetched_is_followed_by_one_that
         one.report(2, report())
     monkeypatch.setattr(job.coordinator._parcels, "fetch", lambda *ask: None)
     job.heap.run(0.2)
-    assert job.coordinator.state.go is not None and job.coordinator.state.go["generation"] == 2
+    assert job.coordinator.state.go is not None and job.coordinator.state.go.generation == 2
     assert all(one.generation == 1 for one in job.agents.values()), "all of them fetch it"
     job.coordinator = job.led(before=job.coordinator)
     job.heap.run(1.0)

@@ -9,13 +9,13 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.messages import FROM_WORKER, check
+from megatron_recycle.membership.inputs import FROM_WORKER
 from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
 from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.resume import DeadEnd, Resume, decide
 from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 from megatron_recycle.plan import Worker
-from tests.membership.cluster import Cluster, endings, events, report, told
+from tests.membership.cluster import Cluster, described, endings, events, report, told
 
 
 class Parts(Cluster):
@@ -49,7 +49,7 @@ def test_names() -> None:
 def test_other_names_are_refused_at_the_door(name) -> None:
     hello = {"worker": name, "rank": 0, "incarnation": "a", "pid": 1, "host": "h", "generation": 0}
     with pytest.raises(WireError):
-        check({"type": "hello", **hello}, FROM_WORKER)
+        FROM_WORKER.read({"type": "hello", **hello})
 
 
 def test_a_wrong_number_of_parts_is_told() -> None:
@@ -67,8 +67,8 @@ def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle()
     decisions = cluster.exit("0:1.1")
     ((to, stop),) = told(decisions, "stop")
     assert to == set(cluster.names) - {"0:1.1"}
-    assert set(stop["members"]) == to - {"0:1.0"}
-    assert stop["out"] == {"0:1.1": "exit", "0:1.0": "stranded"}
+    assert set(stop.members) == to - {"0:1.0"}
+    assert stop.out == {"0:1.1": "exit", "0:1.0": "stranded"}
     assert do.MakePlan(2, frozenset({"0:1"})) in decisions
     assert [event["worker"] for event in events(decisions, "suspected")] == ["0:1.1"]
     ((to, _),) = told(decisions, "end")
@@ -76,16 +76,16 @@ def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle()
     assert set(cluster.state.stranded) == {"0:1.0"}
     cluster.plan()
     ((to, _),) = told(cluster.reports(), "go")
-    assert to == set(stop["members"])
+    assert to == set(stop.members)
     (resumed,) = events(cluster.resume_all(), "resumed")
     assert resumed["survivors"] == 3
     # What it says counts for nothing, and it is told how the job ends.
     before = cluster.state
     assert cluster.feed(inputs.Reported("0:1.0/0", 2, report())) == [] and cluster.state is before
-    for name in stop["members"]:
+    for name in stop.members:
         decisions = cluster.feed(inputs.Finished(f"{name}/0", 2))
     ((to, end),) = told(decisions, "end")
-    assert end["status"] == 0 and to == {*stop["members"], "0:1.0"}
+    assert end.status == 0 and to == {*stop.members, "0:1.0"}
 
 
 def test_both_parts_lost_at_once_are_one_decision_without_a_stranded() -> None:
@@ -93,14 +93,14 @@ def test_both_parts_lost_at_once_are_one_decision_without_a_stranded() -> None:
     lost = tuple(inputs.Loss(f"0:1.{part}/0", FailureKind.FROZEN) for part in range(2))
     decisions = cluster.feed(inputs.Lost(lost, cluster.now))
     ((_, stop),) = told(decisions, "stop")
-    assert stop["out"] == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.stranded
+    assert stop.out == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.stranded
 
 
 def test_a_stranded_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None:
     cluster = Parts().train()
     cluster.exit("0:1.1")
     command, emitted = cluster.exit("0:1.0")
-    assert isinstance(command, do.Command) and command.message["type"] == "out"
+    assert isinstance(command, do.Command) and command.message.type == "out"
     assert isinstance(emitted, do.Emit) and emitted.event["event"] == "suspected" and emitted.event["stranded"]
     assert cluster.state.generation == 2 and not cluster.state.stranded
 
@@ -110,7 +110,7 @@ def test_a_stranded_that_comes_back_to_another_coordinator_idles_on() -> None:
     cluster.exit("0:1.1")
     cluster.state = restore(8, cluster.journal)
     ((to, stop),) = told(cluster.hello("0:1.0"), "stop")
-    assert to == {"0:1.0"} and "0:1.0" not in stop["members"]
+    assert to == {"0:1.0"} and "0:1.0" not in stop.members
 
 
 def test_a_stage_without_a_whole_worker_ends_the_job() -> None:
@@ -144,7 +144,7 @@ DESCRIPTION = {"grid": {"stages": 2, "microbatches": [4, 4]}, "block": 2, "reduc
 
 
 def says_ready(cluster: Parts, incarnation: str) -> list[do.Decision]:
-    return cluster.feed(inputs.Ready(incarnation, DESCRIPTION, report(attempt=0)))
+    return cluster.feed(inputs.Ready(incarnation, described(DESCRIPTION), report(attempt=0)))
 
 
 def without_a_part() -> Parts:
@@ -180,7 +180,7 @@ def taken_in() -> Parts:
 
 
 def acknowledges(cluster: Parts, incarnation: str) -> list[do.Decision]:
-    return cluster.feed(inputs.Holds(incarnation, cluster.state.generation, {"bytes": 4000, "ms": 2.0}))
+    return cluster.feed(inputs.Holds(incarnation, cluster.state.generation, inputs.Received(4000, 2.0)))
 
 
 def test_a_new_part_and_the_spare_come_in_together() -> None:
@@ -235,9 +235,9 @@ def test_a_failure_elsewhere_sends_both_parts_back_to_wait() -> None:
 def test_a_stranded_keeps_its_place_until_it_is_silent() -> None:
     cluster = without_a_part()
     ((_, refusal),) = told(cluster.hello("0:1.0", life=1), "end")
-    assert "another process" in refusal["message"]
+    assert "another process" in refusal.message
     places = Reservations(Offered({}))
-    assert free_places(cluster.state, places, 8, cluster.now)["ranks"] == [cluster.names.index("0:1.1")]
+    assert free_places(cluster.state, places, 8, cluster.now).ranks == (cluster.names.index("0:1.1"),)
     decisions = cluster.feed(inputs.Lost((inputs.Loss("0:1.0/0", FailureKind.FROZEN),), cluster.now))
     assert told(decisions, "end") and events(decisions, "suspected")[0]["kind"] == "frozen"
     assert not cluster.state.stranded and cluster.state.phase is st.Phase.TRAINING

@@ -11,7 +11,8 @@ from megatron_recycle.errors import DataError, GenerationOver, JobEnded, Unsuppo
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.messages import FROM_WORKER, check
+from megatron_recycle.membership.inputs import FROM_WORKER
+from megatron_recycle.membership.protocol import Answer
 from megatron_recycle.membership.records import restore
 from tests.membership.cluster import Cluster, endings, events, told
 
@@ -33,7 +34,7 @@ def test_a_fault_says_what_a_traceback_ends_with_on_one_short_line():
     assert fault.text.startswith("CUDA error device-side assert x") and len(fault.text) == 300
     assert "\x1b" not in fault.text and fault.where == "in B0.1 of iteration 3" and fault.microbatch == "0.1"
     assert Fault.of(SystemExit("no data")).text == "no data"
-    assert Fault.parse(fault.to_json()) == fault
+    assert Fault.from_json(fault.to_json()) == fault
 
 
 def test_a_text_that_cannot_be_made_does_not_hide_the_error():
@@ -54,11 +55,11 @@ def test_refusals_of_this_package_are_known_from_errors_of_the_script(error: Exc
 @pytest.mark.parametrize("wrong", [{"text": "two\nlines"}, {"text": "x" * 1501}, {"iteration": True}, {"whole": 1},
                                    {"error": None}, {"action": 7}])
 def test_a_malformed_fault_is_refused_at_the_door(wrong: dict[str, Any]):
-    message = {"type": "raised", "t": 1.0, "number": 1, "fault": CORRUPT.to_json()}
-    assert check(message, FROM_WORKER) is message
-    assert check({"type": "ending", "t": 1.0, "fault": None}, FROM_WORKER)
+    message = inputs.Raised("a", CORRUPT, 1.0, 1).to_json()
+    assert FROM_WORKER.read(message) == inputs.Raised("a", CORRUPT, 1.0, 1)
+    assert FROM_WORKER.read({"type": "ending", "incarnation": "a", "t": 1.0, "fault": None})
     with pytest.raises(WireError, match="raised"):
-        check({**message, "fault": {**CORRUPT.to_json(), **wrong}}, FROM_WORKER)
+        FROM_WORKER.read({**message, "fault": {**CORRUPT.to_json(), **wrong}})
 
 
 def test_texts_that_differ_in_numbers_only_are_the_same():
@@ -227,7 +228,7 @@ def test_a_joiner_that_raises_does_not_join_and_its_error_is_told():
 def test_a_coordinator_that_comes_back_knows_which_work_has_failed():
     cluster = Cluster().train()
     raised(cluster, "1:0", CORRUPT)
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Record)]
+    records = [decision.record.to_json() for decision in cluster.log if isinstance(decision, do.Record)]
     cluster.state = restore(6, records)
     cluster.feed(inputs.Restarted())
     (end,) = endings(raised(cluster, "2:0", CORRUPT))
@@ -263,14 +264,14 @@ def test_the_second_failure_of_a_micro_batch_makes_the_job_go_on_without_it():
     assert "1:0" not in told(fails(cluster, "1:0", CORRUPT), "stop")[0][0]
     decisions = fails(cluster, "2:0", CORRUPT, 4)
     assert told(decisions, "stop")[0][0] == {"0:0", "0:1", "1:1", "2:0", "2:1"}
-    assert told(decisions, "answer") == [({"2:0"}, {"type": "answer", "number": 4})]
+    assert told(decisions, "answer") == [({"2:0"}, Answer(4))]
     (skipped,) = events(decisions, "skipped")
     assert (skipped["iteration"], skipped["microbatch"]) == (6, "1.3")
     assert skipped["error"] == "ValueError: sample 31 is corrupt"
     assert told(fails(cluster, "1:1", CORRUPT), "answer"), "it had read the same sample, for its labels"
     cluster.plan()
     ((_, go),) = told(cluster.reports(iteration=6, holds=5), "go")
-    assert go["left_out"] == [[6, "1.3"]] and go["closing"] is None and not endings(cluster.log)
+    assert go.left_out == ((6, "1.3"),) and go.closing is None and not endings(cluster.log)
 
 
 def test_the_last_worker_of_a_stage_leaves_out_what_it_cannot_do():
@@ -306,5 +307,5 @@ def test_a_restarted_coordinator_leaves_out_the_same():
     cluster = skipping()
     fails(cluster, "1:0", CORRUPT)
     fails(cluster, "2:0", CORRUPT)
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Record)]
+    records = [decision.record.to_json() for decision in cluster.log if isinstance(decision, do.Record)]
     assert restore(6, records).left_out == ((6, "1.3"),)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.checkpoint_period import young_daly
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs, policies
+from megatron_recycle.membership.description import Model
 from megatron_recycle.membership.fault import Fault
 from tests.membership.cluster import Cluster, endings, events, report, told
 
@@ -36,16 +38,16 @@ def planned_by(decisions: list[do.Decision]) -> str | None:
     return [one.policy for one in decisions if isinstance(one, do.MakePlan)][-1]
 
 
-@pytest.mark.parametrize(("policy", "by", "without"), [("reroute", None, []), ("drop", "drop", []),
-                                                       ("rollback", "drop", [1]), ("lossy_forward", "drop", [1])])
-def test_a_hit_pipeline_is_used_as_the_policy_says(policy: str, by: str | None, without: list[int]):
+@pytest.mark.parametrize(("policy", "by", "without"), [("reroute", None, ()), ("drop", "drop", ()),
+                                                       ("rollback", "drop", (1,)), ("lossy_forward", "drop", (1,))])
+def test_a_hit_pipeline_is_used_as_the_policy_says(policy: str, by: str | None, without: tuple[int, ...]):
     cluster = job(policy)
     decisions = fail(cluster, "1:0")
     assert planned_by(decisions) == by
     (_, go), = told(decisions, "go")
-    assert go["without"] == without
+    assert go.without == without
     assert [(event["pipelines"], event["microbatches"], event["iteration"]) for event in events(decisions, "left_out")
-            ] == ([(without, 4, 0)] if without else [])
+            ] == ([([*without], 4, 0)] if without else [])
 
 
 @pytest.mark.parametrize("policy", ["drop", "rollback"])
@@ -53,7 +55,7 @@ def test_where_no_pipeline_is_whole_micro_batches_are_re_routed_and_the_job_goes
     cluster = job(policy)
     decisions = fail(cluster, "1:0", "0:1", "2:1")
     assert planned_by(decisions) == "reroute"
-    assert told(decisions, "go")[-1][1]["without"] == [] and not events(decisions, "left_out")
+    assert told(decisions, "go")[-1][1].without == () and not events(decisions, "left_out")
 
 
 def test_guests_on_whom_recoveries_have_failed_are_tried_again_where_no_pipeline_is_whole_any_more():
@@ -72,19 +74,20 @@ def test_a_replacement_brings_its_pipeline_back():
     cluster = job("rollback")
     fail(cluster, "1:0")
     cluster.hello("1:0", life=1)
-    cluster.feed(inputs.Ready("1:0/1", dict(cluster.state.description or {}), {}))
+    cluster.feed(inputs.Ready("1:0/1", cluster.state.job.told(Model()), report()))
     for name in cluster.state.members:
         decisions = cluster.feed(inputs.Boundary(f"{name}/0", cluster.state.generation, 3, cluster.now))
     assert policies.left_out(cluster.state) == () and planned_by(decisions) is None
     decisions = cluster.reports(*[name for name in cluster.names if name != "1:0"]) + cluster.plan()
-    assert told(decisions, "go")[-1][1]["without"] == []
+    assert told(decisions, "go")[-1][1].without == ()
     assert [event["pipelines"] for event in events(decisions, "left_out")] == [[]], "all take part again"
 
 
 def dropped(cluster: Cluster) -> None:
     """All have whole pipelines' plans, and have committed iteration 4."""
     assert cluster.state.go is not None
-    cluster.state.go["plan"]["source"] = "drop"
+    plan = replace(cluster.state.go.plan, source="drop")
+    cluster.state = cluster.state.with_(go=replace(cluster.state.go, plan=plan))
     cluster.commit_all(4)
 
 
@@ -95,9 +98,8 @@ def kept_attempt(done: int, chain: int = 1) -> dict[str, object]:
 
 
 def report_kept(cluster: Cluster, name: str, done: int, chain: int = 1) -> list[do.Decision]:
-    where = report(5, 4, actions=done, committed=4)
-    kept = {"kept": [kept_attempt(done, chain)] if done else []}
-    return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, {**where, **kept}))
+    where = report(5, 4, actions=done, committed=4, kept=[kept_attempt(done, chain)] if done else [])
+    return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, where))
 
 
 def test_what_whole_pipelines_have_done_is_carried_on_and_only_the_rest_counts_as_lost():
@@ -109,8 +111,8 @@ def test_what_whole_pipelines_have_done_is_carried_on_and_only_the_rest_counts_a
         report_kept(cluster, name, done)
     decisions = report_kept(cluster, "1:1", 6)
     (_, go), = told(decisions, "go")
-    assert go["carried"]["done"] == {"0:0": 7, "0:1": 5, "2:0": 0, "2:1": 3}
-    assert (go["carried"]["iteration"], go["resume"]["next"], go["resume"]["redone"]) == (5, 5, 6)
+    assert go.carried.done == {"0:0": 7, "0:1": 5, "2:0": 0, "2:1": 3}
+    assert (go.carried.iteration, go.resume.next, go.resume.redone) == (5, 5, 6)
 
 
 @pytest.mark.parametrize("torn", [{"holds": 5}, {"chain": 3}, {"actions": 0, "torn": True}])
@@ -123,11 +125,10 @@ def test_an_iteration_that_somebody_has_not_kept_is_begun_anew_by_all(torn: dict
     cluster.plan()
     for name in ("0:0", "0:1", "2:0", "1:1"):
         report_kept(cluster, name, 5)
-    happened = report(5, 4, actions=5, committed=4) | torn
-    if "chain" in torn:
-        happened["kept"] = [kept_attempt(5, torn["chain"])]
+    kept = [kept_attempt(5, torn.pop("chain"))] if "chain" in torn else []
+    happened = report(**{"iteration": 5, "holds": 4, "actions": 5, "committed": 4, "kept": kept, **torn})
     decisions = cluster.feed(inputs.Reported("2:1/0", cluster.state.generation, happened))
-    assert [go["carried"] for _, go in told(decisions, "go")] == [None]
+    assert [go.carried for _, go in told(decisions, "go")] == [None]
 
 
 def test_with_restart_a_failure_ends_this_life_and_another_may_begin():

@@ -12,25 +12,31 @@ import pytest
 
 from megatron_recycle.control import Journal, JournalError, process
 from megatron_recycle.membership import records
+from megatron_recycle.membership.description import Job, Model
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.protocol import Out
+from megatron_recycle.membership.resume import Checkpoint, Resume
 from megatron_recycle.membership.state import Closing, Member, Phase, Said, State
 from megatron_recycle.observe.events import KINDS
+from megatron_recycle.plan import Grid
+from megatron_recycle.plan.plan_file import PlanFile
+from tests.membership.cluster import report
 
+ONE_PLAN, OTHER_PLAN = PlanFile(digest="sha256:1"), PlanFile(digest="sha256:2")
 ONE, OTHER = Member("0:0", 0, "a", 10, "host"), Member("0:1.1", 1, "b", 11, "host")
 KEPT: dict[str, Any] = {
     "generation": 7,
     "members": {"0:0": ONE},
     "out": {"1:0": FailureKind.FROZEN, "0:1.0": FailureKind.EXIT, "0:1.1": FailureKind.STRANDED},
     "fenced": frozenset({"c", "d"}),
-    "outs": {"2": {"type": "out", "rank": 2, "pid": 12, "kind": "frozen", "error": ""}},
+    "outs": {"2": Out(2, 12, FailureKind.FROZEN, "")},
     "stranded": {"0:1.1": OTHER},
     "unproven": {"0:0": FailureKind.UNREACHABLE},
-    "models": {"0": {"model": "m"}},
+    "models": {"0": Model(model="m")},
     "ranks": {"0:0": 0, "0:1": 1},
     "committed": 12,
-    "description": {"grid": {"stages": 2, "microbatches": [1, 1]}},
+    "description": Job(grid=Grid(2, (1, 1))),
     "left_out": ((3, "0.1"),),
     "closing": Closing("the disk is full", 3),
     "faults": (Said("0:0", "a", Fault("KeyError", "'x'", 3, "F0.1"), 2),),
@@ -55,7 +61,7 @@ def test_what_a_record_keeps_is_what_was_written() -> None:
     assert KEPT.keys() == {*records.DECIDED, *records.MOVES}, "give the new field a value, unlike its default"
     before = State(size=2, **KEPT)
     assert all(getattr(before, name) != getattr(State(size=2), name) for name in KEPT)
-    written = json.loads(json.dumps(records.decided(before, ()).record))
+    written = json.loads(json.dumps(records.decided(before, ()).record.to_json()))
     after = records.restore(2, [written])
     assert {name: getattr(after, name) for name in KEPT} == KEPT
     assert all(isinstance(kind, FailureKind) for kind in (*after.out.values(), *after.unproven.values()))
@@ -68,17 +74,17 @@ def test_what_follows_from_other_records() -> None:
     event = {"event": "x", "t": 1.0, "worker": "0:0"}
     written = [records.learnt(state), records.decided(state, ()), records.went(state, resume, "sha256:1", ()),
                records.offer(state, 9), records.proven(state, "0:0", event), records.moves(state.with_(move=5), ())]
-    journal = json.loads(json.dumps([one.record for one in written]))
-    after = records.taken_up(records.restore(2, journal), journal, {"sha256:1": {"plan": 1}}.get)
+    journal = json.loads(json.dumps([one.record.to_json() for one in written]))
+    after = records.taken_up(records.restore(2, journal), journal, {"sha256:1": ONE_PLAN}.get)
     assert (after.resume, after.offers, after.unproven, after.move) == (resume, 9, {}, 5)
-    assert (after.learnt, after.plan, after.since) == ({"1": [{"what": "broadcast"}]}, {"plan": 1}, 5.0)
+    assert (after.learnt, after.plan, after.since) == ({"1": ({"what": "broadcast"},)}, ONE_PLAN, 5.0)
     more = [records.adopted(state, "sha256:2", event), records.resumed(state, event), records.committed(14),
-            records.checkpoint(state, {"iteration": 13, "place": "/here"}, event),
+            records.checkpoint(state, Checkpoint(13, "/here", None), event),
             records.ended(1, "over", True, event)]
-    journal += json.loads(json.dumps([one.record for one in more]))
-    after = records.taken_up(records.restore(2, journal), journal, {"sha256:2": {"plan": 2}}.get)
-    assert (after.plan, after.since, after.committed, after.ended) == ({"plan": 2}, None, 14, (1, "over", True))
-    assert after.phase is Phase.ENDED and after.checkpoints == ({"iteration": 13, "place": "/here"},)
+    journal += json.loads(json.dumps([one.record.to_json() for one in more]))
+    after = records.taken_up(records.restore(2, journal), journal, {"sha256:2": OTHER_PLAN}.get)
+    assert (after.plan, after.since, after.committed, after.ended) == (OTHER_PLAN, None, 14, (1, "over", True))
+    assert after.phase is Phase.ENDED and after.checkpoints == (Checkpoint(13, "/here", None),)
 
 
 def test_what_was_committed_before_all_went_back_is_not_committed_after_another_failure() -> None:
@@ -88,14 +94,15 @@ def test_what_was_committed_before_all_went_back_is_not_committed_after_another_
     late = State(size=2, generation=8, committed=4)
     written = [records.committed(12), records.decided(before, ()), records.went(went, resume, None, (restored,)),
                records.decided(late, ()), records.went(late, Resume(target=4, next=5, attempt=3), None, ())]
-    journal = json.loads(json.dumps([one.record for one in written]))
+    journal = json.loads(json.dumps([one.record.to_json() for one in written]))
     assert [records.restore(2, journal[:number]).committed for number in (2, 3, 4, 5)] == [12, 3, 4, 4]
-    assert records.restore(2, [*journal[:3], records.committed(4).record]).committed == 4
-    assert records.restore(2, [*journal, records.committed(6).record]).committed == 6
+    assert records.restore(2, [*journal[:3], records.committed(4).record.to_json()]).committed == 4
+    assert records.restore(2, [*journal, records.committed(6).record.to_json()]).committed == 6
 
 
 def test_a_generation_begins_without_what_was_of_the_last_one_alone() -> None:
-    state = State(size=2, generation=3, reports={"0:0": {}}, plan={"x": 1}, switch=4, hints={"0:0": "e"}, offers=4)
+    state = State(size=2, generation=3, reports={"0:0": report()}, plan=ONE_PLAN, switch=4, hints={"0:0": "e"},
+                  offers=4)
     after = state.next_generation(mended=1)
     assert (after.generation, after.reports, after.plan, after.switch, after.hints) == (4, {}, None, 0, {})
     assert (after.offers, after.mended) == (4, 1)
@@ -109,8 +116,19 @@ def test_kinds_travel_as_their_text() -> None:
 
 def test_a_journal_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path / "journal.jsonl")
-    journal.append({**records.decided(State(size=2, **KEPT), ()).record, "out": {"1:0": "spare"}})
+    journal.append({**records.decided(State(size=2, **KEPT), ()).record.to_json(), "out": {"1:0": "spare"}})
     journal.close()
     arguments = argparse.Namespace(run_dir=tmp_path, resume=True, size=2)
     with pytest.raises(JournalError, match="only with the version that has begun it"):
         process.open_journal(arguments, tmp_path / "events.jsonl")
+
+
+def test_a_journal_of_protocol_version_5_is_read() -> None:
+    """Its descriptions have the framework's settings beside ours, which nothing reads any more."""
+    lines = Path(__file__).with_name("journal-5.jsonl").read_text().splitlines()
+    state = records.restore(6, [json.loads(line) for line in lines])
+    assert (state.generation, state.committed, state.out) == (3, 5, {"1:0": "exit", "1:1": "exit"})
+    assert state.job.tied == ((0, 1),) and state.job.seed == 7 and state.models["0"] == Model(model="m")
+    assert state.checkpoints == (Checkpoint(3, "/checkpoints/step4", {"name": "1.1"}),)
+    assert state.faults[0].fault.where == "in F1.3 of iteration 4" and state.resume is not None
+    assert (state.resume.target, state.resume.attempt) == (3, 2)

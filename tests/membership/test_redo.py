@@ -8,9 +8,11 @@ import pytest
 
 from megatron_recycle.membership import Process, Standing, StepMode, inputs
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership.messages import WireError, check_report
+from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.redo import levelled
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.standing import Epoch
+from megatron_recycle.plan.plan_file import PlanFile
 from tests.membership.cluster import Cluster, endings, events, report, told
 
 ITERATION = 5
@@ -37,8 +39,8 @@ def stopped(**settings: Any) -> Cluster:
 
 def says(cluster: Cluster, name: str, *attempts: dict[str, Any], **where: Any) -> list[do.Decision]:
     done = sum(len(each["actions"]) for each in attempts)
-    told_ = report(ITERATION, ITERATION - 1, actions=done, committed=ITERATION - 1) | where | {"kept": list(attempts)}
-    check_report(told_)
+    standing = {"iteration": ITERATION, "holds": ITERATION - 1, "actions": done, "committed": ITERATION - 1}
+    told_ = report(**{**standing, **where}, kept=attempts)
     return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, told_))
 
 
@@ -62,11 +64,10 @@ def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
     assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and order.size == (4, 2)
     assert not told(decisions, "go")
     done = {"0:0": 2, "2:1": 1}
-    plan = {"source": "greedy", "digest": "sha256:1", "done": done}
+    plan = PlanFile(source="greedy", digest="sha256:1", done=done)
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, plan))
     ((_, go),) = told(decisions, "go")
-    assert go["carried"] == {"iteration": ITERATION, "chain": 2, "plan": plan, "done": done, "provisional": False,
-                             "loss": None}
+    assert go.carried == Carry(ITERATION, 2, plan, done, provisional=False)
     assert events(decisions, "reconciled")[0]["redone"] == 0
 
 
@@ -82,9 +83,9 @@ def test_who_reports_an_earlier_closed_iteration_has_nothing_to_say_of_this_one(
         where = {"holds": ITERATION, "stepped": ITERATION} if name.endswith(":1") else {}
         more = {"0:0": before, "2:1": CLOSED}.get(name, {})
         says(cluster, name, kept("F0.0"), **where, **more)
-    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1", "done": {"0:0": 1}}))
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1", done={"0:0": 1})))
     ((_, go),) = told(decisions, "go")
-    assert go["resume"]["closed"] == [1] and go["carried"]["loss"] == [0.5, 7.0]
+    assert go.resume.closed == (1,) and go.carried.loss == (0.5, 7.0)
 
 
 def test_an_undone_step_is_not_closed_any_more():
@@ -112,11 +113,11 @@ def one_stage_is_closed(**settings: Any) -> tuple[Cluster, list[do.Decision]]:
 def test_a_stage_that_is_closed_stays_where_it_is_and_the_loss_that_a_script_has_stays():
     cluster, decisions = one_stage_is_closed()
     assert orders(decisions)[0].closed == (1,)
-    plan = {"digest": "sha256:1", "done": {"0:0": 1, "0:1": 3}}
+    plan = PlanFile(digest="sha256:1", done={"0:0": 1, "0:1": 3})
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, plan))
     ((_, go),) = told(decisions, "go")
-    assert go["resume"]["closed"] == [1] and go["resume"]["target"] == ITERATION - 1
-    assert go["carried"]["loss"] == [0.5, 7.0] and go["carried"]["done"] == plan["done"]
+    assert go.resume.closed == (1,) and go.resume.target == ITERATION - 1
+    assert go.carried.loss == (0.5, 7.0) and go.carried.done == plan.done
     assert not events(decisions, "repeated")
 
 
@@ -124,7 +125,7 @@ def test_where_the_rest_needs_a_closed_stage_all_run_the_iteration_again_and_say
     cluster, _ = one_stage_is_closed(reduction="fast")
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, None))
     ((_, go),) = told(decisions, "go")
-    assert go["resume"]["closed"] == [] and go["carried"] is None
+    assert go.resume.closed == () and go.carried is None
     (event,) = events(decisions, "repeated")
     assert event["iteration"] == ITERATION and event["workers"] == ["2:1"]
 
@@ -137,8 +138,8 @@ def test_with_exact_the_job_ends_then_after_a_last_checkpoint_of_the_iteration_b
     for name in cluster.state.members:
         decisions = says(cluster, name, kept("F0.0"), **(CLOSED if name == "2:1" else {}))
     ((_, go),) = told(decisions, "go")
-    assert f"iteration {ITERATION} cannot be made to its end" in go["closing"] and go["carried"] is None
-    assert go["resume"]["target"] == ITERATION - 1 and go["resume"]["closed"] == []
+    assert f"iteration {ITERATION} cannot be made to its end" in go.closing and go.carried is None
+    assert go.resume.target == ITERATION - 1 and go.resume.closed == ()
 
 
 def test_with_exact_the_job_ends_then_if_it_cannot_save():
@@ -153,14 +154,14 @@ def test_an_iteration_whose_rest_cannot_be_planned_begins_anew():
     all_say(cluster, w0_0=("F0.0", "F0.1"), w2_1=("F2.0",))
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, None))
     ((_, go),) = told(decisions, "go")
-    assert go["carried"] is None and go["resume"]["redone"] == 3
+    assert go.carried is None and go.resume.redone == 3
 
 
 def test_an_answer_for_a_generation_that_is_over_is_not_listened_to():
     cluster = stopped()
     all_say(cluster, w0_0=("F0.0",))
     cluster.exit("2:0")
-    assert not cluster.feed(inputs.Redone(2, {"digest": "sha256:1"}))
+    assert not cluster.feed(inputs.Redone(2, PlanFile(digest="sha256:1")))
     decisions = all_say(cluster, w0_1=("F0.0",))
     assert [order.done for order in orders(decisions)] == [{"0:1": ("F0.0",)}]
 
@@ -170,8 +171,8 @@ def test_what_was_done_on_a_guess_is_said_to_be_provisional():
     cluster.plan()
     for name in cluster.state.members:
         says(cluster, name, kept("F0.0", provisional=name == "2:1"))
-    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1"}))
-    assert told(decisions, "go")[0][1]["carried"]["provisional"]
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1")))
+    assert told(decisions, "go")[0][1].carried.provisional
 
 
 def test_only_the_iteration_that_all_go_on_with_counts():
@@ -187,30 +188,30 @@ def test_only_the_iteration_that_all_go_on_with_counts():
             decisions = says(cluster, name)
     (order,) = orders(decisions)
     assert order.done == dict.fromkeys(("0:1", "1:1", "2:1"), ("F0.0", "B0.0", "W0.0"))
-    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1"}))
-    assert told(decisions, "go")[0][1]["resume"]["redone"] == 3, "one action of the next iteration each"
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1")))
+    assert told(decisions, "go")[0][1].resume.redone == 3, "one action of the next iteration each"
 
 
 @pytest.mark.parametrize("settings", [{"policy": "drop"}, {"policy": "rollback"}])
 def test_other_policies_begin_the_iteration_anew(settings: dict[str, str]):
     cluster = stopped(**settings)
     decisions = all_say(cluster, w0_0=("F0.0",))
-    assert not orders(decisions) and told(decisions, "go")[0][1]["carried"] is None
+    assert not orders(decisions) and told(decisions, "go")[0][1].carried is None
 
 
 @pytest.mark.parametrize("strange", [
     "F0.0", {"iteration": 5}, kept("S"), kept("F0"), kept("X0.1"), {**kept(), "actions": [3]},
     {**kept(), "provisional": 1}, {**kept(), "chain": "1"}, {**kept(), "microbatches": None}, {**kept(), "block": 1.5}])
 def test_a_report_that_names_no_attempts_is_refused(strange: Any):
-    with pytest.raises(WireError):
-        check_report({**report(), "kept": [strange]})
+    with pytest.raises(ValueError):
+        Report.from_json({**report().to_json(), "kept": [strange]})
 
 
 @pytest.mark.parametrize("strange", [{}, {"iteration": "5", "loss": 1.0, "weight": 1.0}, {"iteration": 5, "loss": 1.0},
                                      {"iteration": 5, "loss": [], "weight": 1.0}, 5])
 def test_a_report_that_names_no_closed_iteration_is_refused(strange: Any):
-    with pytest.raises(WireError):
-        check_report({**report(), "closed": strange})
+    with pytest.raises(ValueError):
+        Report.from_json({**report().to_json(), "closed": strange})
 
 
 def test_an_attempt_that_ends_before_it_has_taken_up_what_is_kept_has_lost_nothing():
@@ -218,7 +219,7 @@ def test_an_attempt_that_ends_before_it_has_taken_up_what_is_kept_has_lost_nothi
     cluster.plan()
     for name in cluster.state.members:
         says(cluster, name, kept("F0.0", "F0.1"), actions=0)
-    decisions = cluster.feed(inputs.Redone(cluster.state.generation, {"digest": "sha256:1"}))
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1")))
     assert events(decisions, "reconciled")[0]["redone"] == 0
 
 

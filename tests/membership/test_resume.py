@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from megatron_recycle.membership.resume import DeadEnd, Resume, decide
-from tests.membership.cluster import report
+from tests.membership.cluster import report, verdict
 
 
 def _decide(reports: dict[str, Any], stages: int = 2, **other: Any) -> Resume | DeadEnd:
@@ -27,10 +27,10 @@ def test_a_stage_that_holds_pulls_everybody_forward_if_all_stages_hold() -> None
         "0:0": report(iteration=5, holds=5, stepped=4),
         "1:0": report(iteration=5, holds=4),
         "2:0": report(iteration=5, holds=4),
-        "0:1": report(iteration=5, holds=5, stepped=4, verdict={"iteration": 5, "norm": 2.0}),
+        "0:1": report(iteration=5, holds=5, stepped=4, verdict=verdict(5, 2.0)),
     }
     resume = _decide(reports)
-    assert resume == Resume(5, 6, 1, {"iteration": 5, "norm": 2.0}, {"1:0": "0:0", "2:0": "0:0"})
+    assert resume == Resume(5, 6, 1, verdict(5, 2.0), {"1:0": "0:0", "2:0": "0:0"})
 
 
 def test_a_stage_without_a_holder_sends_everybody_back() -> None:
@@ -67,18 +67,18 @@ def test_stages_two_iterations_apart_are_a_stop() -> None:
 
 def test_a_verdict_of_another_iteration_is_not_used() -> None:
     reports = {
-        "0:0": report(iteration=5, holds=4, verdict={"iteration": 3, "norm": 1.0}),
-        "0:1": report(iteration=5, holds=4, verdict={"iteration": 4, "norm": 2.0}),
+        "0:0": report(iteration=5, holds=4, verdict=verdict(3, 1.0)),
+        "0:1": report(iteration=5, holds=4, verdict=verdict(4, 2.0)),
     }
     resume = _decide(reports)
-    assert isinstance(resume, Resume) and resume.verdict == {"iteration": 4, "norm": 2.0}
+    assert isinstance(resume, Resume) and resume.verdict == verdict(4, 2.0)
 
 
 def test_verdicts_that_differ_are_a_stop_but_a_norm_that_is_no_number_is_not() -> None:
-    verdicts = [{"iteration": 4, "norm": 1.0}, {"iteration": 4, "norm": 2.0}]
+    verdicts = [verdict(4, 1.0), verdict(4, 2.0)]
     reports = {f"{d}:0": report(iteration=5, holds=4, verdict=v) for d, v in enumerate(verdicts)}
     assert isinstance(_decide(reports, stages=1), DeadEnd)
-    verdicts = [{"iteration": 4, "norm": math.nan}, {"iteration": 4, "norm": float("nan")}]
+    verdicts = [verdict(4, math.nan), verdict(4, float("nan"))]
     reports = {f"{d}:0": report(iteration=5, holds=4, verdict=v) for d, v in enumerate(verdicts)}
     assert isinstance(_decide(reports, stages=1), Resume)
 
@@ -107,24 +107,24 @@ def test_whoever_is_told_to_copy_gets_what_its_source_holds(data: some.DataObjec
     resume = _decide(reports, stages)
     assert isinstance(resume, Resume)
     assert resume.target == (
-        7 if all_hold else min(max(reports[f"{d}:{s}"]["holds"] for d in range(3)) for s in range(stages))
+        7 if all_hold else min(max(reports[f"{d}:{s}"].holds for d in range(3)) for s in range(stages))
     )
     for name in names:
-        if reports[name]["holds"] < resume.target:
+        if reports[name].holds < resume.target:
             source = resume.copies[name]
-            assert source.split(":")[1] == name.split(":")[1] and reports[source]["holds"] >= resume.target
+            assert source.split(":")[1] == name.split(":")[1] and reports[source].holds >= resume.target
         else:
             assert name not in resume.copies
 
 
 def test_json_round_trip() -> None:
-    resume = Resume(5, 6, 1, {"iteration": 5, "norm": 2.0}, {"1:0": "0:0"}, 7)
+    resume = Resume(5, 6, 1, verdict(5, 2.0), {"1:0": "0:0"}, 7)
     assert Resume.from_json(resume.to_json()) == resume
 
 
-@pytest.mark.parametrize("missing", ["target", "copies"])
+@pytest.mark.parametrize("missing", ["target", "attempt"])
 def test_json_without_a_field_is_an_error(missing: str) -> None:
     data = Resume(5, 6, 1).to_json()
     del data[missing]
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match=missing):
         Resume.from_json(data)

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from megatron_recycle.control import Journal, process, telling
 from megatron_recycle.control.wire import GUEST, WireError
 from megatron_recycle.launch import summary
-from megatron_recycle.membership import inputs, messages
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.detectors import RateLimit
-from megatron_recycle.membership.messages import EVENTS, FROM_WORKER, check
+from megatron_recycle.membership.inputs import FROM_WORKER
+from megatron_recycle.membership.protocol import EventTold
+from megatron_recycle.membership.worker_events import RolledBack, WorkerEvent
 from tests.membership.cluster import Cluster, events, report
 from tests.membership.service import DESCRIPTION, TOKEN, agent, service
 from tests.membership.test_guests import SECRET, WORKERS, visit
@@ -37,25 +39,28 @@ RIGHT: dict[str, dict[str, Any]] = {
 }
 
 
+EVENTS = {str(each.__struct_config__.tag): each for each in get_args(WorkerEvent)}
+
+
 def said(name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "event", "event": name, "fields": fields}
+    return {"type": "event", "said": {**fields, "event": name}}
 
 
 def test_a_worker_says_what_is_in_the_table_and_no_name_of_the_coordinators() -> None:
     assert not EVENTS.keys() & {*OWN} - {"healed"} and RIGHT.keys() == EVENTS.keys()
     for name, fields in RIGHT.items():
-        assert check(said(name, fields), FROM_WORKER)
-        for wrong in ({}, {**fields, "t": 1.0}, {**fields, "event": "x"}, {**fields, next(iter(fields)): None},
+        assert FROM_WORKER.read(said(name, fields))
+        for wrong in ({}, {**fields, "t": 1.0}, {**fields, "x": "x"}, {**fields, next(iter(fields)): None},
                       {**fields, next(iter(fields)): True}):
             with pytest.raises(WireError):
-                check(said(name, wrong), FROM_WORKER)
+                FROM_WORKER.read(said(name, wrong))
     for name in OWN:
         for fields in (*WRONG, *RIGHT.values()):
-            with pytest.raises(WireError, match="none that a worker says"):
-                check(said(name, fields), FROM_WORKER)
+            with pytest.raises(WireError, match="said"):
+                FROM_WORKER.read(said(name, fields))
     for deep in ({"0:0": []}, {"0:0": {}}, {"0:0": None}):
-        with pytest.raises(WireError, match="more than numbers"):
-            check(said("corrupt", {"iteration": 3, "digests": deep}), FROM_WORKER)
+        with pytest.raises(WireError, match="digests"):
+            FROM_WORKER.read(said("corrupt", {"iteration": 3, "digests": deep}))
 
 
 def test_a_launcher_survives_whatever_it_is_to_show(caplog: pytest.LogCaptureFixture) -> None:
@@ -71,7 +76,6 @@ def test_a_launcher_survives_whatever_it_is_to_show(caplog: pytest.LogCaptureFix
 def test_words_of_guests_and_outsiders_are_not_recorded_and_nobody_hears_them(tmp_path: Path) -> None:
     """Each forged name ends its own connection, and nothing else."""
     outsider = {"role": "worker", "host": "far", "generation": 0}
-    ready = {"type": "ready", "description": DESCRIPTION, "report": report()}
     with service(tmp_path) as running:
         agents = [agent(running.address, worker) for worker in WORKERS]
         for one in agents:
@@ -82,19 +86,19 @@ def test_words_of_guests_and_outsiders_are_not_recorded_and_nobody_hears_them(tm
         for secret, life, worker, rank in ((SECRET, f"{GUEST}1", "1:0", 2), (TOKEN, "stranger", "2:0", 4)):
             hello = {**outsider, "incarnation": life, "worker": worker, "rank": rank, "pid": 77}
             right = [said(name, fields) for name, fields in RIGHT.items()]
-            hint = {"type": "hint", "generation": 1, "error": "forged"}
+            ready, hint = inputs.Ready(life, DESCRIPTION, report()), inputs.Hinted(life, 1, "forged")
             with visit(running, secret, hello, ready, *right, hint, said("committed", {}), worker=True):
                 running.await_event("waiting", worker=worker, pid=77)
-                assert "'committed' is none" in running.await_event("refused")["reason"]
+                assert "Invalid value 'committed'" in running.await_event("refused")["reason"]
             with running._changed:
                 running.events.clear()
                 running.coordinator.server._refusals = RateLimit(60.0)
         for name in OWN:  # at the coordinator's own door, behind the check
-            running.call(running.coordinator._telling.passed_on, "stranger", name, {}, running.coordinator.state)
-        agents[0].event("rolled_back", iteration=1, actions=2)
+            running.call(running.coordinator._telling.passed_on, "stranger", {"event": name}, running.coordinator.state)
+        agents[0].event(RolledBack(1, 2))
         running.await_event("rolled_back", worker="0:0")
         assert {event["event"] for event in running.events} <= {"rolled_back", "refused"}
-        names = {message["event"]["event"] for message in told if message["type"] == "event"}
+        names = {message.event["event"] for message in told if isinstance(message, EventTold)}
         assert names <= {"planned", "waiting", "rolled_back"}
         for one in agents:
             one.close()
@@ -107,7 +111,7 @@ def test_a_member_s_words_are_recorded_under_its_own_name(tmp_path: Path) -> Non
             one.ready(DESCRIPTION, report())
         running.await_event("started")
         for name, fields in RIGHT.items():
-            agents[3].event(name, **fields)
+            agents[3].event(EVENTS[name].from_json({**fields, "event": name}))
         failed = running.await_event("join_failed")
         assert (failed["worker"], failed["rank"], failed["pid"]) == ("1:1", 3, 1003)
         odd = running.await_event("suspected")
@@ -137,7 +141,7 @@ def test_a_forged_event_log_changes_nothing_for_the_next_coordinator(tmp_path: P
     assert past.state is not None and past.state.committed == 4
     assert {event["event"] for event in past.untold} >= {"started"}
     process.Planning(lambda plan: None).resume(
-        {"grid": cluster.grid, "block": 2}, frozenset(), past.told)
+        Job.from_json({"grid": cluster.grid, "block": 2}), frozenset(), past.told)
     told = telling.Telling(lambda event: None, None, past.told)  # type: ignore[arg-type]
     assert {event["event"] for event in told.again()} == {*telling._KEPT}
     cluster.state = past.state
@@ -165,11 +169,3 @@ def test_a_commit_that_was_told_just_before_a_coordinator_died_is_not_told_again
                   {"event": "committed", "iteration": 1}):
         after.event(event, state.state)
     assert heard == [2, 0, 1]
-
-
-def test_the_table_has_all_that_workers_say():
-    """Whoever says something else is cut off."""
-    package = Path(messages.__file__).parents[1]
-    spoken = {name for path in package.rglob("*.py")
-              for name in re.findall(r'agent\.event\(\s*"(\w+)"', path.read_text(encoding="utf-8"))}
-    assert spoken == EVENTS.keys()

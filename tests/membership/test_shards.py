@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as some
+from msgspec.structs import replace
 
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.shards import ShardTable, assign, those_that_may_go
-from tests.membership.cluster import Cluster, endings, events, report
+from tests.membership.cluster import Cluster, described, endings, events, report
 
 
 def _on(hosts: Mapping[str, str]) -> dict[str, frozenset[str]]:
@@ -77,7 +77,7 @@ class Sharded(Cluster):
         for name in self.names:
             self.feed(inputs.Hello(replace(self.member(name), host=f"n{name}")))
         for name in self.names:
-            self.feed(inputs.Ready(f"{name}/0", {"grid": self.grid, "block": 2, "reduction": "exact"},
+            self.feed(inputs.Ready(f"{name}/0", described({"grid": self.grid, "block": 2, "reduction": "exact"}),
                                    report(attempt=0, **self.shards(name, -1))))
         self.plan(), self.resume_all(), self.adopt()
 

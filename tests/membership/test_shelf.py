@@ -17,17 +17,16 @@ from megatron_recycle.control.ports import listen
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.shelf import DELETED, ENTRY_BYTES, LARGEST, Shelf, decoded, encoded
 from megatron_recycle.control.shelf_client import GivenUp, NotThere, ShelfClient
-from megatron_recycle.membership.messages import TO_STORE
+from megatron_recycle.membership.protocol import TO_STORE, Ask, Found, StoreHello
 
 TOKEN = "a token that only this test has"
 
 
 def ask(shelf: Shelf, op: str, keys: Sequence[str], values: Sequence[bytes] = (), who: object = "one", number: int = 0,
-        once: str = "", stamps: Sequence[int] = (), marks: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        once: str = "", stamps: Sequence[int] = (), marks: Mapping[str, Any] | None = None) -> list[Found]:
     """The answers, in a list that a later one may come to."""
-    answers: list[dict[str, Any]] = []
-    message = {"type": "ask", "op": op, "keys": list(keys), "values": encoded(values), "number": number, "once": once,
-               "stamps": list(stamps), "marks": dict(marks or {})}
+    answers: list[Found] = []
+    message = Ask(op, tuple(keys), encoded(values), tuple(stamps), number, once, dict(marks or {}))
     shelf.ask(who, message, answers.append)
     return answers
 
@@ -37,9 +36,9 @@ def test_whoever_waits_is_answered_when_the_last_key_is_there_and_not_after_it_h
     first, gone = ask(shelf, "get", ["a", "b"], who="first"), ask(shelf, "wait", ["b"], who="gone")
     ask(shelf, "set", ["a"], [b"1"])
     shelf.gone("gone")
-    assert not first and ask(shelf, "check", ["a", "b"])[0]["number"] == 0
+    assert not first and ask(shelf, "check", ["a", "b"])[0].number == 0
     ask(shelf, "set", ["b"], [b"2"])
-    assert decoded(first[0]["values"]) == [b"1", b"2"] and not gone
+    assert decoded(first[0].values) == [b"1", b"2"] and not gone
 
 
 def test_whoever_looks_for_a_key_gets_its_neighbours() -> None:
@@ -48,18 +47,18 @@ def test_whoever_looks_for_a_key_gets_its_neighbours() -> None:
     ask(shelf, "delete", ["g/a/2"])
     waits = ask(shelf, "around", ["g/a/1"], who="one")
     ask(shelf, "set", ["g/a/1"], [b"1"])
-    assert waits[0]["keys"] == ["g/a/1", "g/a/0"] and decoded(waits[0]["values"]) == [b"1", b"0"]
+    assert waits[0].keys == ("g/a/1", "g/a/0") and decoded(waits[0].values) == [b"1", b"0"]
     for key in ("g/a/3", "g/a/4"):
         ask(shelf, "set", [key], [b"x" * (LARGEST // 2 + 1)])
-    assert ask(shelf, "around", ["g/a/0"])[0]["keys"] == [], "the neighbours are too much: this one alone"
+    assert ask(shelf, "around", ["g/a/0"])[0].keys == (), "the neighbours are too much: this one alone"
 
 
 def test_what_must_not_be_done_twice_is_done_once_although_its_answer_was_lost() -> None:
     shelf = Shelf()
     for _ in range(2):
-        assert ask(shelf, "add", ["n"], number=3, once="this:1")[0]["number"] == 3
-    assert ask(shelf, "add", ["n"], number=1, once="another:1")[0]["number"] == 4
-    assert ask(shelf, "add", ["n"], number=1, once="this:2")[0]["number"] == 5
+        assert ask(shelf, "add", ["n"], number=3, once="this:1")[0].number == 3
+    assert ask(shelf, "add", ["n"], number=1, once="another:1")[0].number == 4
+    assert ask(shelf, "add", ["n"], number=1, once="this:2")[0].number == 5
     assert not ask(shelf, "add", ["n"], number=1, once="this:1"), "it comes from a connection that was left long ago"
 
 
@@ -70,15 +69,15 @@ def test_what_must_not_be_done_twice_is_done_once_although_its_answer_was_lost()
 def test_an_ask_that_makes_no_sense_is_answered_so(op: str, values: list[bytes], fields: dict[str, Any]) -> None:
     shelf = Shelf()
     (answer,) = ask(shelf, op, fields.pop("keys", ["k"]), values, **fields)
-    assert answer["error"]
+    assert answer.error
 
 
 def test_a_full_shelf_takes_no_more_and_keeps_what_it_has() -> None:
     shelf = Shelf(most=10 + 2 * ENTRY_BYTES)
-    assert not ask(shelf, "set", ["a"], [b"12345678"])[0]["error"]
-    assert "full" in ask(shelf, "set", ["b"], [b"123"])[0]["error"]
-    assert not ask(shelf, "set", ["a"], [b"1"])[0]["error"] and not ask(shelf, "set", ["b"], [b"123"])[0]["error"]
-    assert "full" in ask(shelf, "set", ["c"], [b""])[0]["error"], "keys cost room, too"
+    assert not ask(shelf, "set", ["a"], [b"12345678"])[0].error
+    assert "full" in ask(shelf, "set", ["b"], [b"123"])[0].error
+    assert not ask(shelf, "set", ["a"], [b"1"])[0].error and not ask(shelf, "set", ["b"], [b"123"])[0].error
+    assert "full" in ask(shelf, "set", ["c"], [b""])[0].error, "keys cost room, too"
 
 
 def test_a_shelf_remembers_two_generations_and_not_all_that_was_ever_deleted() -> None:
@@ -94,7 +93,7 @@ def test_a_shelf_remembers_two_generations_and_not_all_that_was_ever_deleted() -
     assert sizes[1:] == [1 + 2 * 9] * 298
     ask(shelf, "set", ["recycle/g3-cafe/met/0"], [b"late"])
     ask(shelf, "tell", ["recycle/g3-cafe/met/1"], [b"late"], stamps=[1 << 62])
-    assert len(shelf) == sizes[-1] and ask(shelf, "check", ["a script's"])[0]["number"] == 1
+    assert len(shelf) == sizes[-1] and ask(shelf, "check", ["a script's"])[0].number == 1
     kept = shelf._bytes
     for number in range(3 * DELETED):
         ask(shelf, "set", [f"{number:06d}"], [b"x"])
@@ -151,13 +150,11 @@ def test_a_coordinator_that_is_stopped_is_left_for_the_one_that_leads(monkeypatc
     hold, told = threading.Event(), queue.SimpleQueue[Any]()
     with serving() as (frozen, server), serving() as (leads, other):
         client = ShelfClient(f"{frozen},{leads}", TOKEN)
-        beat = {"type": "ask", "op": "count", "keys": [], "values": [], "stamps": [], "number": 0, "once": "",
-                "marks": {}}
-        connection = link.Link(client.address, TOKEN, hello=lambda: [{"type": "hello", "role": "store"}],
-                               handle=told.put, beat=lambda: beat, interval=0.05, known=TO_STORE, name="a link")
+        connection = link.Link(client.address, TOKEN, hello=lambda: [StoreHello("store")],
+                               handle=told.put, beat=lambda: Ask("count"), interval=0.05, known=TO_STORE, name="a link")
         if greets:
             connection.start()
-            assert told.get(timeout=60)["shelf"] == server.shelf.name
+            assert told.get(timeout=60).shelf == server.shelf.name
             client.ask("set", ["k"], [b"v"], timeout=60, said=client.said(0))
         assert server._door is not None
         server._door._loop.call_soon_threadsafe(hold.wait)
@@ -166,7 +163,7 @@ def test_a_coordinator_that_is_stopped_is_left_for_the_one_that_leads(monkeypatc
                 connection.start()
             assert client.ask("add", ["n"], number=1, timeout=60).number == 1
             assert client.ask("check", ["k"], timeout=60).number == int(greets)
-            while told.get(timeout=60).get("shelf") != other.shelf.name:
+            while getattr(told.get(timeout=60), "shelf", "") != other.shelf.name:
                 continue
         finally:
             hold.set()

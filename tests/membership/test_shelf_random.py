@@ -14,7 +14,7 @@ import pytest
 from megatron_recycle.control import shelf, shelf_client
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.shelf_client import ShelfClient
-from megatron_recycle.membership.messages import FROM_STORE, TO_STORE, check
+from megatron_recycle.membership.protocol import FROM_STORE, TO_STORE, Ask, Found
 
 TOKEN = "a token that only this test has"
 STEPS, MOST_CHANGES = 100, 12
@@ -68,15 +68,15 @@ class Line:
     def __init__(self, world: World, at: Shelf) -> None:
         self.world, self.at, self.shelf, self.busy = world, at, at.name, False
 
-    def exchange(self, message: Message, until: float, given_up: Callable[[], bool]) -> Message:
+    def exchange(self, message: Ask, kind: type[Found], until: float, given_up: Callable[[], bool]) -> Found:
         self.busy, world = True, self.world
         world.meanwhile()
-        heard = check(json.loads(json.dumps(message)), FROM_STORE)
+        heard = FROM_STORE.read(json.loads(json.dumps(message.to_json())))
         if world.dice.random() < world.trouble:
             raise ConnectionResetError("before it was heard")
-        answers: list[Message] = []
+        answers: list[Found] = []
         self.at.ask(self, heard, answers.append)
-        if (one := world.asks.get(heard["once"].partition(".")[0])) is not None and world.dice.random() < world.deaths:
+        if (one := world.asks.get(heard.once.partition(".")[0])) is not None and world.dice.random() < world.deaths:
             one.lives = False
             raise Died
         lost = world.dice.random() < world.trouble
@@ -88,7 +88,7 @@ class Line:
             self.at.gone(self)
             raise ConnectionResetError("the answer was lost")
         self.busy = False
-        return check(json.loads(json.dumps(answers[0])), TO_STORE)
+        return TO_STORE.read(json.loads(json.dumps(answers[0].to_json())))
 
     def close(self) -> None:
         self.at.gone(self)
@@ -187,7 +187,7 @@ def test_each_count_word_and_place_is_given_once_whoever_leads(monkeypatch: pyte
 def test_the_campaign_finds_a_shelf_that_forgets_one_of_its_means(monkeypatch: pytest.MonkeyPatch, without: str
                                                                   ) -> None:
     if without == "marks":
-        monkeypatch.setattr(shelf, "marks_of", lambda told: {})
+        monkeypatch.setattr(shelf.Marks, "put", lambda self, slot, mark: None)
     elif without == "gathering":
         monkeypatch.setattr(Shelf, "gather", lambda self, ranks: None)
     else:
@@ -197,7 +197,7 @@ def test_the_campaign_finds_a_shelf_that_forgets_one_of_its_means(monkeypatch: p
             campaign(monkeypatch, seed)
 
 
-def counts_always(self: ShelfClient, line: Any, message: Message, values: Any, told: Message, said: Any) -> bool:
-    if said is not None and told["stamp"]:
-        self._memory.add(said, message["op"], message["keys"], values, told)
+def counts_always(self: ShelfClient, line: Any, message: Ask, values: Any, told: Found, said: Any) -> bool:
+    if said is not None and told.stamp:
+        self._memory.add(said, message.op, message.keys, values, told)
     return True

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.resume import parts_of
 from megatron_recycle.membership.shards import ShardTable, tables
 from megatron_recycle.membership.survival import Survival, exposed, exposed_shards, judge
-from tests.membership.cluster import Cluster, events, report
+from tests.membership.cluster import Cluster, described, events, report
 
 
 def hosts(pipelines: int, stages: int, per_host: int, parts: int = 1) -> dict[str, str]:
@@ -65,7 +64,7 @@ def test_one_pipeline_with_copies_elsewhere_loses_iterations_only() -> None:
 def _tables(hosts: dict[str, str], copies: int) -> tuple[ShardTable, ...]:
     """As `resume.decide` makes them, where each worker begins with a shard of its own."""
     pipelines = len({name.split(":")[0] for name in hosts})
-    reports = {name: {"shards": {"of": pipelines, "copies": copies, "held": {name.split(":")[0]: -1}}}
+    reports = {name: report(shards={"of": pipelines, "copies": copies, "held": {name.split(":")[0]: -1}})
                for name in hosts}
     return tables(parts_of(1, hosts), reports, (), hosts)
 
@@ -98,7 +97,7 @@ def test_the_event_of_the_start_knows_of_shards() -> None:
     for name in cluster.names:
         cluster.feed(inputs.Hello(replace(cluster.member(name), host=f"n{name[0]}")))
     decisions = [decision for name in cluster.names for decision in cluster.feed(inputs.Ready(
-        f"{name}/0", {"grid": cluster.grid, "block": 2, "reduction": "exact"},
+        f"{name}/0", described({"grid": cluster.grid, "block": 2, "reduction": "exact"}),
         report(attempt=0, shards={"of": 3, "copies": 1, "held": {name[0]: -1}})))]
     (started,) = events(decisions, "started")
     assert "(state_copies 1)" in started["survival"] and started["fatal_hosts"] == {f"n{d}": [0, 1] for d in range(3)}

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
+import random
 import struct
+from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
 from megatron_recycle.control import wire
 from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, MAX_PAYLOAD, Session, WireError, seal
-from megatron_recycle.membership.messages import FROM_WORKER, TO_WORKER, check
-from tests.membership.cluster import report
+from megatron_recycle.membership import inputs, protocol
+from megatron_recycle.membership.description import Description
+from megatron_recycle.membership.inputs import FROM_LAUNCHER, FROM_WORKER
+from megatron_recycle.membership.protocol import TO_WORKER
+from megatron_recycle.membership.state import Member
+from megatron_recycle.plan import Grid
+from tests.membership.cluster import report, verdict
 
 TOKEN = "a token of the job"
 
@@ -33,6 +42,20 @@ def test_messages_pass_in_both_directions_and_in_any_pieces() -> None:
     received = [message for byte in data for message in server.feed(bytes([byte]))]
     assert [message["progress"]["iteration"] for message in received] == [0, 1, 2]
     assert client.feed(server.seal({"type": "stop", "generation": 2}))[0]["generation"] == 2
+
+
+def test_texts_and_numbers_of_derived_classes_are_written_as_plain_ones() -> None:
+    class Text(str):
+        """As the version of torch, which a description has."""
+
+    class Number(float):
+        """As a scalar of numpy."""
+
+    description = Description(grid=Grid(1, (1,)), settings={"torch": Text("2"), "rate": Number(0.5)})
+    told = json.loads(wire.encode(inputs.Ready("0:0/0", description, report())))
+    assert told["description"]["settings"] == {"torch": "2", "rate": 0.5}
+    with pytest.raises(TypeError, match="no value of JSON"):
+        msgspec.structs.replace(description, settings={"strange": object()}).to_json()
 
 
 def test_a_wrong_token_is_refused_by_either_side() -> None:
@@ -166,26 +189,28 @@ HELLO = {
     ],
 )
 def test_a_malformed_hello_is_refused_with_the_field(change: dict[str, object], text: str) -> None:
-    assert check(HELLO, FROM_WORKER) is HELLO
+    assert FROM_WORKER.read(HELLO).member == Member("0:1", 1, "a", 7, "h")
     with pytest.raises(WireError, match=text):
-        check({**HELLO, **change}, FROM_WORKER)
+        FROM_WORKER.read({**HELLO, **change})
 
 
 def test_a_malformed_report_or_description_is_refused() -> None:
-    good = {"type": "report", "generation": 2, "report": report(verdict={"iteration": 1})}
-    assert check(good, FROM_WORKER) is good
-    for bad in (report(holds=None), report(verdict={"norm": 1.0}), report(committed="all"), {}):
+    good = inputs.Reported("a", 2, report(verdict=verdict(1))).to_json()
+    assert FROM_WORKER.read(good).report.verdict == verdict(1)
+    for change in ({"holds": None}, {"verdict": {"norm": 1.0}}, {"committed": "all"}, {"iteration": True}):
+        bad = {**report().to_json(), **change}
         with pytest.raises(WireError):
-            check({**good, "report": bad}, FROM_WORKER)
+            FROM_WORKER.read({**good, "report": bad})
     for grid in (None, {}, {"stages": 0, "microbatches": [1]}, {"stages": 2, "microbatches": ["x"]}):
         with pytest.raises(WireError):
-            check({"type": "ready", "description": {"grid": grid}, "report": report()}, FROM_WORKER)
+            FROM_WORKER.read({"type": "ready", "incarnation": "a", "description": {"grid": grid},
+                              "report": report().to_json()})
 
 
 def test_a_worker_does_not_take_orders_that_are_none() -> None:
     for message in ({"type": "hello"}, {"type": "stop", "generation": 2}):
         with pytest.raises(WireError):
-            check(message, TO_WORKER)
+            TO_WORKER.read(message)
 
 
 def test_numbers_that_are_none_travel() -> None:
@@ -202,16 +227,37 @@ MEASURED = {"type": "measured", "iterations": [{"F": 0.1}], "lags": [LAGS],
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"iterations": [{"F": -0.1}]}, "F is -0.1"),
-    ({"iterations": [{"F": float("nan")}]}, "F is nan"),
-    ({"iterations": [3]}, "3 is no object"),
-    ({"lags": [{**LAGS, "of": [1]}]}, "no iteration and attempt"),
-    ({"lags": [{**LAGS, "came": {"": 1.0}}]}, "no message of a plan"),
-    ({"lags": [None]}, "lags are None"),
-    ({"memory": {"held": {**HELD, "peak": None}, "kept": {}, "room": 1}}, "peak is None"),
-    ({"memory": {"held": HELD, "kept": {"state": True}, "room": 1}}, "state is True"),
+    ({"iterations": [{"F": -0.1}]}, "iterations"),
+    ({"iterations": [{"F": float("nan")}]}, "iterations"),
+    ({"iterations": [3]}, "iterations"),
+    ({"lags": [{**LAGS, "of": [1]}]}, r"lags\[0\].of"),
+    ({"lags": [{**LAGS, "came": {"": 1.0}}]}, "came"),
+    ({"lags": [None]}, "lags"),
+    ({"memory": {"held": {**HELD, "peak": None}, "kept": {}, "room": 1}}, "held"),
+    ({"memory": {"held": HELD, "kept": {"state": True}, "room": 1}}, "kept"),
 ])
 def test_measurements_that_are_none_are_refused(change: dict[str, object], text: str) -> None:
-    check({**MEASURED}, FROM_WORKER)
+    FROM_WORKER.read({**MEASURED})
     with pytest.raises(WireError, match=text):
-        check({**MEASURED, **change}, FROM_WORKER)
+        FROM_WORKER.read({**MEASURED, **change})
+
+
+STRANGE = (None, True, -1, 10**30, 10**400, 1.5, math.nan, math.inf, "", "9" * 400, "\ud800", [], [[]], [1, "a"], {},
+           {"a": {}}, {"1": 1}, {"": None})
+
+
+@pytest.mark.parametrize(("kinds", "union"), [
+    (FROM_WORKER, inputs.FromWorker), (FROM_LAUNCHER, inputs.FromLauncher), (protocol.FROM_STORE, protocol.FromStore),
+    (protocol.FROM_OPERATOR, protocol.FromOperator), (TO_WORKER, protocol.ToWorker)])
+def test_whatever_stands_in_a_message_it_is_read_or_refused(kinds: Any, union: Any) -> None:
+    """Nothing else is raised: that would be an error of the coordinator's."""
+    dice, refused = random.Random(5), 0
+    for each in get_args(union):
+        for _ in range(200):
+            names = [field.encode_name for field in msgspec.structs.fields(each) if dice.random() < 0.9]
+            message = {"type": each.__struct_config__.tag, **{name: dice.choice(STRANGE) for name in names}}
+            try:
+                assert isinstance(kinds.read(message), each)
+            except WireError:
+                refused += 1
+    assert refused > 100

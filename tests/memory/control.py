@@ -17,13 +17,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from msgspec.structs import replace
+
 from megatron_recycle.control.clocks import Timeouts
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership import inputs
+from megatron_recycle.membership.description import Job as Described
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.protocol import Start
 from megatron_recycle.membership.state import Phase, State
 from megatron_recycle.plan import Plan
+from megatron_recycle.plan.plan_file import PlanFile
 from tests.fakes.coordinator import InMemory, InMemoryLink
 
 LIMITS = Timeouts(heartbeat_interval=0.0, heartbeat_timeout=0.5, report_timeout=10.0)
@@ -31,9 +36,9 @@ LIMITS = Timeouts(heartbeat_interval=0.0, heartbeat_timeout=0.5, report_timeout=
 
 
 @functools.cache
-def planned(description: str, failed: frozenset[str]) -> str:
-    """A plan file's text: jobs of one shape ask for the same plans again and again."""
-    return json.dumps(Planning().plan(json.loads(description), failed))
+def planned(job: str, failed: frozenset[str]) -> PlanFile:
+    """Jobs of one shape ask for the same plans again and again."""
+    return Planning().plan(Described.from_json(json.loads(job)), failed)
 
 
 class Control:
@@ -68,7 +73,7 @@ class Control:
         return InMemory(self._size, plans, self.later, time.time, delay=self.delay, timeouts=LIMITS,
                         changed=self._notify, before=before)
 
-    def _moves_of(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
+    def _moves_of(self, job: Described, failed: frozenset[str]) -> dict[str, str]:
         return {mover: to for mover, to in self._moves.items() if to in failed and mover not in failed}
 
     @property
@@ -120,8 +125,8 @@ class Control:
         commands = self._coordinator.commands if hasattr(self, "_coordinator") else []
         new, self._obeyed = commands[self._obeyed:], len(commands)
         for command in new:
-            if command["type"] == "start":
-                self.call(lambda rank=command["rank"]: self.start(rank))
+            if isinstance(command, Start):
+                self.call(lambda rank=command.rank: self.start(rank))
         with self.changed:
             self.changed.notify_all()
 
@@ -158,7 +163,7 @@ class Control:
 
     def improved(self, generation: int, plan: Plan) -> None:
         """A search has found a better plan."""
-        self._coordinator.feed(inputs.Improved(generation, plan.to_json(), time.time()))
+        self._coordinator.feed(inputs.Improved(generation, plan.to_file(), time.time()))
 
     def kill(self, absent: float = 0.0) -> None:
         """The coordinator's process dies; another one takes over ``absent`` seconds later, from the journal."""
@@ -182,10 +187,10 @@ class Control:
             raise AssertionError("the coordinator has failed") from self.failure
 
 
-def _plan(description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
-    plan = json.loads(planned(json.dumps(description, sort_keys=True), failed))
-    lend = (description.get("lending") or {}).get("lend", [])
-    return {**plan, "stats": {**plan.get("stats", {}), "may lend": lend}}  # for tests that lend by hand
+def _plan(job: Described, failed: frozenset[str]) -> PlanFile:
+    plan = planned(json.dumps(job.to_json(), sort_keys=True), failed)
+    lend = [] if job.lending is None else job.lending.lend
+    return replace(plan, stats={**plan.stats, "may lend": lend})  # for tests that lend by hand
 
 
 class Delays:

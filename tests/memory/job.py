@@ -162,7 +162,7 @@ class Result:
     """What is on disk at its end, as `Disk.named`."""
     unsaved: list[str | None] = field(default_factory=list)
     """What `StageWorker.save` has returned."""
-    memory: Mapping[str, Any] = field(default_factory=dict)
+    memory: Any = None
     """What `runtime.memory_budget.profile` finds."""
 
 

@@ -270,7 +270,7 @@ def death_before_a_first_transfer() -> str:
 
 def a_better_plan(patch: pytest.MonkeyPatch) -> str:
     """Two pipelines of three go on without the third, until a plan comes in which its worker is a guest's host."""
-    patch.setattr(control, "_plan", lambda description, failed: drop(problem_of(description, failed)).to_json())
+    patch.setattr(control, "_plan", lambda job, failed: drop(problem_of(job, failed)).to_file())
     shape = replace(FAST, iterations=6, microbatches=4).with_settings(keep_messages="none")  # or they have met
     made = Job(shape, holds=[kill := Moment("1:1", "forward", 0), late := Moment("0:0", "forward", 1)], seed=NCCL)
     with made:
@@ -278,7 +278,7 @@ def a_better_plan(patch: pytest.MonkeyPatch) -> str:
         made.release(kill, die=True)
         made.wait_event("decided", generation=2)
         made.wait_held(late)
-        better = quick(problem_of(made.control.state.description or {}, frozenset({"1:1"})))
+        better = quick(problem_of(made.control.state.job, frozenset({"1:1"})))
         made.control.call(lambda: made.control.improved(2, better))
         left = [each.worker for each in made.processes.values() if each.thread.is_alive() and each.worker is not None]
         made.wait_for(lambda: all(each.site.agent.offer is not None for each in left), "the offer")

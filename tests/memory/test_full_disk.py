@@ -41,7 +41,7 @@ def test_training_goes_on_without_and_the_next_one_is_written(way: str, caplog: 
     assert first["workers"] == (4 if way == "all" else 1)
     assert job.disk.cleared == 8
     assert {why for result in results.values() for why in result.unsaved[1:2]} == {first["error"]}
-    assert [one["iteration"] for one in job.control.state.checkpoints] == [0, 3]
+    assert [one.iteration for one in job.control.state.checkpoints] == [0, 3]
     assert said.count("NO CHECKPOINT after iteration 1: no space") == 1 == said.count("after iteration 2: no space")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_recycle.membership.report import GuardReport
 from megatron_recycle.runtime.copies import Guard, StateCopy
 from megatron_recycle.runtime.saving import Save, Written
 from megatron_recycle.runtime.worker import StageWorker
@@ -114,7 +115,7 @@ def test_copies_of_what_is_made_again_are_not_gone_back_to():
     for iteration in (3, 5):
         guard.keep(2, iteration, copy, {1: copy})
     guard.go_back(2)
-    assert guard.report() == {"own": [2], "of": {"1": [2]}}
+    assert guard.report(None, -1) == GuardReport((2,), {1: (2,)})
 
 
 @pytest.mark.parametrize("guard", ["memory", "checkpoint"])

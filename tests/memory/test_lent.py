@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from msgspec import structs
 from torch import nn
 
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership.decisions import MakeRedo
+from megatron_recycle.membership.description import Job as Described
 from megatron_recycle.plan import Costs, Microbatch, Plan, violations
+from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.runtime.lent.layers import offer
 from tests.memory import control
 from tests.memory.job import Job, Shape, check, undisturbed
@@ -87,21 +88,21 @@ def plans_lend(monkeypatch):
     """The coordinator's plans lend layers, as plan files say it: any that may be lent."""
     made, plan, redo = dict[str, Plan](), control._plan, Planning.redo
 
-    def planned(description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
-        found, lending = Plan.from_json(plan(description, failed)), description.get("lending")
-        if not lending:
-            return found.to_json()
+    def planned(described: Described, failed: frozenset[str]) -> PlanFile:
+        found, lending = Plan.from_file(plan(described, failed)), described.lending
+        if lending is None:
+            return found.to_file()
         problem, chunks = found.problem, found.problem.chunks
-        problem = replace(problem, layers=tuple(lending["layers"]), lend=tuple(map(tuple, lending["lend"])),
+        problem = replace(problem, layers=lending.layers, lend=lending.lend,
                           layer_held=((0, 0),) * chunks, layer_parameters=(0,) * chunks, objective="makespan",
                           costs=replace(problem.costs, layer=((0, 0, 0),) * chunks, lent=(0, 0)))
         better = crossing(replace(found, problem=problem), random.Random(found.digest))
         made[better.digest] = better
-        return better.to_json()
+        return better.to_file()
 
-    def rest(self: Planning, description: Mapping[str, Any], order: MakeRedo) -> dict[str, Any] | None:
+    def rest(self: Planning, described: Described, order: MakeRedo) -> PlanFile | None:
         self._lent.update(made)
-        return redo(self, description, order)
+        return redo(self, described, order)
 
     monkeypatch.setattr(control, "_plan", planned)
     monkeypatch.setattr(Planning, "redo", rest)
@@ -219,12 +220,13 @@ def offered(job: Job, late: Moment) -> Plan:
     job.wait_held(late)
     job.wait_event("decided", generation=2)
     state, found = job.control.state, threading.Event()
-    description = {**(state.description or {}), "costs": Costs.uniform(
-        job.shape.stages * job.shape.chunks, 300, 300, 300).to_json(),
-                   "planner_budget": 0.5, "horizon": 1e9}
-    told = Planning().improve(description, frozenset({"1:1"}), state.plan or {}, found)
+    costs = Costs.uniform(job.shape.stages * job.shape.chunks, 300, 300, 300).to_json()
+    described = structs.replace(state.job, costs=costs, planner_budget=0.5, horizon=1e9)
+    assert state.plan is not None
+    told = Planning().improve(described, frozenset({"1:1"}), state.plan, found)
     found.set()
-    better = Plan.from_json(told or {})
+    assert told is not None
+    better = Plan.from_file(told)
     assert better.crossings and not violations(better) and str(better.stats["lending"]).startswith("lends ")
     job.control.call(lambda: job.control.improved(2, better))
     left = [each.worker for each in job.processes.values() if each.thread.is_alive() and each.worker is not None]
@@ -272,8 +274,8 @@ def test_a_layer_without_matrices_takes_as_much_as_the_others() -> None:
     lending = SmallStage(stages=2, stage=0, pipelines=1, microbatches=1, blocks=4).lending
     flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="", beside=(),
                            like=0, refused="")
-    assert offer(flat, 2)["share"] == 0.5
-    assert 0 < offer(lending, 2)["share"] < 1
+    assert offer(flat, 2).share == 0.5
+    assert 0 < offer(lending, 2).share < 1
 
 
 def changed(job: Job, *names: str) -> None:
@@ -294,7 +296,7 @@ def test_a_layer_that_the_script_has_changed_is_not_lent_and_training_goes_on():
         check(job, job.wait(), {"1:1"})
         assert not borrows(job) and not any(event["event"] == "adopted" for event in job.control.events)
         assert job.wait_event("unlent", worker="0:1", stage=1)
-        assert job.control.state.description["lending"]["lend"] == [[2, 0], [0, 2]]
+        assert job.control.state.job.lending.lend == ((2, 0), (0, 2))
 
 
 def test_a_layer_that_the_script_changes_while_it_is_lent_goes_home():

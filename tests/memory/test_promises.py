@@ -12,7 +12,7 @@ import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control.wire import WireError
-from megatron_recycle.membership.messages import FROM_WORKER, check
+from megatron_recycle.membership.inputs import FROM_WORKER
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.compute.random_state import seed_of
 from tests.memory.job import Job, Shape, undisturbed
@@ -74,7 +74,7 @@ def test_activations_take_what_the_plan_says_also_of_guests(victim):
         job = Job(replace(SHAPE, iterations=iterations), [Moment(victim, "forward", 1, 1)])
         for result in job.run().values():
             if result.status == 0:
-                held = result.memory["held"]
+                held = result.memory.held
                 most = held["planned"] if iterations > SHAPE.iterations else cap * held["before_b"]
                 assert 0 < held["peak"] <= most, held
     for process in job.processes.values():
@@ -110,4 +110,4 @@ def test_what_is_no_message_of_the_protocol_is_not_taken():
     """P10. tests/membership has the token, and the wire."""
     for message in ({"type": "report", "generation": "2", "report": {}}, {"type": "go"}, {"type": "learn"}):
         with pytest.raises(WireError):
-            check(message, FROM_WORKER)
+            FROM_WORKER.read(message)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from megatron_recycle.membership import messages
 from megatron_recycle.membership.decisions import Emit
+from megatron_recycle.membership.worker_events import WorkerEvent
 from megatron_recycle.observe.schema import EVENTS, VERSION, fault, page
 from tests.membership.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
+SAID = {str(each.__struct_config__.tag): each for each in get_args(WorkerEvent)}
 WORKERS_OWN = {"corrupt": "suspected", "refuses_itself": "join_failed"}
 """Words of workers that are recorded as another event."""
 
@@ -26,15 +27,14 @@ def test_the_page_is_the_output_of_the_table() -> None:
 def test_every_event_of_the_code_is_in_the_table_and_no_other() -> None:
     told = {name for path in (ROOT / "megatron_recycle").rglob("*.py") if path.parent.name in ("membership", "control")
             for name in re.findall(r'"event": "([a-z_]+)"', path.read_text())}
-    told |= {WORKERS_OWN.get(name, name) for name in messages.EVENTS} | {"hint"}
+    told |= {WORKERS_OWN.get(name, name) for name in SAID} | {"hint"}
     assert told == EVENTS.keys()
 
 
 def test_a_worker_says_only_fields_of_the_table() -> None:
-    for name, fields in messages.EVENTS.items():
+    for name, each in SAID.items():
         known = {field.rstrip("?") for field in EVENTS[WORKERS_OWN.get(name, name)].fields()}
-        more = messages.OPTIONAL_EVENT.keys() if name in ("corrupt", "healed") else set()
-        assert fields.keys() | more <= known, name
+        assert {*each.__struct_fields__} <= known, name
 
 
 def test_what_the_machine_tells_is_of_the_table() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle import cli
 from megatron_recycle.control import Agent
@@ -16,6 +17,7 @@ from megatron_recycle.control.wire import for_joining
 from megatron_recycle.errors import ConfigError, JobEnded
 from megatron_recycle.launch import meeting
 from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.membership import inputs
 from megatron_recycle.tools.operate import logs
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, ask_stacks
 from megatron_recycle.tools.operate.seen import Seen
@@ -28,7 +30,7 @@ from tests.operate.test_status import DEGRADED, NAMES
 def trains(running: Service, **other: Any) -> dict[str, Agent]:
     agents = {name: agent(running.address, name, host=f"n{name[0]}/{name[0]}") for name in NAMES}
     for one in agents.values():
-        one.ready({**DESCRIPTION, **other}, report(attempt=0))
+        one.ready(replace(DESCRIPTION, **other), report(attempt=0))
     for one in agents.values():
         assert one.wait_go(1, LIMIT) is not None
         one.resumed(1)
@@ -87,7 +89,7 @@ def test_a_job_is_stopped_with_a_checkpoint_or_the_order_is_refused(tmp_path: Pa
         for one in agents.values():
             go = one.wait_go(2, LIMIT)
             assert go is not None and "stopped by" in str(go.closing)
-            one._send_kept({"type": "saved", "generation": 2, "place": "ck/step1", "error": ""})
+            one._send_kept(inputs.Saved(one.incarnation, 2, "ck/step1", ""))
         assert "is saved in ck/step1" in running.await_event("finished", status=130)["message"]
         for one in agents.values():
             one.close()

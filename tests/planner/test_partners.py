@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control import planning as planning_module
 from megatron_recycle.control.planning import Planning, partner_price
+from megatron_recycle.membership.description import Job
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, pairs
 from megatron_recycle.planner import PartnerPrice, quick
 from megatron_recycle.planner.baselines import drop
@@ -43,10 +44,10 @@ def test_a_plan_that_keeps_its_partners_is_better_than_one_that_is_as_good():
 
 def test_the_price_is_nothing_on_gloo_and_where_plans_durations_are_no_seconds():
     assert BACKENDS["gloo"].partner_cost == 0 < BACKENDS["nccl"].partner_cost
-    nccl: dict[str, Any] = {"partner_cost": 0.15, "horizon": 7.0}
+    nccl = Job(grid=Grid(1, (1,)), partner_cost=0.15, horizon=7.0)
     assert partner_price(nccl, measured := object()) == PartnerPrice(150_000, 7.0)  # type: ignore[arg-type]
-    assert partner_price({"partner_cost": 0.0}, measured).first == 0  # type: ignore[arg-type]
-    assert partner_price(nccl, None).first == 0 == partner_price({**nccl, "costs": {"hop": 1}}, None).first
+    assert partner_price(replace(nccl, partner_cost=0.0), measured).first == 0  # type: ignore[arg-type]
+    assert partner_price(nccl, None).first == 0 == partner_price(replace(nccl, costs={"hop": 1}), None).first
 
 
 @pytest.mark.parametrize(("seconds", "horizon", "changes"), [
@@ -54,8 +55,7 @@ def test_the_price_is_nothing_on_gloo_and_where_plans_durations_are_no_seconds()
     ids=["on gloo", "on gloo without a horizon", "a hundred iterations pay", "one does not"])
 def test_a_better_plan_is_taken_if_its_new_partners_pay_off(seconds, horizon, changes, monkeypatch):
     """From leaving two pipelines out to guests at two stages. What does not pay now is kept for the next time."""
-    description = {"grid": {"stages": 3, "microbatches": [6, 6, 6]}, "planner_budget": 1.0, "partner_cost": seconds,
-                   "horizon": horizon}
+    description = Job(grid=Grid(3, (6, 6, 6)), planner_budget=1.0, partner_cost=seconds, horizon=horizon)
     failed, planning = frozenset(map(str, TWO_LOST.failed)), Planning()
     planning.plan(description, failed)
     for worker in TWO_LOST.live_workers():
@@ -65,8 +65,8 @@ def test_a_better_plan_is_taken_if_its_new_partners_pay_off(seconds, horizon, ch
     used, better = drop(problem), quick(problem)
     assert better.objective_value < 0.9 * used.objective_value
     monkeypatch.setattr(planning_module, "improve", lambda *given: better)
-    in_use = {**used.to_json(), "source": "greedy"}
+    in_use = replace(used.to_file(), source="greedy")
     found = planning.improve(description, failed, in_use, stop := threading.Event())
     stop.set()
     assert (found is not None) == changes
-    assert Plan.from_json(planning.plan(description, failed)).objective_value == better.objective_value
+    assert Plan.from_file(planning.plan(description, failed)).objective_value == better.objective_value

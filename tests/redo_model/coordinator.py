@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.description import Description
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.report import Report, ShardsReport
 from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.redo import redo
 
@@ -47,9 +51,9 @@ def problem_of(asked: Asked) -> Problem:
 
 
 @lru_cache(maxsize=4096)
-def planned(asked: Asked, failed: frozenset[Worker]) -> Message:
+def planned(asked: Asked, failed: frozenset[Worker]) -> PlanFile:
     """The plan of a membership."""
-    return quick(problem_of(asked).without(sorted(failed))).to_json()
+    return quick(problem_of(asked).without(sorted(failed))).to_file()
 
 
 @lru_cache(maxsize=1024)
@@ -58,21 +62,22 @@ def _formed(asked: Asked, members: tuple[tuple[str, str], ...],
     """The machine once all processes are ready."""
     state, decided = st.State(size=len(members)), list[do.Decision]()
     listed = [st.Member(name, rank, name, rank + 1000, host) for rank, (name, host) in enumerate(members)]
-    description = {"grid": {"stages": asked.stages, "microbatches": list(asked.microbatches)}, "block": asked.block,
-                   "reduction": "exact" if asked.block else "fast"} | ({"parts": parts} if parts > 1 else {})
-    report = {"iteration": 0, "attempt": 0, "holds": -1, "stepped": -1, "verdict": None, "actions": 0}
-    happened = [*map(inputs.Hello, listed), *(inputs.Ready(member.worker, description, report | _cut(asked, member))
-                                              for member in listed)]
+    description = Description(grid=Grid(asked.stages, asked.microbatches), block=asked.block,
+                              reduction="exact" if asked.block else "fast", parts=parts)
+    report = Report(0, 0, -1, -1, None, 0)
+    happened = [*map(inputs.Hello, listed),
+                *(inputs.Ready(member.worker, description, replace(report, shards=_cut(asked, member)))
+                  for member in listed)]
     for each in happened:
         state, decisions = step(state, each, 1000.0)
         decided += decisions
     return state, listed, decided
 
 
-def _cut(asked: Asked, member: st.Member) -> Message:
+def _cut(asked: Asked, member: st.Member) -> ShardsReport | None:
     """What a process reports of its shards at the start."""
-    held = dict.fromkeys(map(str, asked.shards(Process.parse(member.worker).worker)), -1)
-    return {"shards": {"of": len(asked.microbatches), "copies": asked.copies, "held": held}} if asked.copies else {}
+    held = dict.fromkeys(asked.shards(Process.parse(member.worker).worker), -1)
+    return ShardsReport(len(asked.microbatches), asked.copies, held) if asked.copies else None
 
 
 class Coordinator:
@@ -94,7 +99,7 @@ class Coordinator:
 
     def __init__(self, asked: Asked, members: Mapping[str, str], tell: Callable[[str, Message], None],
                  parts: int = 1,
-                 tells: Callable[[Sequence[Message]], Sequence[Message]] = lambda reports: reports) -> None:
+                 tells: Callable[[Sequence[Report]], Sequence[Report]] = lambda reports: reports) -> None:
         self._asked, self._tell, self._tells = asked, tell, tells
         self.events: list[Message] = []
         self.ended: do.End | None = None
@@ -122,7 +127,7 @@ class Coordinator:
         member = next(member for member in self._members if member.worker == name)
         self._feed(inputs.Exited(member.rank, member.pid, -9, self._now))
 
-    def reported(self, name: str, generation: int, report: Message) -> None:
+    def reported(self, name: str, generation: int, report: Report) -> None:
         """A process says where it stands. Reports are taken in once all have come."""
         if generation != self.generation:
             return
@@ -144,9 +149,9 @@ class Coordinator:
         else:
             self._feed(inputs.Redone(order.generation, self._redo(order)))
 
-    def _redo(self, order: do.MakeRedo) -> Message | None:
+    def _redo(self, order: do.MakeRedo) -> PlanFile | None:
         """As `control.planning.Planning.redo`."""
-        whole = Plan.from_json(dict(order.plan))
+        whole = Plan.from_file(order.plan)
         done = {Worker.parse(name): [*map(Action.parse, listed)] for name, listed in order.done.items()}
         rest = redo(whole, done, order.closed)
         if rest is None:
@@ -156,7 +161,7 @@ class Coordinator:
         if rest.makespan > whole.makespan and not order.closed:
             self.longer += 1
             return None
-        return rest.to_json()
+        return rest.to_file()
 
     def _feed(self, happened: Any) -> None:
         self._now += 0.01
@@ -166,7 +171,7 @@ class Coordinator:
     def _carry_out(self, decisions: Sequence[do.Decision]) -> None:
         for decision in decisions:
             if isinstance(decision, do.Tell):
-                if decision.message["type"] == "go":
+                if decision.message.type == "go":
                     self.goes.append(decision.message)
                 for to in decision.to:
                     self._tell(to, decision.message)

@@ -4,8 +4,8 @@ masters and moments, and one for the part of the parameters that follows from it
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
+from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.membership.shards import ShardTable
 from tests.redo_model import values
 
@@ -68,7 +68,6 @@ class Cut:
         self.owed = tuple(table.moves)
         self.had = table.had if self.owed else None
 
-    def told(self, holds: int, copies: int) -> dict[str, Any]:
+    def told(self, holds: int, copies: int) -> ShardsReport:
         """For a report."""
-        return {"shards": {"of": len(self.pieces), "copies": copies,
-                           "held": {str(shard): holds for shard in self.state}}}
+        return ShardsReport(len(self.pieces), copies, dict.fromkeys(self.state, holds))

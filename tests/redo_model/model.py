@@ -15,8 +15,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from msgspec import structs
+
 from megatron_recycle.membership import Process as Name
+from megatron_recycle.membership.report import Report
 from megatron_recycle.plan import Action, Plan, Problem, Worker
+from megatron_recycle.plan.plan_file import PlanFile
 from tests.redo_model import values
 from tests.redo_model.coordinator import Asked, Coordinator, problem_of
 from tests.redo_model.process import PASS, Life, Process, Rules, Violation
@@ -128,7 +132,7 @@ class Job:
         self._known: dict[Any, Any] = {}
         self._latest: Wires | None = None
         self._mail: dict[str, list[Mapping[str, Any]]] = {}
-        self._reports: list[tuple[str, int, Mapping[str, Any]]] = []
+        self._reports: list[tuple[str, int, Report]] = []
         self._exits: list[str] = []
         self._kills = list(case.kills)
         self._ran: dict[tuple[int, tuple[str, int, int, int]], set[str]] = {}
@@ -160,13 +164,13 @@ class Job:
         mine = [name for name in names if Name.parse(name).worker.stage == stage]
         return set(mine if how < 3 else mine[1:])
 
-    def _of_parts(self, reports: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    def _of_parts(self, reports: Sequence[Report]) -> Sequence[Report]:
         """The reports of a worker's parts, as the coordinator hears them; with a rule left out not as they are."""
-        kept = [report["kept"] for report in reports]
+        kept = [report.kept for report in reports]
         if not self.rules.parts_alike:
-            return [{**report, "kept": kept[0]} for report in reports]
+            return [structs.replace(report, kept=kept[0]) for report in reports]
         if not self.rules.parts_level and any(each != kept[0] for each in kept):
-            return [{**report, "kept": []} for report in reports]
+            return [structs.replace(report, kept=()) for report in reports]
         return reports
 
     # ---- what processes ask
@@ -182,10 +186,10 @@ class Job:
             found = self._latest = self._wires[generation, renewal] = Wires(members)
         return found
 
-    def plan(self, told: Mapping[str, Any]) -> Plan:
-        found = self._plans.get(told["digest"])
+    def plan(self, told: PlanFile) -> Plan:
+        found = self._plans.get(told.digest)
         if found is None:
-            found = self._plans[told["digest"]] = Plan.from_json(dict(told))
+            found = self._plans[told.digest] = Plan.from_file(told)
         return found
 
     def of_plan(self, function: Callable[[Plan, Worker], Any], plan: Plan, worker: Worker) -> Any:
@@ -206,8 +210,8 @@ class Job:
         lends = self.lent and self.rules.lent_closing and stage == 0
         return sorted({*self.closes_with(stage), *((1,) if lends else ())})
 
-    def report(self, process: Process, generation: int, report: Mapping[str, Any]) -> None:
-        self._reports.append((process.name, generation, json.loads(json.dumps(report))))
+    def report(self, process: Process, generation: int, report: Report) -> None:
+        self._reports.append((process.name, generation, Report.from_json(json.loads(json.dumps(report.to_json())))))
 
     @property
     def all_finished(self) -> bool:
@@ -250,13 +254,13 @@ class Job:
         return found
 
     def loss(self, iteration: int, given: Mapping[str, Mapping[tuple[int, int], int]]) -> int:
-        """The loss of these micro-batches."""
+        """The loss of these micro-batches; a number that travels as a float without losing bits."""
         found: dict[tuple[int, int], int] = {}
         for losses in given.values():
             if found.keys() & losses.keys():
                 raise Violation(f"the loss of iteration {iteration} has some micro-batch twice")
             found.update(losses)
-        return hash(frozenset(found.items()))
+        return hash(frozenset(found.items())) % (1 << 50)
 
     def committed(self, process: Process, iteration: int) -> None:
         """A step is final."""
@@ -292,7 +296,7 @@ class Job:
             self._step()
         self._check()
         events = Counter(str(event["event"]) for event in self.coordinator.events)
-        taken_up = {go["carried"]["iteration"] for go in self.coordinator.goes if go["carried"]}
+        taken_up = {go.carried.iteration for go in self.coordinator.goes if go.carried}
         return Outcome(self._steps, events, taken_up, self.coordinator.longer, self._twice)
 
     def _step(self) -> None:
@@ -401,8 +405,8 @@ class Job:
                 for shard in self.processes[name].shards}
         return len(left) < self.problem.grid.stages * self.problem.grid.pipelines
 
-    def _post(self, name: str, message: Mapping[str, Any]) -> None:
-        if message["type"] in ("stop", "go"):
+    def _post(self, name: str, message: Any) -> None:
+        if message.type in ("stop", "go"):
             self._mail.setdefault(name, []).append(message)
 
     def _read(self, name: str) -> None:
@@ -412,11 +416,11 @@ class Job:
         if name not in self._lives:
             return
         process = self.processes[name]
-        if message["type"] == "stop":
-            process.stop = message["generation"]
+        if message.type == "stop":
+            process.stop = message.generation
         else:
-            process.stop = max(process.stop, message["generation"])
-            process.go = dict(message)
+            process.stop = max(process.stop, message.generation)
+            process.go = message
 
     def _follow(self) -> None:
         """What the coordinator has decided."""

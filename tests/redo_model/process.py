@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_recycle.membership import Process as Name
 from megatron_recycle.membership import Resume, Standing, StepMode, Verdict
+from megatron_recycle.membership.protocol import Carry, Go
+from megatron_recycle.membership.report import ClosedReport, KeptReport, Report
 from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.plan import (
     Action,
@@ -161,7 +163,7 @@ class Generation:
     wires: Wires
     members: tuple[str, ...]
     plan: Plan
-    carried: Mapping[str, Any] | None
+    carried: Carry | None
     rest: Plan | None
     closed: tuple[int, ...]
     table: ShardTable | None = None
@@ -171,7 +173,7 @@ class Generation:
         return self.rest if self.rest is not None and self.carries(iteration) else self.plan
 
     def carries(self, iteration: int) -> bool:
-        return self.carried is not None and self.carried["iteration"] == iteration
+        return self.carried is not None and self.carried.iteration == iteration
 
     def stage(self, *stages: int) -> list[str]:
         """The members of these stages."""
@@ -194,7 +196,8 @@ class Process:
         self.left = -1
         self.losses: list[int] = []
         self.finished = False
-        self.stop, self.go = 0, dict[str, Any]()
+        self.stop = 0
+        self.go: Go | None = None
         self._exact = self.rounded = values.first(self.me.stage)
         asked = job.shape.asked
         self.cut = Cut(self.me.stage, len(asked.microbatches), asked.shards(self.me)) if asked.copies else None
@@ -355,7 +358,7 @@ class Process:
         if counted != (0 if kept is None else len(kept.done)):
             raise Violation(f"{self.name} goes on after {counted} actions, and has kept {kept}")
         self._lend(plan, iteration, self.exact)
-        chain = generation.carried["chain"] if generation.carries(iteration) else standing.attempt
+        chain = generation.carried.chain if generation.carries(iteration) else standing.attempt
         computed, self.log = Computed(), {}
         if kept is not None:
             standing.take_up(kept.done)
@@ -589,7 +592,7 @@ class Process:
     def _wait_loss(self, iteration: int) -> Generator[Pause, None, int]:
         """The loss, or that which some script knows."""
         carried = self._now.carried
-        known = carried["loss"] if carried is not None and self._now.carries(iteration) else None
+        known = carried.loss if carried is not None and self._now.carries(iteration) else None
         together = self._losses(iteration)
         if known is not None and self.job.rules.told_loss:
             return int(known[0])
@@ -848,17 +851,20 @@ class Process:
             number = self.stop
             yield Pause("retired")
             self.job.report(self, number, self._report())
-            yield Pause("go", lambda number=number: self.go.get("generation") == number or self.stop > number)
-            if self.go.get("generation") != number:
+            yield Pause("go", lambda number=number: self._goes(number) or self.stop > number)
+            if self.go is None or not self._goes(number):
                 continue
             try:
                 yield from self._rebuild(self.go)
-                yield from self._reconcile(Resume.from_json(self.go["resume"]))
-                self.standing.go_on(Resume.from_json(self.go["resume"]))
+                yield from self._reconcile(self.go.resume)
+                self.standing.go_on(self.go.resume)
                 yield Pause("resumed")
                 return
             except Over:
                 continue
+
+    def _goes(self, number: int) -> bool:
+        return self.go is not None and self.go.generation == number
 
     def _retire(self) -> None:
         commit, self._pending = self._pending, None
@@ -875,34 +881,29 @@ class Process:
         found = self.standing.verdict
         return found is not None and found.refutes(self._right(found))
 
-    def _report(self) -> dict[str, Any]:
-        standing, held = self.standing, self.held
-        kept = [{"iteration": each.iteration, "chain": each.chain, "actions": [str(action) for action in each.done],
-                 "provisional": standing.committed < each.iteration - 1,
-                 "microbatches": max(self.job.problem.grid.microbatches), "block": 0} for each in self.kept.values()]
-        told: dict[str, Any] = {**standing.report(), "kept": kept}
-        if self.cut is not None:
-            told |= self.cut.told(standing.holds, self.job.shape.asked.copies)
+    def _report(self) -> Report:
+        standing, held, closed = self.standing, self.held, None
+        kept = tuple(KeptReport(each.iteration, each.chain, tuple(map(str, each.done)),
+                                standing.committed < each.iteration - 1,
+                                max(self.job.problem.grid.microbatches), 0) for each in self.kept.values())
+        shards = None if self.cut is None else self.cut.told(standing.holds, self.job.shape.asked.copies)
         if held is not None and standing.closed == held.iteration and self.job.rules.stays:
-            told["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": 0.0,
-                              "stages": self.job.closed_where(self.me.stage)}
-        return told
+            closed = ClosedReport(held.iteration, held.loss, 0.0, tuple(self.job.closed_where(self.me.stage)))
+        return standing.report(kept=kept, closed=closed, shards=shards)
 
-    def _rebuild(self, go: Mapping[str, Any]) -> Life:
-        standing, carried, resume = self.standing, go["carried"], go["resume"]
-        standing.join(go["generation"])
-        members = tuple(go["members"])
-        plan = self.job.plan(go["plan"])
-        wires = self.job.wires(go["generation"], 0, members)
-        rest = self.job.plan(carried["plan"]) if carried else None
+    def _rebuild(self, go: Go) -> Life:
+        standing, carried, resume = self.standing, go.carried, go.resume
+        standing.join(go.generation)
+        members = tuple(go.members)
+        plan = self.job.plan(go.plan)
+        wires = self.job.wires(go.generation, 0, members)
+        rest = self.job.plan(carried.plan) if carried else None
         mine = carried is not None and bool(rest is not None and rest.done.get(self.me))
         for each in [each for each in self.kept
-                     if each > resume["target"] and not (mine and each == carried["iteration"])]:
+                     if each > resume.target and not (mine and each == carried.iteration)]:
             del self.kept[each]
-        tables = [ShardTable.from_json(each) for each in resume["shards"]]
-        table = next((each for each in tables if each.stage == self.me.stage), None)
-        self._generation = Generation(
-            go["generation"], wires, members, plan, carried, rest, tuple(resume["closed"]), table)
+        table = next((each for each in resume.shards if each.stage == self.me.stage), None)
+        self._generation = Generation(go.generation, wires, members, plan, carried, rest, resume.closed, table)
         yield from self._all("connect", "connect", None)
 
     def _reconcile(self, resume: Resume) -> Life:
@@ -934,7 +935,7 @@ class Process:
             yield from self._all("anew", ("anew", target), None)
             self._settle(self._verdict(target))
         carried = self._now.carried
-        if carried is not None and carried["provisional"] and self._refuted and self.job.rules.void:
+        if carried is not None and carried.provisional and self._refuted and self.job.rules.void:
             self.kept.clear()
             self._generation = replace(self._now, carried=None)
         if self.cut is not None:

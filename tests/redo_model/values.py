@@ -141,7 +141,7 @@ def reference(problem: Problem, iterations: int, wrong: frozenset[int], lent: fr
         if tied_stages:
             tie = stepped(tie, tied(tuple(gradients[stage] for stage in tied_stages)), coefficient)
         found.sums.append(sums)
-        found.losses.append(hash(frozenset(losses)))
+        found.losses.append(hash(frozenset(losses)) % (1 << 50))
         found.parameters.append(list(now))
         found.pieces.append(pieces)
         found.ties.append(tie)

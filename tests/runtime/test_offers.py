@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_recycle.membership.promises import Offer, Promises
+from megatron_recycle.membership.promises import Promises
+from megatron_recycle.membership.protocol import Offer
 from megatron_recycle.plan import Costs, Grid, Problem
 from megatron_recycle.planner import quick
 from tests.membership.paper import GUESS, Paper, verdict
@@ -15,8 +16,8 @@ def test_a_plan_is_taken_two_iterations_after_the_promise_and_once():
     plan = quick(Problem(Grid(2, (2, 2)), Costs.parse("1,1,1", 2)))
     promises = Promises(1)
     assert promises.promise(4, None) == 0
-    assert promises.promise(4, Offer(2, 3, plan.to_json())) == 0, "of another generation"
-    offer = Offer(1, 3, plan.to_json())
+    assert promises.promise(4, Offer(2, 3, plan.to_file())) == 0, "of another generation"
+    offer = Offer(1, 3, plan.to_file())
     assert promises.promise(5, offer) == 3
     assert promises.plan_from(9) is None, "nobody has said that all have promised"
     promises.agreed(5)
@@ -77,7 +78,7 @@ class Training:
         if what == "offer":
             self.number, self.plan = self.number + 1, (self.plan + 1) % len(PLANS)
         elif what == "hear" and self.number:
-            member.offer = Offer(self.generation, self.number, PLANS[self.plan].to_json())
+            member.offer = Offer(self.generation, self.number, PLANS[self.plan].to_file())
         elif what == "wrong":
             self.wrong.add(standing.stepped + 1)
         elif what == "begin" and standing.may_begin and same_handles:

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.control import Ended
+from megatron_recycle.control import End
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.membership import Process, Standing
 from megatron_recycle.membership.standing import Epoch
@@ -29,7 +29,7 @@ from megatron_recycle.runtime.recovery import await_stop, connect_limit
 from megatron_recycle.runtime.worker import StageWorker
 
 
-def worker(ended: Ended | None) -> Any:
+def worker(ended: End | None) -> Any:
     """In generation 2, the last that was announced."""
     agent = SimpleNamespace(stop_generation=2, ended=ended, out_of_reach=False, hint=lambda generation, error: None)
     return SimpleNamespace(
@@ -42,7 +42,7 @@ STANDING = Standing(Process(Worker(0, 0)), epoch=Epoch(2))
 
 def test_a_worker_that_waits_for_a_dead_one_to_connect_learns_that_the_job_has_ended():
     """The last copy of a stage that dies while the others rebuild: no generation follows, only the end."""
-    over = worker(Ended(1, "stage 1 has lost its last worker"))
+    over = worker(End(1, "stage 1 has lost its last worker"))
     with pytest.raises(GenerationOver) as aborted:
         meet(HashStore(), Worker(0, 0), [Worker(0, 0), Worker(0, 1)], lambda: over.interrupted(STANDING))
     with pytest.raises(JobEnded, match="stage 1 has lost its last worker"):

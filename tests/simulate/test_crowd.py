@@ -5,23 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
 from megatron_recycle.control.searches import Plans
+from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.state import State
+from megatron_recycle.plan import Grid
 from megatron_recycle.tools.simulate.members import Members
-from tests.membership.cluster import Cluster
+from tests.membership.cluster import PLAN, Cluster
 
-DESCRIPTION: dict[str, Any] = {"grid": {"stages": 2, "microbatches": [4] * 3}, "block": 2, "reduction": "exact"}
+DESCRIPTION = Job(grid=Grid(2, (4,) * 3), block=2, reduction="exact")
 
 
 def crowd(**other: Any) -> Members:
     positions = {f"{d}:{s}": "host" for d in range(3) for s in range(2)}
-    plans = Plans(lambda description, failed: {"source": "greedy", "digest": "sha256:0", "failed": sorted(failed),
-                                               "period": 9, "makespan": 12, "lower_bound": 9},
-                  None, lambda description, failed: moves_of(problem_of(description, failed), description))
-    return Members(positions, {**DESCRIPTION, **other}, plans)
+    plans = Plans(lambda job, failed: replace(PLAN, failed=sorted(failed)), None,
+                  lambda job, failed: moves_of(problem_of(job, failed), job))
+    return Members(positions, replace(DESCRIPTION, **other), plans)
 
 
 def shape(state: State) -> tuple[Any, ...]:
@@ -30,7 +32,7 @@ def shape(state: State) -> tuple[Any, ...]:
     assert resume is not None and state.go is not None
     return (state.phase, state.generation, sorted(state.members), dict(state.out), sorted(state.unproven),
             (resume.target, resume.next, resume.attempt), state.committed, dict(state.committed_by), state.behind,
-            sorted(state.resumed), state.since, state.go["plan"]["failed"])
+            sorted(state.resumed), state.since, state.go.plan.failed)
 
 
 def test_all_at_once_is_one_by_one():

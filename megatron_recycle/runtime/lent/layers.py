@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.membership.description import Lendable
 from megatron_recycle.runtime.lent.options import PLAIN, Options, put
 from megatron_recycle.runtime.lent.terms import HOME, Span
 
@@ -78,10 +79,8 @@ def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple
     return head, tail
 
 
-def offer(lending: Lending, most: int) -> dict[str, Any] | None:
-    """What the planner is told of a stage's layers: how many of the first (``head``) and of the last (``tail``) may be
-    lent, and of one of them the ``share`` of the stage's time and its ``bytes``; ``layers``: how many there are of
-    these; ``like``: as `Lending`'s. None: nothing may be lent."""
+def offer(lending: Lending, most: int) -> Lendable | None:
+    """What the planner is told of a stage's layers; None: nothing may be lent."""
     head, tail = (min(count, most) for count in lending.lendable)
     if not head and not tail:
         return None
@@ -91,8 +90,8 @@ def offer(lending: Lending, most: int) -> dict[str, Any] | None:
     like = [layer for layer in own if isinstance(layer, nn.Module) and type(layer) is type(lent[0])]
     # No matrices: layers are taken for alike.
     share = one / max(one, sum(map(_work, (*own, *lending.beside)))) if one else 1 / len(own)
-    return {"head": head, "tail": tail, "layers": len(like), "share": share,
-            "bytes": max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent), "like": lending.like}
+    return Lendable(head, tail, len(like), share,
+                    max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent), lending.like)
 
 
 def said(lending: Lending | None, most: int) -> str:
@@ -100,8 +99,8 @@ def said(lending: Lending | None, most: int) -> str:
     if lending is None:
         return "lends no layers: this framework's stages cannot run each other's yet"
     if offered := offer(lending, most):
-        return (f"can lend its first {offered['head']} and its last {offered['tail']} layers, "
-                f"{offered['bytes'] / 2**20:.1f} MiB each")
+        return (f"can lend its first {offered.head} and its last {offered.tail} layers, "
+                f"{offered.bytes / 2**20:.1f} MiB each")
     return f"lends no layers: {lending.why}"
 
 

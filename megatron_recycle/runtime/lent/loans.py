@@ -168,11 +168,11 @@ class Loans:
 
 def acceptable(offer: Offer | None, neighbours: Neighbourhood, agent: Agent, me: Worker) -> Offer | None:
     """The ``offer``, unless its plan lends layers that cannot be lent, or run here: the coordinator is told that."""
-    if offer is None or offer.plan is None or not offer.plan.get("crossings"):
+    if offer is None or offer.plan is None or not offer.plan.crossings:
         return offer
     if offer.number == neighbours.declined:
         return None
-    terms = terms_of(Plan.from_json(offer.plan))
+    terms = terms_of(Plan.from_file(offer.plan))
     for chunk, each in neighbours.of.items():
         before, behind = terms.borrowed(me, chunk)
         checks = [(chunk, terms.of_chunk(chunk), False), *((chunk - 1, (0, 0), True) for _ in range(bool(before))),

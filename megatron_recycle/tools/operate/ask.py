@@ -17,11 +17,19 @@ from typing import Any
 
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.tokens import given
-from megatron_recycle.control.wire import GUEST, Message, Session, WireError
+from megatron_recycle.control.wire import GUEST, Session
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import meeting
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.membership.messages import TO_OPERATOR, check
+from megatron_recycle.membership.protocol import (
+    TO_OPERATOR,
+    Facts,
+    Lives,
+    OperatorHello,
+    Order,
+    StacksOf,
+    WireError,
+)
 from megatron_recycle.tools.operate.runs import add_run, folder_of
 
 _LIMIT = 5.0
@@ -90,25 +98,30 @@ def ask(control: str, token: str, what: str, workers: Sequence[str] = (), host: 
         Unreachable: nobody of this job answers there.
         Refused: it says no.
     """
-    return next(_talk(control, token, _message(what, workers, host), limit))["facts"]
+    return _facts(_talk(control, token, _message(what, workers, host), limit))
 
 
 def ask_stacks(control: str, token: str, workers: Sequence[str], host: str, limit: float) -> dict[str, str | None]:
     """The stacks of these workers (of all, if none is named) by name; None for workers that do not answer within
     ``limit`` seconds. Raises as `ask` does."""
     talk = _talk(control, token, _message("stacks", workers, host), limit)
-    found: dict[str, str | None] = dict.fromkeys(next(talk)["facts"]["workers"])
+    found: dict[str, str | None] = dict.fromkeys(_facts(talk)["workers"])
     try:
         while None in found.values():
-            message = next(talk)
-            found[message["worker"]] = message["text"]
+            if isinstance(message := next(talk), StacksOf):
+                found[message.worker] = message.text
     except Unreachable:
         pass  # those that have said nothing stay without
     return found
 
 
-def _message(what: str, workers: Sequence[str], host: str) -> Message:
-    return {"type": "ask", "what": what, "workers": list(workers), "host": host, "by": _who()}
+def _message(what: str, workers: Sequence[str], host: str) -> Order:
+    return Order(what, tuple(workers), host, _who())
+
+
+def _facts(talk: Iterator[Facts | StacksOf]) -> dict[str, Any]:
+    first = next(talk)
+    return first.facts if isinstance(first, Facts) else {}
 
 
 def _who() -> str:
@@ -118,7 +131,7 @@ def _who() -> str:
         return f"somebody on {socket.gethostname()}"
 
 
-def _talk(control: str, token: str, message: Message, limit: float) -> Iterator[Message]:
+def _talk(control: str, token: str, message: Order, limit: float) -> Iterator[Facts | StacksOf]:
     """All answers, until ``limit`` seconds have passed. One of several addresses leads."""
     why = ""
     for host, port in targets(control):
@@ -129,7 +142,7 @@ def _talk(control: str, token: str, message: Message, limit: float) -> Iterator[
     raise Unreachable(f"the coordinator at {control} does not answer: {why}")
 
 
-def _talk_to(host: str, port: int, token: str, message: Message, limit: float) -> Iterator[Message]:
+def _talk_to(host: str, port: int, token: str, message: Order, limit: float) -> Iterator[Facts | StacksOf]:
     until = time.monotonic() + limit
     with socket.create_connection((host, port), limit) as connection:
         if connection.getsockname() == connection.getpeername():
@@ -140,14 +153,13 @@ def _talk_to(host: str, port: int, token: str, message: Message, limit: float) -
             if not (data := connection.recv(1 << 16)):
                 raise ConnectionResetError("it hangs up: is it another job's, or of an older version that cannot be "
                                            "asked?")
-            for told in session.feed(data):
-                check(told, TO_OPERATOR)
-                if told.get("refusal"):
-                    raise Refused(str(told["refusal"]))
-                if told["type"] != "lives":
+            for told in map(TO_OPERATOR.read, session.feed(data)):
+                if isinstance(told, Facts) and told.refusal:
+                    raise Refused(told.refusal)
+                if not isinstance(told, Lives):
                     yield told
             if session.open and not asked:
-                connection.sendall(session.seal({"type": "hello", "role": "operator"}) + session.seal(message))
+                connection.sendall(session.seal(OperatorHello("operator")) + session.seal(message))
                 asked = True
 
 

@@ -199,7 +199,7 @@ def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
 
 def _consequence(facts: Facts, stage: int) -> str:
     """The consequence of a lost stage."""
-    guard = ((facts.state.description if facts.state is not None else None) or {}).get("guard", "checkpoint")
+    guard = "checkpoint" if facts.state is None else facts.state.job.guard
     kept = (facts.seen.last_copy.get("kept_by") or {}).get(str(stage))
     if guard == "memory" and kept:
         return f"all go back to the copy that {kept} keeps (guard: memory)"

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_recycle.control import searches
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
+from megatron_recycle.membership.description import Job, Model
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.protocol import Offer, Start
+from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.state import Member, Phase, State
-
-Report = dict[str, Any]
+from megatron_recycle.plan.plan_file import PlanFile
 
 
 @dataclass
@@ -46,10 +49,10 @@ class Members:
         plan: the plan without these workers, as little of it as the machine looks at.
     """
 
-    def __init__(self, positions: Mapping[str, str], description: Mapping[str, Any], plans: Plans) -> None:
+    def __init__(self, positions: Mapping[str, str], job: Job, plans: Plans) -> None:
         self.state = State(size=len(positions))
         self.plans = plans
-        self.plan: Mapping[str, Any] = {}
+        self.plan = PlanFile()
         """The plan in use."""
         self.asked = Asked()
         self.generations = 0
@@ -58,7 +61,7 @@ class Members:
         self._lives: dict[str, int] = {}
         self._now = 0.0
         self._wanted: do.MakePlan | None = None
-        self._form(positions, description)
+        self._form(positions, job)
 
     @property
     def training(self) -> bool:
@@ -91,8 +94,7 @@ class Members:
         self._feed(inputs.Hello(member))
         if self.state.joiners.get(position) != member:
             return False  # another process waits for it
-        description = dict(self.state.description or {})
-        self._feed(inputs.Ready(member.incarnation, description, _report(committed)))
+        self._feed(inputs.Ready(member.incarnation, self.state.job.told(Model()), _report(committed)))
         return True
 
     def stand(self, now: float, committed: int) -> None:
@@ -116,7 +118,7 @@ class Members:
         order, self.asked.moves = self.asked.moves, None
         if order is None or order.generation != self.state.generation:
             return
-        answer = searches.find_moves(self.plans, self.state.description or {}, order)
+        answer = searches.find_moves(self.plans, self.state.job, order)
         if answer is not None:
             self._feed(answer)
 
@@ -127,17 +129,17 @@ class Members:
 
     # What members do
 
-    def _form(self, positions: Mapping[str, str], description: Mapping[str, Any]) -> None:
+    def _form(self, positions: Mapping[str, str], job: Job) -> None:
         members = [Member(name, rank, f"{name}/0", rank, host)
                    for rank, (name, host) in enumerate(positions.items())]
         *most, last = members
-        told, report = dict(description), {**_report(0), "attempt": 0}
+        told, report = job.told(Model()), replace(_report(0), attempt=0)
         # All but the last: as `forming.hello` and `forming.ready` note them.
         self.state = self.state.with_(
             known={member.incarnation: member for member in most},
             descriptions={member.worker: told for member in most}, reports={member.worker: report for member in most},
             learnt={str(member.rank): () for member in most},
-            samples={str(stage): f"0:{stage}" for stage in range(int(description["grid"]["stages"]))
+            samples={str(stage): f"0:{stage}" for stage in range(job.grid.stages)
                      if f"0:{stage}" != last.worker})
         self._feed(inputs.Hello(last))
         self._feed(inputs.Ready(last.incarnation, told, report))
@@ -156,13 +158,13 @@ class Members:
                 self._feed(inputs.Reported(self.state.members[waits[-1]].incarnation, generation, report))
             if self._wanted is not None and self._wanted.generation == self.state.generation:
                 order, self._wanted = self._wanted, None
-                answer = searches.make_plan(self.plans, self.state.description or {}, order)
-                self.plan = getattr(answer, "plan", {})
+                answer = searches.make_plan(self.plans, self.state.job, order)
+                self.plan = answer.plan if isinstance(answer, inputs.Planned) else PlanFile()
                 self._feed(answer)
             if self.state.generation != generation or not self.training:
                 break
             for name in [*self.state.unproven]:
-                self._feed(inputs.Holds(self.state.members[name].incarnation, generation, {}))
+                self._feed(inputs.Holds(self.state.members[name].incarnation, generation, inputs.Received()))
             *most, last = self.state.members
             self.state = self.state.with_(resumed=dict.fromkeys(most, self._now))
             self._feed(inputs.Resumed(self.state.members[last].incarnation, generation, self._now))
@@ -187,12 +189,12 @@ class Members:
         for one in decided:
             if isinstance(one, do.MakePlan):
                 self._wanted = one
-            elif isinstance(one, do.Tell) and one.message["type"] == "offer" and one.message["plan"] is None:
+            elif isinstance(one, do.Tell) and isinstance(one.message, Offer) and one.message.plan is None:
                 self.asked.switch = True
             elif isinstance(one, do.FindMoves):
                 self.asked.moves = one
-            elif isinstance(one, do.Command) and one.message["type"] == "start":
-                self.asked.starts.append((self._names[one.message["rank"]], int(one.message["beside"])))
+            elif isinstance(one, do.Command) and isinstance(one.message, Start):
+                self.asked.starts.append((self._names[one.message.rank], one.message.beside))
             elif isinstance(one, do.End):
                 self.asked.end = one
 
@@ -200,7 +202,6 @@ class Members:
 def _report(committed: int) -> Report:
     """Where a worker stands that has committed so many iterations; what it has done of the next one does not count."""
     last = committed - 1
-    return {"iteration": committed, "attempt": 1, "holds": last, "stepped": last, "committed": last, "verdict": None,
-            "actions": 0, "earlier": 0}
+    return Report(committed, 1, last, last, None, 0, last)
 
 

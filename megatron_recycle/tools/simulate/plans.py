@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megatron_recycle.control.lending import finer, with_lending
+from megatron_recycle.membership.description import Job as Described
+from megatron_recycle.membership.description import Lending
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import plan_for
 from megatron_recycle.planner.adjoin import adjoined
@@ -92,10 +94,10 @@ class Plans:
         its units are one of the job's. All layers are alike, on all stages; what one stage has more ``work`` than
         another is an embedding's or the loss's."""
         job, stages = self.job, self.job.stages
-        description = {"costs": job.costs.to_json(), "lending": {
-            "layers": [job.layers] * stages, "lend": [[most, most]] * (stages - 1), "bytes": [0] * stages,
-            "share": [min(work) / job.layers / own for own in work]}}
-        found, times = with_lending(problem, description, None), finer(description)
+        described = Described(grid=problem.grid, costs=job.costs.to_json(), lending=Lending(
+            ((most, most),) * (stages - 1), (job.layers,) * stages,
+            tuple(min(work) / job.layers / own for own in work), (0,) * stages))
+        found, times = with_lending(problem, described, None), finer(described)
         lag = round(times * most / job.layers * PARAMETERS * job.state_seconds / job.unit)
         return replace(found, costs=replace(found.costs, lent=(lag, lag))), times
 

@@ -22,10 +22,12 @@ from megatron_recycle.checkpoint_period import young_daly
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
 from megatron_recycle.control.searches import Plans as Callables
+from megatron_recycle.membership.description import Job as Described
 from megatron_recycle.membership.next_life import Shape, plan_life
 from megatron_recycle.membership.policies import left_out
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.policy import POLICIES
+from megatron_recycle.plan.plan_file import PlanFile
+from megatron_recycle.policy import POLICIES, PolicyName
 from megatron_recycle.tools.simulate.cluster import Change, Unit
 from megatron_recycle.tools.simulate.members import Members
 from megatron_recycle.tools.simulate.plans import Figures
@@ -94,7 +96,7 @@ class Recycling:
     """
 
     name: ClassVar[str] = "ours"
-    product: ClassVar[str] = "reroute"
+    product: ClassVar[PolicyName] = "reroute"
     moves: ClassVar[bool] = True
     anew: ClassVar[bool] = True
     same_batch: ClassVar[bool] = True
@@ -171,10 +173,9 @@ class Recycling:
             job.dealt(pipelines) if self.same_batch else (job.microbatches,) * pipelines)
         hosts = {str(worker): "" for worker in Grid(job.stages, (1,) * pipelines).workers()}
         hosts |= {str(worker): f"host{unit.host}" for unit, worker in self.slots.of.items()}
-        description: dict[str, Any] = {
-            "grid": {"stages": job.stages, "microbatches": list(self.dealt or (job.microbatches,) * pipelines)},
-            "costs": job.costs.to_json(), "cap": job.activations, "block": 0, "reduction": "fast", "max_restarts": 0,
-            "policy": self.product, "moves": self.moves}
+        description = Described(
+            grid=Grid(job.stages, tuple(self.dealt or (job.microbatches,) * pipelines)),
+            costs=job.costs.to_json(), cap=job.activations, reduction="fast", policy=self.product, moves=self.moves)
         self.members = Members(hosts, description, Callables(self._plan, None, self._moves))
         if empty := [name for name, host in hosts.items() if not host]:
             self.members.lose(empty, False, 0.0, 0)
@@ -324,10 +325,10 @@ class Recycling:
 
     # Plans
 
-    def _plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
-        figures = self._figures(str(description.get("policy")), sorted(map(Worker.parse, failed)))
-        return {"source": "simulated", "digest": " ".join(sorted(failed)), "period": figures.period,
-                "makespan": figures.makespan, "lower_bound": 0}
+    def _plan(self, described: Described, failed: frozenset[str]) -> PlanFile:
+        figures = self._figures(described.policy, sorted(map(Worker.parse, failed)))
+        return PlanFile(source="simulated", digest=" ".join(sorted(failed)), period=figures.period,
+                        makespan=figures.makespan, lower_bound=0)
 
     def _figures(self, policy: str, failed: list[Worker]) -> Figures:
         plans = self.setting.plans
@@ -337,15 +338,15 @@ class Recycling:
             return plans.rerouted((), self.dealt)  # the others run their own micro-batches only
         return plans.dropped(len({worker.pipeline for worker in failed}), self.dealt)
 
-    def _moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
-        return {} if POLICIES[self.product].avoids_hit else moves_of(problem_of(description, failed), description)
+    def _moves(self, described: Described, failed: frozenset[str]) -> dict[str, str]:
+        return {} if POLICIES[self.product].avoids_hit else moves_of(problem_of(described, failed), described)
 
     def _course(self) -> Course:
         assert self.members is not None
         plan, job = self.members.plan, self.setting.job
         dealt = self.dealt or (job.microbatches,) * self.pipelines
         idle = sum(dealt[pipeline] for pipeline in left_out(self.members.state))
-        return Course(plan["period"], plan["makespan"], (sum(dealt) - idle) * job.samples)
+        return Course(plan.period or 0.0, plan.makespan or 0.0, (sum(dealt) - idle) * job.samples)
 
     def _save_every(self) -> float:
         return self.stalls.save_every

@@ -1,0 +1,484 @@
+"""The messages of the coordinator, by receiver, and what a process says that changes no state (`inputs` has the rest).
+
+Each is a type: what comes in is read as one of those that may come on its connection (`Kinds`), or refused at the door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta, field
+
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.next_life import NextLife
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.worker_events import WorkerEvent
+from megatron_recycle.plan.plan_file import PlanFile
+from megatron_recycle.plan.value import Value
+
+MOST_BYTES = 128 * 1024 * 1024
+"""Of a message with a plan, unpacked: some 14 million actions."""
+_MOST = 1e18
+"""Seconds or bytes; nothing that is measured comes near."""
+Amount = Annotated[float, Meta(ge=0, lt=_MOST)]
+Moment = Annotated[float, Meta(ge=-_MOST, lt=_MOST)]
+Size = Annotated[int, Meta(ge=0, lt=int(_MOST))]
+MessageText = Annotated[str, Meta(pattern=r"^[FB]\d+\.\d+\Z")]
+Mark = tuple[int, int, str]
+"""The number of an ask, the number that answered it, and its key."""
+Kind = TypeVar("Kind")
+
+
+class WireError(ValueError):
+    """A frame or message that is malformed, too large, of another version, replayed, or made without the token."""
+
+
+class TooLarge(WireError):
+    """A message that cannot be sent, now or ever."""
+
+
+class Message(Value, frozen=True, tag_field="type"):
+    """One message; its type is named in its field ``type``."""
+
+    @property
+    def type(self) -> str:
+        """Its type's name on the wire."""
+        return str(self.__struct_config__.tag)
+
+
+class Kinds(Generic[Kind]):
+    """The messages that may come in on a connection: ``union`` of their types."""
+
+    def __init__(self, union: Any) -> None:
+        self._union = union
+
+    def read(self, data: Any) -> Kind:
+        """The message that JSON has brought. Raises WireError."""
+        try:
+            found: Kind = msgspec.convert(data, self._union, str_keys=True)
+        except (ValueError, RecursionError) as error:  # also text that is no Unicode
+            named = data.get("type") if isinstance(data, Mapping) else data
+            raise WireError(f"{named!r:.60}: {error}") from error
+        return found
+
+
+class Lives(Message, frozen=True, tag="lives"):
+    """The coordinator lives."""
+
+
+class End(Message, frozen=True, tag="end", omit_defaults=True):
+    """The job is over, or goes on without this process. To launchers: whether all scripts had ended well (`finished`),
+    and the next life of the job."""
+
+    status: int
+    message: str
+    finished: bool = False
+    next_life: NextLife | None = None
+
+
+class FirstHello(Message, frozen=True, tag="hello"):
+    """The first message of any connection, as far as all of them are alike."""
+
+    role: str
+
+
+# To workers
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    """Generations below `generation` are over; `role` is "member" for those that go on in it, else "outside".
+    `missing` positions have nobody."""
+
+    generation: int
+    role: str
+    missing: int
+
+
+class Carry(Value, frozen=True):
+    """What goes on where it stood of the iteration that is begun: by process how many of its actions are ``done``, the
+    plan that they are of, and its ``chain``, the attempt that began with the first of them.
+
+    Attributes:
+        provisional: whether some were done before the iteration ahead was committed there.
+        loss: the iteration's loss and weight, if some script has been given them already.
+    """
+
+    iteration: int
+    chain: int
+    plan: PlanFile
+    done: Mapping[str, int]
+    provisional: bool
+    loss: tuple[float, float] | None = None
+
+
+class Go(Message, frozen=True, tag="go"):
+    """The go of `generation`. `prefix` is the store prefix of its groups. With `closing` it does not train: the job
+    ends with these words, once its members have said `saved`.
+
+    Attributes:
+        tries: generations with the same members in a row before this one, without progress.
+        left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
+        keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
+        without: pipelines whose micro-batches are not run.
+        writers: the job ends without the stages ``missing``: these processes save what they hold, and nobody connects.
+    """
+
+    generation: int
+    attempt: int
+    members: Mapping[str, str]
+    plan: PlanFile
+    resume: Resume
+    prefix: str
+    tries: int = 0
+    closing: str | None = None
+    left_out: tuple[tuple[int, str], ...] = ()
+    keepers: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[int, ...] = ()
+    carried: Carry | None = None
+    writers: tuple[str, ...] = ()
+    missing: tuple[int, ...] = ()
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for
+    which all members wait at that boundary until the next generation is decided."""
+
+    generation: int
+    number: int
+    plan: PlanFile | None
+
+
+class Answer(Message, frozen=True, tag="answer"):
+    """To one that waits in its error: it goes on in the generation that it has just heard of."""
+
+    number: int
+
+
+class Noted(Message, frozen=True, tag="noted"):
+    """The checkpoint at ``place`` is one that the job may go back to."""
+
+    generation: int
+    place: str
+
+
+class Parcel(Message, frozen=True, tag="parcel"):
+    """There is a message of this digest; ``data`` has it if it is short (see `control.parcels`)."""
+
+    generation: int
+    digest: str
+    data: str
+
+
+class Part(Message, frozen=True, tag="part"):
+    """Part ``part`` of ``parts`` of a parcel; of none: it is not known, or not any more."""
+
+    digest: str
+    part: int
+    parts: int
+    data: str
+
+
+class There(Message, frozen=True, tag="there"):
+    """The parcel is in the host's memory."""
+
+    digest: str
+
+
+class AskedToLeave(Message, frozen=True, tag="leave"):
+    """The job's owner wants this worker to leave at the next boundary."""
+
+
+class AskedForStacks(Message, frozen=True, tag="stacks"):
+    """The job's owner wants to see where its threads stand."""
+
+    number: int
+
+
+ToWorker = (Stop | Go | Offer | Answer | Lives | Noted | End | Parcel | Part | There | AskedToLeave | AskedForStacks)
+TO_WORKER: Kinds[ToWorker] = Kinds(ToWorker)
+
+
+# To launchers
+
+
+class Begun(Message, frozen=True, tag="begun"):
+    """Training has begun: how often a process that has failed is started again, and a host may fail; and the seconds
+    that the whole job has to save and end once it is told to go (None: it goes at once)."""
+
+    max_restarts: int
+    leave_timeout: float | None
+    max_failures_per_host: int = 0
+
+
+class Terminate(Message, frozen=True, tag="terminate"):
+    """The job is asked to end by SIGTERM, and scripts handle that themselves: all workers get it, and have so long."""
+
+    seconds: float
+
+
+class Out(Message, frozen=True, tag="out"):
+    """A process was declared out: it is to end, and its launcher may start another one."""
+
+    rank: int
+    pid: int
+    kind: FailureKind
+    error: str
+
+
+class Joined(Message, frozen=True, tag="joined"):
+    """A process that came in takes part in the training: what happened to its rank before is forgotten."""
+
+    rank: int
+    pid: int
+
+
+class Start(Message, frozen=True, tag="start"):
+    """Start a process for this rank on the device of the mover, the process ``pid`` of rank ``beside``."""
+
+    rank: int
+    beside: int
+    pid: int
+    move: int
+
+
+class Drop(Message, frozen=True, tag="drop"):
+    """End the process that was started for this move."""
+
+    rank: int
+    move: int
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """An iteration was committed: services that have died before may die again."""
+
+
+class Speaks(Message, frozen=True, tag="speaks"):
+    """This process writes the job's log from now on; its own has ``offset`` bytes already."""
+
+    rank: int
+    pid: int
+    offset: int
+
+
+class EventTold(Message, frozen=True, tag="event"):
+    """An event, as events.jsonl has it."""
+
+    event: dict[str, Any]
+
+
+class Places(Message, frozen=True, tag="places"):
+    """The answer to a host that wants to join: ranks without a worker, the job's size, and the settings of its first
+    host; or a ``refusal``. ``again_s``: seconds after which it is worth asking again; 0: never."""
+
+    ranks: tuple[int, ...] = ()
+    size: int = 0
+    environ: Mapping[str, str] = field(default_factory=dict)
+    refusal: str = ""
+    again_s: float = 0.0
+
+
+Ordered = Begun | Terminate | Out | Joined | Start | Drop | Progress | Speaks
+"""Commands; see `commands`."""
+ToLauncher = Ordered | EventTold | Lives | Places | End
+TO_LAUNCHER: Kinds[ToLauncher] = Kinds(ToLauncher)
+
+
+# Of processes
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """A sign of life, and what the training thread is doing (`detectors.Doing`)."""
+
+    progress: Mapping[str, Any] | None = None
+
+
+class Said(Message, frozen=True, tag="event"):
+    """A worker's own event."""
+
+    said: WorkerEvent
+
+
+class Lags(Value, frozen=True):
+    """When messages of an iteration's attempt (``of``) left, and came."""
+
+    of: tuple[int, int]
+    sent: Mapping[MessageText, Moment]
+    came: Mapping[MessageText, Moment]
+
+
+class Profiled(Value, frozen=True):
+    """Bytes that a micro-batch holds, and that are kept besides; ``room``: bytes left for activations."""
+
+    held: Mapping[str, Size]
+    kept: Mapping[str, Size]
+    room: Size | None
+
+
+class Measured(Message, frozen=True, tag="measured"):
+    """Seconds by kind of work of each iteration; lags; bytes, if they were measured anew."""
+
+    iterations: tuple[Mapping[str, Amount], ...]
+    lags: tuple[Lags, ...]
+    memory: Profiled | None
+
+
+class SpeaksNow(Message, frozen=True, tag="speaks"):
+    """This process writes the job's log from now on; its own has ``offset`` bytes already."""
+
+    offset: int
+
+
+class Fetch(Message, frozen=True, tag="fetch"):
+    """A process wants a part of a parcel; ``memory``: what it has in common with others of its host."""
+
+    digest: str
+    part: int
+    memory: str
+
+
+class Fetched(Message, frozen=True, tag="fetched"):
+    """It has put the parcel there."""
+
+    digest: str
+    memory: str
+
+
+class Stacks(Message, frozen=True, tag="stacks"):
+    """Where the threads of a worker stand."""
+
+    number: int
+    text: str
+
+
+class LauncherHello(Message, frozen=True, tag="hello", omit_defaults=True):
+    """A launcher presents itself: its host, its ranks, and how many processes its host can start in the job's next
+    life. One that joins has none of these, and names the ranks that it starts."""
+
+    host: str
+    ranks: tuple[int, ...]
+    places: int
+    size: int | None = None
+    role: str = ""
+
+
+class Interrupt(Message, frozen=True, tag="interrupt", omit_defaults=True):
+    """Somebody ends the job; ``handled``: scripts handle the signal themselves."""
+
+    status: int
+    message: str
+    handled: bool = False
+
+
+class Explains(Message, frozen=True, tag="explains"):
+    """A host shows why a process has failed: the ``causes``, its ``gpu``, and the command that takes a broken node out
+    (``repair``)."""
+
+    rank: int
+    pid: int
+    causes: tuple[str, ...]
+    gpu: str
+    repair: str
+
+
+class Join(Message, frozen=True, tag="join"):
+    """A host wants places for so many processes."""
+
+    count: int
+
+
+# A process that is to join, before its script begins
+
+
+class NewcomerHello(Message, frozen=True, tag="hello", omit_defaults=True):
+    rank: int
+    role: str = ""
+
+
+class Learnt(Message, frozen=True, tag="learnt"):
+    """What the process of its rank was told at the start."""
+
+    record: tuple[dict[str, Any], ...]
+
+
+FromNewcomer = NewcomerHello | Heartbeat
+FROM_NEWCOMER: Kinds[FromNewcomer] = Kinds(FromNewcomer)
+TO_NEWCOMER: Kinds[Learnt] = Kinds(Learnt)
+
+
+# The job's store: one ask at a time (`control.shelf`)
+
+
+class StoreHello(Message, frozen=True, tag="hello", omit_defaults=True):
+    role: str = ""
+
+
+class Ask(Message, frozen=True, tag="ask"):
+    """Of the store: an operation on keys; ``once`` is the name of an ask that must not be carried out twice, and
+    ``stamps`` and ``marks`` are what a process tells a store that follows another one."""
+
+    op: str
+    keys: tuple[str, ...] = ()
+    values: tuple[str | None, ...] = ()
+    stamps: tuple[int, ...] = ()
+    number: int = 0
+    once: str = ""
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The name of the store that answers."""
+
+    shelf: str
+
+
+class Found(Message, frozen=True, tag="answer"):
+    """The store's answer."""
+
+    keys: tuple[str, ...] = ()
+    values: tuple[str | None, ...] = ()
+    number: int = 0
+    stamp: int = 0
+    marks: Mapping[str, Mark] = field(default_factory=dict)
+    error: str = ""
+
+
+FromStore = StoreHello | Ask
+FROM_STORE: Kinds[FromStore] = Kinds(FromStore)
+ToStore = Welcome | Found | Lives
+TO_STORE: Kinds[ToStore] = Kinds(ToStore)
+
+
+# The job's owner (`control.operators`)
+
+
+class OperatorHello(Message, frozen=True, tag="hello", omit_defaults=True):
+    role: str = ""
+
+
+class Order(Message, frozen=True, tag="ask"):
+    """A question or an order about these workers, or this host; of nobody: about all."""
+
+    what: str
+    workers: tuple[str, ...]
+    host: str
+    by: str
+
+
+class Facts(Message, frozen=True, tag="answer"):
+    """The answer, or a refusal."""
+
+    refusal: str
+    facts: dict[str, Any]
+
+
+class StacksOf(Message, frozen=True, tag="stacks"):
+    worker: str
+    text: str
+
+
+FromOperator = OperatorHello | Order
+FROM_OPERATOR: Kinds[FromOperator] = Kinds(FromOperator)
+ToOperator = Facts | StacksOf | Lives
+TO_OPERATOR: Kinds[ToOperator] = Kinds(ToOperator)

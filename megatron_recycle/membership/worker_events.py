@@ -1,0 +1,64 @@
+"""The events that a worker may say; none has the name of one that the coordinator decides on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_recycle.plan.value import Value
+
+
+class Corrupt(Value, frozen=True, tag_field="event", tag="corrupt", forbid_unknown_fields=True, omit_defaults=True):
+    """Digests of peers differ."""
+
+    iteration: int
+    digests: Mapping[str, int | str]
+    shard: int | None = None
+
+
+class Guarded(Value, frozen=True, tag_field="event", tag="guarded", forbid_unknown_fields=True):
+    """A worker has copied its state, and that of other stages."""
+
+    iteration: int
+    stages: tuple[int, ...]
+    bytes: int
+    ms: float
+
+
+class Healed(Value, frozen=True, tag_field="event", tag="healed", forbid_unknown_fields=True, omit_defaults=True):
+    """A worker has its peers' state in place of a corrupt one."""
+
+    iteration: int
+    bytes: int
+    ms: float
+    shards: tuple[int, ...] = ()
+
+
+class Rebuilt(Value, frozen=True, tag_field="event", tag="rebuilt", forbid_unknown_fields=True):
+    """A worker has its connections."""
+
+    generation: int
+    ms: float
+
+
+class JoinRefused(Value, frozen=True, tag_field="event", tag="refuses_itself", forbid_unknown_fields=True):
+    """A process that wants to join finds that it cannot."""
+
+    reason: str
+
+
+class RolledBack(Value, frozen=True, tag_field="event", tag="rolled_back", forbid_unknown_fields=True):
+    """A worker has undone a step made on a guess."""
+
+    iteration: int
+    actions: int
+
+
+class SaveFailed(Value, frozen=True, tag_field="event", tag="save_failed", forbid_unknown_fields=True):
+    """A checkpoint could not be written."""
+
+    iteration: int
+    error: str
+    workers: int
+
+
+WorkerEvent = Corrupt | Guarded | Healed | Rebuilt | JoinRefused | RolledBack | SaveFailed
