@@ -11,9 +11,9 @@ HERE = Path(__file__).parent
 EXAMPLES = (
     "scripts/quickstart.py", "scripts/jobs.py", "scripts/gpt_deepspeed.py", "scripts/pretrain_gpt_megatron.py",
     "scripts/megatron_cpu.py", "scripts/slurm/deepspeed.sbatch", "scripts/slurm/megatron.sbatch",
-    "scripts/slurm/apart.sh",
+    "scripts/slurm/apart.sh", "docs/runbook.md",
 )
-"""What `megatron_recycle.tools.examples` finds in a checkout's scripts/, and in a wheel beside it."""
+"""What `megatron_recycle.tools` finds in a checkout's scripts/ and docs/, and in a wheel beside it."""
 
 
 class Build(build_py):
@@ -24,7 +24,7 @@ class Build(build_py):
         if self.editable_mode:
             return  # those of the checkout are found
         for name in EXAMPLES:
-            target = Path(self.build_lib, "megatron_recycle", "examples_data", Path(name).relative_to("scripts"))
+            target = Path(self.build_lib, "megatron_recycle", "examples_data", name.removeprefix("scripts/"))
             self.mkpath(str(target.parent))
             self.copy_file(str(HERE / name), str(target))
 

@@ -1,7 +1,8 @@
 """megatron-recycle: training that goes on, in the same processes, when workers fail.
 
 The public API is small: `enable()` switches the plugin on for a script, `add_arguments(parser)` adds a flag that does
-so, `RecycleConfig` holds the settings, `register_state()` has what a script keeps beside the model taken over.
+so, `RecycleConfig` holds the settings, `register_state()` has what a script keeps beside the model taken over,
+`status()` says how the job is, and `on_event()` has a function of the script's told what happens to it.
 `Factory` and `Observer` are types for `enable()`; errors are those of `megatron_recycle.errors`. Importing this
 package loads neither torch nor OR-Tools: each name imports its needs when it is used.
 """
@@ -16,12 +17,14 @@ from megatron_recycle.environment import Launched
 __version__ = "0.1.0"
 
 __all__ = [
-    "ConfigError", "DataError", "Factory", "JobEnded", "Observer", "RecycleConfig", "RecycleError", "SaveError",
-    "UnsupportedError", "VerificationError", "__version__", "add_arguments", "enable", "register_state",
+    "ConfigError", "DataError", "Factory", "JobEnded", "JobStatus", "Observer", "RecycleConfig", "RecycleError",
+    "SaveError", "UnsupportedError", "VerificationError", "__version__", "add_arguments", "enable", "on_event",
+    "register_state", "status",
 ]
 
 _ELSEWHERE = {
     "Factory": "megatron_recycle.runtime.compute.data",
+    "JobStatus": "megatron_recycle.job_status",
     "Observer": "megatron_recycle.runtime.phases",
     "RecycleConfig": "megatron_recycle.config",
     **dict.fromkeys(("ConfigError", "DataError", "JobEnded", "RecycleError", "SaveError", "UnsupportedError",
@@ -31,6 +34,7 @@ _ELSEWHERE = {
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Callable, Mapping
 
     from megatron_recycle.config import RecycleConfig as RecycleConfig
     from megatron_recycle.errors import ConfigError as ConfigError
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from megatron_recycle.errors import SaveError as SaveError
     from megatron_recycle.errors import UnsupportedError as UnsupportedError
     from megatron_recycle.errors import VerificationError as VerificationError
+    from megatron_recycle.job_status import JobStatus as JobStatus
     from megatron_recycle.runtime.compute.data import Factory as Factory
     from megatron_recycle.runtime.phases import Observer as Observer
 
@@ -116,6 +121,39 @@ def register_state(name: str, thing: Any) -> None:
     from megatron_recycle.runtime.registered import register
 
     register(name, thing)
+
+
+def status() -> JobStatus | None:
+    """How the job is now, as this process knows it: who is there, who is missing, what is committed.
+
+    It costs microseconds, needs no other process, and may be asked by any thread. After a failure another rank may give
+    another answer at the same iteration: agree (by an all-reduce, say) on what all ranks do alike, such as leaving an
+    evaluation out.
+
+    Returns:
+        None without the plugin, and before the framework's engine is built.
+    """
+    from megatron_recycle.job_status import HERE
+
+    return HERE.status()
+
+
+def on_event(callback: Callable[[Mapping[str, Any]], None]) -> None:
+    """Have ``callback`` told, in this process, what has happened to the job. Call it at any time; each call adds one.
+
+    It is called in the thread that trains, at the end of the call to the engine in which it happened
+    (`train_batch()`, `train_step()`), with a dict: ``event`` is "lost", "joined", "resumed", "last_copy", "whole" or
+    "ended"; ``t`` the Unix time in seconds at which it is told; ``generation``, ``iteration``, ``live`` and ``of``
+    (numbers of workers), ``workers`` (list of "d:s"), with "last_copy" ``stages``; "ended" has ``status`` and
+    ``message`` instead. All live processes are told, one that joins first of who is missing; `status().speaks` is
+    true on one worker. It must not wait for other ranks. What it raises is logged, and training goes on.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    from megatron_recycle.job_status import HERE
+
+    HERE.add(callback)
 
 
 def __getattr__(name: str) -> Any:

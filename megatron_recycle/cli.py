@@ -22,8 +22,9 @@ from megatron_recycle.usage import USAGE_ERROR, Parser, hint
 COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
     "status": ("megatron_recycle.tools.operate.status", "how a job is, what would end it next, and what repairs it"),
-    "watch": ("megatron_recycle.tools.operate.watch", "alarms and metrics of a job, for those who look after it"),
+    "watch": ("megatron_recycle.tools.operate.watch", "alarms, metrics and a page of a job"),
     "logs": ("megatron_recycle.tools.operate.logs", "the logs of all or some workers, also while they grow"),
+    "runbook": ("megatron_recycle.tools.runbook", "what to do about a warning, or the end of a job"),
     "report": ("megatron_recycle.tools.operate.report", "what the failures of a job have cost, in GPU hours"),
     "stacks": ("megatron_recycle.tools.operate.stacks", "where the threads of live workers stand"),
     "stop": ("megatron_recycle.tools.operate.stop", "end a running job, after a last checkpoint if wanted"),
@@ -35,7 +36,7 @@ COMMANDS = {
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
     "simulate": ("megatron_recycle.tools.simulate.command", "what a job would have done through a failure trace"),
     "profile": ("megatron_recycle.tools.profile", "where the time of a run's iterations goes, worker by worker"),
-    "timeline": ("megatron_recycle.tools.timeline", "draw a plan file as a picture"),
+    "timeline": ("megatron_recycle.tools.timeline", "draw a plan file, or an iteration of a job beside its plan"),
     "chaos": ("megatron_recycle.tools.chaos.command", "hurt a running job on purpose, to see that it survives"),
     "slurm": ("megatron_recycle.tools.heal", "print a batch script; start hosts in place of lost ones"),
     "doctor": ("megatron_recycle.tools.doctor", "check versions, threads, devices and determinism"),
@@ -47,6 +48,7 @@ EXAMPLES = {
     "status": "recycle status runs/slurm-4711 --watch",
     "watch": "recycle watch runs/slurm-4711 --on-event ./page-me.sh",
     "logs": "recycle logs 1:2 --run runs/slurm-4711 --since 10m -f",
+    "runbook": "recycle runbook last-copy",
     "report": "recycle report runs/slurm-4711 > report.md",
     "stacks": "recycle stacks 1:2 --run runs/slurm-4711",
     "stop": "recycle stop runs/slurm-4711 --checkpoint",
@@ -76,7 +78,7 @@ STATUSES = {
 """Exit statuses of all subcommands, and of workers."""
 
 _INSTALLS = {"rich": "rich", "matplotlib": "matplotlib", "torch": "torch", "numpy": "numpy", "packaging": "packaging",
-             "prometheus_client": "prometheus-client",
+             "prometheus_client": "prometheus-client", "aiohttp": "aiohttp",
              "deepspeed": "'deepspeed>=0.19.6,<0.20'", "megatron": "'megatron-core>=0.16,<0.20'"}
 """A package that a command imports -> what pip takes for it."""
 

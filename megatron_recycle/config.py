@@ -33,6 +33,8 @@ from megatron_recycle.policy import POLICIES, PolicyName
 
 __all__ = ["SECTION", "Option", "RecycleConfig", "add_arguments", "docs_table", "flag", "options", "variable"]
 
+GROUP = "megatron-recycle"
+"""Title of the settings' group in a script's `--help`."""
 _COSTS = re.compile(r"TRIPLE(;TRIPLE)*".replace("TRIPLE", r" *\d+ *, *\d+ *, *\d+ *"))
 
 
@@ -55,8 +57,7 @@ class RecycleConfig:
     enabled: bool = _option(True, "whether the plugin takes part; false leaves the stock engine as it is")
     reduction: Literal["fast", "exact"] = _option(
         "fast",
-        "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums, and each "
-        "iteration is committed when the script gets its loss",
+        "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums",
     )
     block: int | None = _option(
         None,
@@ -65,8 +66,8 @@ class RecycleConfig:
     )
     step: Literal["staggered", "barrier"] = _option(
         "staggered",
-        "staggered: each stage steps when its own gradient is complete, and with reduction fast begins the next "
-        "iteration then; barrier: when all of them are, which is Megatron's default",
+        "staggered: each stage steps when its own gradient is complete, and begins the next iteration then; barrier: "
+        "when all of them are, which is Megatron's default",
     )
     split_backward: bool = _option(
         True, "whether weight gradients of linear layers are computed later, in bubbles; false: with the input's"
@@ -178,6 +179,12 @@ class RecycleConfig:
         least=0,
     )
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again", least=0)
+    max_failures_per_host: int = _option(
+        0,
+        "after so many failures of its workers a host gets no more places: none of its workers is started again, and "
+        "it may not join; workers of it that fail at the same time count as one; 0: no limit",
+        least=0,
+    )
     moves: bool = _option(
         False,
         "whether a healthy worker takes an empty position of a stage that has lost much more than its own; until it "
@@ -323,12 +330,6 @@ class RecycleConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
 
-    @property
-    def settles(self) -> bool:
-        """Whether an iteration is committed when the script gets its result: the script may then change whatever the
-        iteration was computed with."""
-        return self.reduction == "exact"
-
     def _check_leaving_out(self) -> None:
         """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss
         is another one than the script was told."""
@@ -394,7 +395,7 @@ def add_arguments(
             if when_given is not None:
                 when_given(namespace)
 
-    group = parser.add_argument_group("megatron-recycle", "keep training when workers fail")
+    group = parser.add_argument_group(GROUP, "keep training when workers fail")
     group.add_argument(
         "--recycle",
         action=Switch,
@@ -409,7 +410,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "On and off": ("enabled",),
     "Results": ("reduction", "block", "step", "split_backward", "clip_norm", "seed", "check_forward", "verify",
                 "verify_every"),
-    "What a failure leads to": ("policy", "keep_messages", "poison", "max_restarts", "moves", "move_cost", "horizon",
+    "What a failure leads to": ("policy", "keep_messages", "poison", "max_restarts",
+                                "max_failures_per_host", "moves", "move_cost", "horizon",
                                 "lend", "lend_layers", "slow_factor_out"),
     "A stage's last copy": ("guard", "guard_interval", "state_copies"),
     "Checkpoints and the end of a job": ("emergency_checkpoint", "on_leave", "leave_timeout", "on_failed_save", "mtbf"),

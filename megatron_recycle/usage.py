@@ -34,9 +34,20 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
         behind: the name in the namespace of what stands behind ``--``, which is not parsed; None: argparse's own way.
+        folded: title of a group that `--help` leaves out; its options are taken all the same.
     """
 
     behind: str | None = None
+    folded: str | None = None
+
+    def format_help(self) -> str:
+        """As argparse's, without the group that is `folded`."""
+        groups = self._action_groups
+        self._action_groups = [group for group in groups if self.folded is None or group.title != self.folded]
+        try:
+            return super().format_help()
+        finally:
+            self._action_groups = groups
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """As argparse's, but for what is `behind`."""

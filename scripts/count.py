@@ -60,7 +60,8 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "core": ("plan", "planner", "measure", "membership", "control", "runtime"),
     "backends": ("backends",),
     "launcher": ("launch", "__main__", "streams"),
-    "settings, records": ("", "config", "environment", "errors", "nccl_settings", "observe", "option", "policy"),
+    "settings, records": ("", "config", "environment", "errors", "job_status", "nccl_settings", "observe", "option",
+                          "policy"),
     "tools": ("tools", "cli", "planner.command", "usage"),
 }
 """All else. Of several names that contain a module the longest one counts."""

@@ -93,11 +93,13 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    recompute: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if args.recompute is not None:
-        recompute["recompute_granularity"] = args.recompute
+        more["recompute_granularity"] = args.recompute
         if args.recompute == "full":
-            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+            more |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    if args.fp8 is not None:
+        more |= {"fp8": "hybrid", "fp8_recipe": args.fp8}
     config = TransformerConfig(
         num_layers=args.blocks, hidden_size=args.width, num_attention_heads=args.heads,
         use_cpu_initialization=True, tensor_model_parallel_size=args.tensor,
@@ -108,7 +110,7 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
         gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         persist_layer_norm=False, deallocate_pipeline_outputs=True,
         overlap_p2p_comm=args.interleave is not None, batch_p2p_comm=args.interleave is None,  # as Megatron-LM does
-        **recompute)
+        **more)
     layers = (
         specifications.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
         if args.transformer_engine else
@@ -319,6 +321,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--loss-scale", type=float, help="of --fp16 or --bf16: a constant one")
     parser.add_argument("--grad-reduce-in-bf16", action="store_true", help="sum gradients in 16 bits")
     parser.add_argument("--transformer-engine", action="store_true", help="its layers instead of core's own")
+    parser.add_argument("--fp8", choices=("tensorwise", "blockwise", "mxfp8", "delayed"),
+                        help="with --transformer-engine: the recipe of products in 8 bits")
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--per-token-loss", action="store_true")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")

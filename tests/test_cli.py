@@ -26,6 +26,16 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
+def test_the_doctors_help_fits_on_a_screen_and_takes_settings_all_the_same(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--help"])
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) < 30 and "every setting of a job is a flag, too" in out and "example: " in out
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--recycle-reductoin", "exact"])
+    assert "did you mean --recycle-reduction?" in capsys.readouterr().err
+
+
 def test_a_subcommand_gets_its_arguments_and_its_result_is_the_exit_status(command: ModuleType):
     assert cli.main(["try"]) == 0
     assert cli.main(["try", "--value", "3"]) == 3

@@ -28,7 +28,9 @@ LEAVES: dict[str, frozenset[str]] = {
     "option": frozenset({"errors", "environment"}),
     "policy": frozenset(),
     "config": frozenset({"errors", "option", "policy"}),
-    "observe.log": frozenset(),
+    "observe.log": frozenset({"observe.runbook"}),
+    "observe.runbook": frozenset(),
+    "job_status": frozenset({"observe.log"}),
     "observe.text": frozenset(),
     "observe.disk": frozenset(),
     "observe.stacks": frozenset(),
@@ -53,7 +55,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "backends": frozenset({"plan", "membership", "control", "runtime"}),
     "usage": frozenset(),
     "launch": frozenset({"usage", "plan", "measure", "planner", "membership", "control", "observe"}),
-    "tools.simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period"}),
+    "tools.simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period", "tools.pictures"}),
     "tools.chaos": frozenset({"plan", "membership", "control", "runtime", "observe", "launch"}),
 }
 """Package (or a module or a part of it that differs: a command is a front end) -> packages it may import beside itself
@@ -68,7 +70,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "deepspeed": frozenset({"backends"}),
     "megatron": frozenset({"backends"}),
     "ortools": frozenset({"planner.cpsat"}),
-    "matplotlib": frozenset({"tools.timeline", "tools.simulate.charts"}),
+    "matplotlib": frozenset({"tools.timeline", "tools.pictures"}),
 }
 """Third-party package -> packages or modules that may import it."""
 

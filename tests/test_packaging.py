@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    for name in ("megatron_recycle", "scripts"):
+    for name in ("megatron_recycle", "scripts", "docs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "out", "."]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=_LIMIT)
@@ -61,6 +62,8 @@ def test_a_wheel_has_all_that_its_commands_need(wheel: Path, tmp_path: Path):
     done = recycle(site, ["example", "megatron", "job"], empty)
     assert done.stdout.startswith("recycle run --nproc 4 job/pretrain_gpt_megatron.py"), done.stderr
     assert (empty / "job/megatron_cpu.py").read_text() == (ROOT / "scripts/megatron_cpu.py").read_text()
+    done = recycle(site, ["runbook", "last-copy"], empty)
+    assert done.stdout.startswith("## Last copy"), done.stderr
     done = recycle(site, ["quickstart", "--help"], empty)
     assert "--pipelines" in done.stdout, done.stderr
 
@@ -108,3 +111,13 @@ def test_all_examples_of_a_checkout_come_with_the_wheel():
     build = (ROOT / "setup.py").read_text()
     names = {f"scripts/{name}" for files, _ in examples.EXAMPLES.values() for name in files}
     assert [name for name in sorted(names) if f'"{name}"' not in build] == []
+
+
+def test_messages_name_installs_that_are_there():
+    """This package is on no index: its name would bring a stranger's. Ranges are those of pyproject.toml."""
+    declared = (ROOT / "pyproject.toml").read_text()
+    for path in sorted((ROOT / "megatron_recycle").rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install [^\n]{0,40}megatron[-_]recycle", text), path
+        for name, wanted in re.findall(r"['\"](deepspeed|megatron-core)([<>=][^'\"]+)['\"]", text):
+            assert f'"{name}{wanted}"' in declared, f"{path}: {name}{wanted}"

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+import megatron_recycle
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
@@ -193,7 +194,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
               Grid(stages, (microbatches,) * pipelines), 2, options)
     if begun is not None:
         begun(toy.session.place.me.stage, stages, pipelines)
-    saved, losses = [toy.save()], []
+    saved, losses, told = [toy.save()], [], list[Any]()
+    megatron_recycle.on_event(told.append)
     for iteration in range(iterations):
         losses.append(toy.train())
         if trained is not None:
@@ -201,6 +203,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         saved.append(toy.save())
     result = {"losses": losses, "saved": saved, "stage": toy.session.place.me.stage,
               "members": [str(worker) for worker in toy.session.live()],
+              "told": [(event["event"], event.get("workers")) for event in told], "status": megatron_recycle.status(),
               "parameters": {name: tensor.numpy().copy() for name, tensor in toy.stage.state().items()}, "state": []}
     toy.session.finish()
     return result

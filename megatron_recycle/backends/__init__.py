@@ -46,7 +46,7 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
     installed = {name for name in frameworks if find_spec(name) is not None}
     if not installed:
         raise ImportError("megatron-recycle found no framework to plug into; install one with "
-                          "pip install 'deepspeed>=0.17,<0.20' or pip install megatron-core==0.16.1 einops")
+                          "pip install 'deepspeed>=0.19.6,<0.20' or pip install 'megatron-core>=0.16,<0.20' einops")
     for module, function in BACKENDS.items():
         if module.partition(".")[0] in installed:
             when_imported(module, partial(_install, function, options))

@@ -12,6 +12,7 @@ import atexit
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -25,6 +26,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, SaveError, UnsupportedError
+from megatron_recycle.job_status import HERE, JobStatus
 from megatron_recycle.membership import Fault
 from megatron_recycle.membership.ending import BY_ITSELF
 from megatron_recycle.observe.log import get_logger
@@ -114,6 +116,7 @@ class Session:
                               "launcher of this job starts none. Use `recycle run`, or leave guard out")
         self.agent: Agent = connect(place, settings, options.embed, self._abort)
         self._script = ScriptEnd(self.fail, self.finish, self._outside)
+        HERE.reported_by(self.status)
         atexit.register(self.finish)
 
     @property
@@ -185,8 +188,10 @@ class Session:
         Raises SystemExit at the end of the job, which one line says.
         """
         self._thread = threading.get_ident()
+        HERE.tell()
         with self._script.call(), self.at_work():
             yield
+        HERE.tell()
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -197,6 +202,7 @@ class Session:
             yield
         except JobEnded as end:
             get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
+            HERE.end(end.status, str(end))
             raise SystemExit(end.status) from None
         finally:
             self.busy = before
@@ -325,6 +331,16 @@ class Session:
         """The workers that are not there any more."""
         return [str(worker) for worker in sorted(set(self.place.ranks) - set(self.live()))]
 
+    def status(self) -> JobStatus:
+        """How the job is, for the script."""
+        live, agent = self.live(), self.agent
+        of = Counter(worker.stage for worker in live)
+        few = tuple(stage for stage in sorted(of) if of[stage] == 1) if self.place.grid.pipelines > 1 else ()
+        return JobStatus(worker=str(self.place.me), rank=self.rank, generation=agent.generation,
+                         iteration=self.iteration, committed=self.worker.standing.committed if self.started else -1,
+                         live=tuple(map(str, live)), missing=tuple(self.missing()), last_copies=few,
+                         lives=agent.members)
+
     def speaks(self, which: int = 0) -> bool:
         """Whether this worker says what is said once in a job: it is the first one that is left, or, where a framework
         logs on its last rank, which has the loss, the last one of those that compute it (``which`` -1)."""
@@ -400,6 +416,8 @@ class Session:
             self._worker.close()
             if self._groups is not None:
                 self._groups.close()
+            if self.agent.ended is not None:
+                HERE.end(self.agent.ended.status, self.agent.ended.message)
 
     def _abort(self, generation: int) -> None:
         """The generation in force is over, for another one of this number. In the agent's thread."""

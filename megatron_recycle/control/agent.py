@@ -131,6 +131,11 @@ class Agent:
         return 0 if self._go is None else self._go.generation
 
     @property
+    def members(self) -> Mapping[str, str]:
+        """Process -> incarnation of the last go; empty before the first."""
+        return {} if self._go is None else self._go.members
+
+    @property
     def breaks_off(self) -> bool:
         """Whether what all ranks do together outside of training is to be given up: one of them is gone, or has left it
         for a newer generation. Not at the end of the job, when the script may still go on."""

@@ -14,6 +14,7 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import EndLate, NoLoss, PlaceLate, ReportsLate, SavedLate
 from megatron_recycle.membership.next_life import NextLife, Shape, node_of, plan_life
 from megatron_recycle.membership.state import State
+from megatron_recycle.membership.vacancies import failed_too_often, plain
 
 
 class AsyncioExecutor:
@@ -114,4 +115,8 @@ class AsyncioExecutor:
         places = {str(one.host): one.places for one, moment in heard.items() if one.places and moment > late}
         before = self._state.shape
         shape = before if self._state.description is None else Shape.of(self._state.description)
-        return plan_life(dict(sorted(places.items(), key=lambda item: node_of(item[0]))), shape, self._state.size)
+        places = dict(sorted(places.items(), key=lambda item: node_of(item[0])))
+        bad = failed_too_often(self._state, self._telling.failures)
+        good = {host: 0 if plain(host) in bad else count for host, count in places.items()}
+        following = plan_life(good, shape, self._state.size)
+        return plan_life(places, shape, self._state.size) if isinstance(following, str) else following

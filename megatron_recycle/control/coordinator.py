@@ -282,15 +282,18 @@ class Coordinator:
 
     def from_launcher(self, connection: Connection, host: str, message: Message) -> None:
         kind = message["type"]
-        if kind in ("exit", "stays_out") and connection.guest and not self._of_guests(message):
+        if kind in ("exit", "stays_out", "explains") and connection.guest and not self._of_guests(message):
             log.warning("recycle: %r, which has joined, speaks of rank %d, which is not its own", host, message["rank"])
         elif kind == "exit":
             names = ("rank", "pid", "status", "log", "move", "said")
             self.feed(Exited(since=message["t"], **{name: message[name] for name in names}))
         elif kind == "stays_out":
             self.feed(StaysOut(message["rank"]))
+        elif kind == "explains":
+            self._telling.explained(message, self.state)
         elif kind == "join":
-            connection.send(free_places(self.state, self._places, message["count"], time.monotonic()))
+            connection.send(free_places(self.state, self._places, message["count"], time.monotonic(), host,
+                                        self._telling.failures))
         elif kind == "interrupt":
             handled = message.get("handled") is True or self._telling.handled(self.state)
             self.feed(Interrupted(message["status"], message["message"], handled=handled))

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
+from megatron_recycle.control.resizing import resized
 from megatron_recycle.measure.measurements import Measured, Measurements
 from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.lending import allows
@@ -133,10 +134,10 @@ class Planning:
         return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
     def redo(self, description: Mapping[str, Any], order: MakeRedo) -> dict[str, Any] | None:
-        """A plan for the rest of an iteration (`planner.redo`). None if there is none, or if the rest takes longer than
-        the whole, which nobody has left; or if the plan that lent layers is not known here, or some of these may not be
-        lent any more. Raises PlanError."""
-        whole, lent_by = Plan.from_json(dict(order.plan)), self._lent.get(order.lent)
+        """A plan for the rest of an iteration (`planner.redo`), which may be of another size than the plan. None if
+        there is none, or if the rest takes longer than the whole, which nobody has left; or if the plan that lent
+        layers is not known here, or some of these may not be lent any more. Raises PlanError."""
+        whole, lent_by = _sized(Plan.from_json(dict(order.plan)), *order.size), self._lent.get(order.lent)
         if order.lent and (lent_by is None or not allows(description.get("lending"), lent_by.to_json())):
             return None
         rest = redo(whole, {Worker.parse(name): [Action.parse(action) for action in actions]
@@ -282,6 +283,14 @@ class Planning:
                 found = plan_for(likely, None, work=0, budget_s=budget, seed=seed, cancelled=cancelled.is_set)
                 if not cancelled.is_set():  # a search that was cut short is not worth remembering
                     self._cache.put(likely, found)
+
+
+def _sized(plan: Plan, microbatches: int, block: int) -> Plan:
+    """What stands for ``plan`` where each pipeline has so many micro-batches."""
+    grid = plan.problem.grid
+    if microbatches == max(grid.microbatches):
+        return plan
+    return resized(plan, replace(grid, microbatches=(microbatches,) * grid.pipelines), block)
 
 
 def _timed(plan: Plan, objective: str) -> Plan:

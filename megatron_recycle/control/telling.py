@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_recycle.control.server import Server
 from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import State
+from megatron_recycle.membership.vacancies import plain
 
 _KEPT = ("started", "suspected", "joined", "moving", "move_failed")
 """Events that a launcher is told again when it comes back: its closing table is made of them."""
@@ -33,11 +35,17 @@ class Telling:
     def __init__(self, emit: Callable[[Event], None], server: Server, told: Iterable[Event] = ()) -> None:
         told = list(told)
         self.progress: dict[str, Any] = {}
+        self.failures: Counter[str] = Counter()
+        """How often workers of each host, without its launcher's number, have failed; at the same time counts once."""
         self._emit = emit
         self._server = server
         self._kept = [dict(event) for event in told if event["event"] in _KEPT]
         self._hints = {_hint_key(event) for event in told if event["event"] == "hint"}
+        self._explained = {(event.get("rank"), event.get("pid")) for event in told if event["event"] == "explained"}
         self._commits = _commits(told)
+        self._counted: set[tuple[str, int]] = set()
+        for event in told:
+            self._count(event)
 
     def event(self, event: Event, state: State) -> None:
         """Record an event, and tell the launchers. A commit that an earlier coordinator told just before its end is
@@ -49,6 +57,10 @@ class Telling:
         if event["event"] == "suspected":
             doing = self.progress.get(_incarnation_of(event, state))
             event = {**event, "progress": doing} if doing else event
+            host = next((one.host for one in state.known.values() if (one.worker, one.pid) == (
+                event["worker"], event.get("pid"))), "")
+            event = {**event, "host": host} if host else event
+            self._count(event)
         self._emit(event)
         if event["event"] in _KEPT:
             self._kept.append(dict(event))
@@ -68,6 +80,26 @@ class Telling:
         """Whether some script has said that it has a SIGTERM handler of its own."""
         return any((progress or {}).get("sigterm") is True for incarnation, progress in self.progress.items()
                    if incarnation in state.known and incarnation not in state.fenced)
+
+    def _count(self, event: Event) -> None:
+        """Workers that are lost with the same generation have failed together."""
+        if event["event"] == "suspected" and event.get("removed") is not False and event.get("host"):
+            key = (plain(event["host"]), int(event.get("generation", 0)))
+            if key not in self._counted:
+                self._counted.add(key)
+                self.failures[key[0]] += 1
+
+    def explained(self, message: Mapping[str, Any], state: State) -> None:
+        """A host says why one of its processes has failed; launchers repeat it after a reconnect, and it is passed on
+        once."""
+        key = (message["rank"], message["pid"])
+        one = next((one for one in state.known.values() if (one.rank, one.pid) == key), None)
+        if one is not None and key not in self._explained:
+            self._explained.add(key)
+            self.event({"event": "explained", "t": time.time(), "generation": state.generation, "worker": one.worker,
+                        "rank": one.rank, "pid": one.pid, "host": one.host,
+                        "causes": [cause[:300] for cause in message["causes"][:8]],
+                        "gpu": message["gpu"][:100] or None, "repair": message["repair"][:500] or None}, state)
 
     def hint(self, incarnation: str, fields: Mapping[str, Any], state: State) -> None:
         """Workers repeat their last hint after a reconnect; it is passed on once."""

@@ -14,9 +14,12 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.wire import Message
+from megatron_recycle.launch import attribution, devices
+from megatron_recycle.launch.attribution import Attribution
 from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.obeying import Obeying
@@ -78,6 +81,12 @@ class Launcher:
         self._refused = False
         self._idle_since: float | None = None
         self._told: list[Message] = []
+        self._explained: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._machine, self._gpus = attribution.Host(job.environ, (job.run_dir, Path.cwd())), dict[int, str]()
+        self._attribution = Attribution(
+            self._machine, lambda rank, pid, found: self._explained.put(
+                {"type": "explains", "rank": rank, "pid": pid, "causes": list(found.causes), "gpu": found.gpu,
+                 "repair": found.repair}))
         self._link = Link(
             control,
             token,
@@ -143,6 +152,9 @@ class Launcher:
     def spawn(self, rank: int, out: str | None = None, move: int = 0) -> None:
         """Start a process for `rank`; one that is `out` is to join."""
         worker = self.processes.spawn(rank, out, move)
+        if (gpu := self._machine.gpu(self.processes.devices[rank])) is not None and self._gpus.get(rank) != str(gpu):
+            self._gpus[rank] = str(gpu)
+            devices.write(self.job.run_dir, self.processes.host.rpartition("/")[2], self._gpus)
         self._selector.register(worker.child.pidfd, selectors.EVENT_READ, worker)
 
     def _ended(self, worker: WorkerProcess) -> None:
@@ -170,7 +182,12 @@ class Launcher:
             ended = f"ended with {describe_status(worker.status)}"
             name = self.summary.names.get(worker.rank)
             known = "" if name is None else f"{name}, "
+            known += f"{self.processes.host}, "
+            known += f"{self._gpus[worker.rank]}, " if worker.rank in self._gpus else ""
             self._say(f"rank {worker.rank} ({known}pid {worker.pid}) {ended}{early}{why}")
+            if worker.status:
+                self._attribution.failed(worker.rank, self.processes.devices[worker.rank], worker.pid,
+                                         worker.status == -signal.SIGKILL)
             self.starting.failed(worker)
 
     def _tell(self, message: Message) -> None:
@@ -194,6 +211,8 @@ class Launcher:
                 self._ended(key.data)
         while not self._inbox.empty():
             self._receive(self._inbox.get())
+        while not self._explained.empty():
+            self._tell(self._explained.get())
         while self._signals:
             self.ending.interrupt(*self._signals.popleft())
         if self._link.lost_since is None:  # nobody else would let them in

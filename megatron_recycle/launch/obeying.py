@@ -35,6 +35,7 @@ class Obeying:
             method(self, command)
 
     def _begun(self, command: Message) -> None:
+        self._restarts.of_host = command["max_failures_per_host"]
         self._restarts.begun(0 if self._ending.over else command["max_restarts"], time.monotonic())
         self._ending.time_to_leave = command["leave_timeout"]
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+_TOGETHER = 5.0
+"""Seconds within which failures of a host's workers count as one."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _FRUITLESS = 3
 """Lives in a row that may end before they have joined: after these another one would end so, too."""
@@ -30,11 +33,14 @@ class Restarts:
     def __init__(self, say: Callable[[str], None], give_up: Callable[[int], None] = lambda rank: None) -> None:
         self.most = 0
         """How often a rank may be started again (`max_restarts`), once training has `begun`; until then 0."""
+        self.of_host = 0
+        """How often workers of this host may fail (`max_failures_per_host`); 0: no limit."""
         self.given_up: set[int] = set()
         """The ranks that stay out."""
         self._say = say
         self._give_up = give_up
         self._ranks: dict[int, _Rank] = {}
+        self._failures, self._latest = 0, -math.inf
         self._early: dict[int, str] | None = {}
         """The ranks that have failed before this host has heard that training has begun, with their logs."""
 
@@ -53,7 +59,9 @@ class Restarts:
                 self._early[rank] = log
             return
         known = self._ranks.setdefault(rank, _Rank())
-        if known.restarts >= self.most:
+        if self._is_limit(now):
+            self._stays_out(rank, f"workers of this host have failed {self._failures} times (max_failures_per_host)")
+        elif known.restarts >= self.most:
             self._stays_out(rank, f"it has been started again {known.restarts} times (max_restarts)")
         elif known.fruitless >= _FRUITLESS:
             self._stays_out(rank, f"it has ended {known.fruitless} times before it had joined; see {log}")
@@ -61,6 +69,19 @@ class Restarts:
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**known.fruitless)
             known.restarts, known.fruitless, known.due = known.restarts + 1, known.fruitless + 1, now + pause
             self._say(f"rank {rank} is started again in {pause:.0f} s (restart {known.restarts} of {self.most})")
+
+    def _is_limit(self, now: float) -> bool:
+        """Count a failure, one for all that fail at the same time, and say whether it is the last one that counts: the
+        ranks that were to be started again stay out, too."""
+        self._failures += now - self._latest > _TOGETHER
+        self._latest = now
+        if not self.of_host or self._failures < self.of_host:
+            return False
+        for other, known in self._ranks.items():
+            if known.due is not None:
+                known.due = None
+                self._stays_out(other, "its host has failed too often (max_failures_per_host)")
+        return True
 
     def cut_off(self, rank: int, now: float, log: str) -> None:
         """The rank's process was well, but its host was out of reach and counts as lost. It is started again even if

@@ -17,7 +17,8 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.stacks import FOLDER
 
 _OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log", "plans", "chaos.jsonl", "chaos.log",
-         "chaos", "join.json", "join.part", "join.token", "watch.log", "ticks-*.jsonl", FOLDER)
+         "chaos", "join.json", "join.part", "join.token", "page.token", "timings",
+         "devices", "watch.log", "ticks-*.jsonl", FOLDER)
 _OTHERS = "choose another --run-dir"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.observe.events import format_event
+from megatron_recycle.observe.runbook import ENDED, with_section
 from megatron_recycle.observe.text import printable
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class Summary:
             return None
         if "error" in event and "pid" in event:
             self.errors[event["rank"], event["pid"]] = event["error"]
+        if name == "explained":
+            return _explained(event)
         if name == "last_copy":
             return _last_copy(event)
         if name == "last_host":
@@ -155,6 +158,14 @@ def _started(event: Mapping[str, Any]) -> str:
     return f"{line}\nrecycle: {event['survival']}" if "survival" in event and (several or not copies) else line
 
 
+def _explained(event: Mapping[str, Any]) -> str:
+    """Why a worker has failed, and what takes its node out of service."""
+    gpu, repair = event.get("gpu"), event.get("repair")
+    return (f"recycle: {event['worker']} (rank {event['rank']}, pid {event['pid']}) on {event['host']}"
+            f"{f', {gpu}' if gpu else ''}: {'; '.join(event['causes'])}"
+            + (f". Take the node out: {repair}" if repair else ""))
+
+
 def _last_copy(event: Mapping[str, Any]) -> str:
     """A warning: with what would follow, and what helps."""
     kept, hosts = event.get("kept_by") or {}, event.get("hosts") or {}
@@ -191,12 +202,14 @@ def _line(event: Mapping[str, Any]) -> str:
 
 
 def print_table(
-    summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True, late: bool = False
+    summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True, late: bool = False,
+    failed: bool = False,
 ) -> None:
     """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
     line. A host that is not `informed` cannot say how many were lost; one that came `late`, into a running job, knows
-    of the iterations since. The end of a process that has reported its error
-    is that error: whether it then had to be killed is of no interest. Lines and colours are for terminals."""
+    of the iterations since; one that has `failed` names a section of the runbook. The end of a process that has
+    reported its error is that error: whether it then had to be killed is of no interest. Lines and colours are for
+    terminals."""
     from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -226,4 +239,5 @@ def print_table(
     if not informed:
         lost = "who else was lost is unknown: the coordinator was lost"
     committed = f"{summary.committed} iterations committed{' since this host asked to join' if late else ''}"
-    print(f"recycle: {printable(closing)} ({committed}{loss}; {lost})", flush=True)
+    line = f"recycle: {printable(closing)} ({committed}{loss}; {lost})"
+    print(with_section(line, ENDED) if failed else line, flush=True)

@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                        "127.0.0.1; 0.0.0.0 is everywhere)")
     group.add_argument("--metrics-sd", type=Path, metavar="FILE",
                        help="with --metrics: write where it is served to FILE, for Prometheus' file_sd_configs")
+    group.add_argument("--page", metavar="HOST:PORT", help="serve a page of the job for browsers there (HOST may be "
+                       "empty: 127.0.0.1; elsewhere it asks for the secret in RUN_DIR/page.token)")
     group.add_argument("--textfile", type=Path, metavar="FILE",
                        help="write the metrics to FILE.prom, for a node exporter's textfile collector")
     group.add_argument("--until-told", action="store_true", help=argparse.SUPPRESS)  # the launcher says SIGTERM
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def wanted(args: argparse.Namespace) -> bool:
     """Whether the options ask for alarms or metrics."""
-    return any(each is not None for each in (args.on_event, args.metrics, args.textfile))
+    return any(each is not None for each in (args.on_event, args.metrics, args.textfile, args.page))
 
 
 def check(args: argparse.Namespace) -> None:
@@ -53,6 +55,10 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--degraded-after is {args.degraded_after:g}; give minutes, more than 0")
     if args.metrics is not None:
         address(args.metrics)
+    if args.page is not None:
+        address(args.page, "--page")
+        if find_spec("aiohttp") is None:
+            raise ConfigError("--page needs aiohttp: `pip install 'megatron-recycle[page]'`")
     if args.metrics_sd is not None and args.metrics is None:
         raise ConfigError("--metrics-sd says where --metrics is served: give both")
     if args.textfile is not None and args.textfile.suffix != ".prom":
@@ -62,14 +68,14 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{option}: {path.absolute().parent} is no folder that can be written to")
     if (args.metrics is not None or args.textfile is not None) and find_spec(_LIBRARY) is None:
         option = "--metrics" if args.metrics is not None else "--textfile"
-        raise ConfigError(f"{option} needs prometheus-client: `pip install 'megatron-recycle[metrics]'`")
+        raise ConfigError(f"{option} needs prometheus-client: `pip install prometheus-client`")
 
 
-def address(text: str) -> tuple[str, int]:
+def address(text: str, option: str = "--metrics") -> tuple[str, int]:
     """Host and port of "host:port". Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"--metrics is {text!r}; give HOST:PORT, for instance 0.0.0.0:9464")
+        raise ConfigError(f"{option} is {text!r}; give HOST:PORT, for instance 0.0.0.0:9464")
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
@@ -86,7 +92,7 @@ def watched(args: argparse.Namespace, run_dir: Path, token: str, here: bool) -> 
         return
     options = [item for name, value in (("on-event", args.on_event), ("degraded-after", args.degraded_after),
                                         ("metrics", args.metrics), ("metrics-sd", args.metrics_sd),
-                                        ("textfile", args.textfile))
+                                        ("textfile", args.textfile), ("page", args.page))
                if value is not None for item in (f"--{name}", str(value))]
     command = [sys.executable, "-m", "megatron_recycle.cli", "watch", str(run_dir), "--until-told", *options]
     child = Child(command, {**os.environ, tokens.TOKEN: token}, run_dir / LOG)

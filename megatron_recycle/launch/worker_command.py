@@ -15,6 +15,7 @@ from typing import Any
 from megatron_recycle import nccl_settings
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.observe.runbook import with_section
 
 
 def torchrun_environment(
@@ -52,11 +53,24 @@ def default_nproc(environ: Mapping[str, str]) -> int:
 NO_PYTHON = "--no-python"
 
 
+_PASSING = "recycle: committed "
+_CLEAR = "\r\x1b[K"
+
+
 def say_to(stream: Any) -> Callable[[str], None]:
-    """A `say` that writes lines at once."""
+    """A `say` that writes lines at once; warnings name their section of the runbook. On a terminal those about
+    committed iterations take each other's place, so that what has happened stays in sight."""
+    terminal, passing = stream.isatty(), False
 
     def say(line: str) -> None:
-        print(line, file=stream, flush=True)
+        nonlocal passing
+        before = _CLEAR if passing else ""
+        passing = terminal and _PASSING in line
+        if passing:
+            line = line[:max(1, shutil.get_terminal_size().columns - 1)]
+        elif "recycle: warning: " in line:
+            line = with_section(line)
+        print(f"{before}{line}", end="" if passing else "\n", file=stream, flush=True)
 
     return say
 

@@ -15,11 +15,12 @@ from megatron_recycle.membership.state import Member, State
 
 
 def begun(state: State) -> Command:
-    """Training has begun: how often a process that has failed is started again, and the seconds that the whole job has
-    to save and end once it is told to go (None: it goes at once)."""
+    """Training has begun: how often a process that has failed is started again, and a host may fail; and the seconds
+    that the whole job has to save and end once it is told to go (None: it goes at once)."""
     description = state.description or {}
     saves = description.get("on_leave") == "checkpoint" and description.get("emergency")
     return Command({"type": "begun", "max_restarts": description.get("max_restarts", 0),
+                    "max_failures_per_host": description.get("max_failures_per_host", 0),
                     "leave_timeout": description.get("leave_timeout") if saves else None})
 
 

@@ -98,13 +98,15 @@ class MakeRedo:
     """Plan the rest of an iteration that a failure has interrupted, and feed `Redone`.
 
     `plan` is the generation's; `done` has the actions that each live worker has done of the iteration, in its order.
-    Nothing of the stages that are `closed` is to be run again. `lent`: digest of the plan by which they were done,
-    where that lends layers.
+    Nothing of the stages that are `closed` is to be run again. `size`: the micro-batches of each of the iteration's
+    pipelines, which the script may have changed, and those of a block of its exact reduction. `lent`: digest of the
+    plan by which they were done, where that lends layers.
     """
 
     generation: int
     plan: Message
     done: Mapping[str, Sequence[str]]
+    size: tuple[int, int]
     closed: tuple[int, ...] = ()
     lent: str = ""
 

@@ -330,10 +330,16 @@ def _go(state: State, now: float) -> Step:
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
     if state.redo is None and (done := redo.done(state, resume)):
         return state.with_(redo=redo.asked(state, resume, done)), (
-            MakeRedo(state.generation, state.plan, done, resume.closed, redo.lent(state, resume, done)),)
+            MakeRedo(state.generation, state.plan, done, redo.size(state, resume), resume.closed,
+                     redo.lent(state, resume, done)),)
     if state.redo is not None and not state.redo.known:
         return state, ()
     carry, back = policies.carried(state, resume), redo.repeated(state, resume, now)
+    if back and redo.left_for_good(state):
+        again = guarding.resume(state, resume.closed)
+        if isinstance(again, DeadEnd):
+            return _left_for_good(state, resume.next, again.message, now)
+        resume = again
     resume = redo.without_kept(state, policies.without_loss(state, resume, carry))
     carry = carry or redo.carried(state, resume)
     plan = state.plan
@@ -362,6 +368,16 @@ def _go(state: State, now: float) -> Step:
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
     limit = () if state.closing is None else (AwaitSaved(state.generation),)
     return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)
+
+
+def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
+    """Scripts have left an iteration that cannot be made without them, nor all go back to a checkpoint: the job ends,
+    after a last checkpoint of the iteration before if there can be one."""
+    text = (f"iteration {iteration} cannot be made to its end: a failure has lost what its rest needs of it, and "
+            f"scripts have left it, for which reduction exact does not run it again; {why} {RESTART}")
+    if not closing.possible(state, ()):
+        return closing.end(state, 1, f"{closing.sentence(text)} {closing.last(state)}", now, again=True)
+    return next_generation(state, {}, now, now, reason=closing.LAST, to_close=Closing(text, again=True))
 
 
 # Events

@@ -220,17 +220,21 @@ def lost_shards(state: State) -> list[Shard]:
     return lost(parts_of(state.stages, state.proven), state.reports)
 
 
-def resume(state: State) -> Resume | DeadEnd:
+def resume(state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd:
     """Where training goes on from a copy or a checkpoint: with the processes that have come for lost stages, if there
-    are such."""
+    are such. With stages that are ``closed`` from a checkpoint: they would have to run an iteration again that scripts
+    have left."""
     stages, shards = empty_stages(state, [*state.proven]), lost_shards(state)
     before = () if state.resume is None else state.resume.shards
-    found = source(state.reports, stages, checkpoint(state), wanted(state)) if state.closing is None else ""
+    copies = wanted(state) and not closed
+    found = source(state.reports, stages, checkpoint(state), copies) if state.closing is None else ""
     if isinstance(found, str):
+        if closed:
+            return DeadEnd(f"{found or 'there is no checkpoint of this run to go back to'}.{unread(state)}")
         return DeadEnd(_without_source(stages, told(shards, before), state.committed, found, unread(state)))
     attempts = [report["attempt"] for report in state.reports.values()]
     announced = 0 if state.resume is None else state.resume.attempt
-    gone = sorted({*stages, *(shard.stage for shard in shards)}) or (
+    gone = sorted({*stages, *closed, *(shard.stage for shard in shards)}) or (
         [] if state.resume is None else [*map(int, state.resume.restored)])
     restored = {str(stage): found.keepers.get(stage, "checkpoint") for stage in gone}
     counts = {(table.stage, table.part): len(table.holders) for table in before}

@@ -84,6 +84,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "interrupt": {"status": int, "message": str},
     "join": {"count": int},
     "stays_out": {"rank": int},
+    "explains": {"rank": int, "pid": int, "causes": list, "gpu": str, "repair": str},
 }
 FROM_NEWCOMER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"rank": int},
@@ -141,7 +142,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
 """A go and an offer travel as parcels; see `control.parcels`."""
 TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "event": {"event": dict},
-    "begun": {"max_restarts": int, "leave_timeout": _OPTIONAL_NUMBER},
+    "begun": {"max_restarts": int, "max_failures_per_host": int, "leave_timeout": _OPTIONAL_NUMBER},
     "terminate": {"seconds": _NUMBER},
     "out": {"rank": int, "pid": int, "kind": str, "error": str},
     "joined": {"rank": int, "pid": int},
@@ -197,6 +198,8 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
         _check_ask(message)
     if kind == "ask" and "workers" in known[kind] and not all(isinstance(name, str) for name in message["workers"]):
         raise WireError("ask: a worker is no text")
+    if kind == "explains" and not all(isinstance(cause, str) for cause in message["causes"]):
+        raise WireError("explains: a cause is no text")
     if kind == "event" and "fields" in known[kind]:
         _check_event(message["event"], message["fields"])
     if kind == "ready":
@@ -216,7 +219,8 @@ def check_report(report: Mapping[str, Any]) -> None:
     for attempt in report.get("kept", ()):
         if not isinstance(attempt, dict):
             raise WireError(f"report: kept names {attempt!r:.60}, which is no attempt")
-        _fields("report: kept", attempt, {"iteration": int, "chain": int, "actions": list})
+        _fields("report: kept", attempt, {"iteration": int, "chain": int, "actions": list, "microbatches": int,
+                                          "block": int})
         if not isinstance(attempt.get("lent", ""), str):
             raise WireError(f"report: kept names {attempt['lent']!r:.60}, which is no plan's digest")
         if type(attempt.get("provisional")) is not bool:

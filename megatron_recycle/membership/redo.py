@@ -64,6 +64,12 @@ def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) ->
                 any(each is not None and each["provisional"] for each in kept))
 
 
+def size(state: State, resume: Resume) -> tuple[int, int]:
+    """Micro-batches of each pipeline of the iteration, and those of a block."""
+    kept = next(each for report in state.reports.values() if (each := _kept(report, resume.next)) is not None)
+    return kept["microbatches"], kept["block"]
+
+
 def carried(state: State, resume: Resume) -> dict[str, Any] | None:
     """As `policies.carried`, of an iteration whose rest is planned. Where a script has been given the iteration's
     `loss` and `weight`, all are."""
@@ -83,6 +89,11 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
         return ()
     return ({"event": "repeated", "t": now, "generation": state.generation, "iteration": resume.next,
              "workers": _closed(state, resume)},)
+
+
+def left_for_good(state: State) -> bool:
+    """Whether no iteration that scripts have left is run again, since bits have to be the same whatever fails."""
+    return (state.description or {}).get("reduction") == "exact"
 
 
 def without_kept(state: State, resume: Resume) -> Resume:

@@ -36,14 +36,29 @@ class Reservations:
         self.kept.pop(name, None)
 
 
-def free_places(state: State, places: Reservations | None, count: int, now: float) -> dict[str, Any]:
-    """The message that answers a host which asks for `count` places at the time `now`."""
+def failed_too_often(state: State, failures: Mapping[str, int]) -> frozenset[str]:
+    """The hosts, without their launchers' numbers, that get no more places; ``failures`` says how often workers of each
+    have failed."""
+    most = (state.description or {}).get("max_failures_per_host", 0)
+    return frozenset(host for host, count in failures.items() if most and count >= most)
+
+
+def plain(host: str) -> str:
+    """A host's name without its launcher's number: n3 of n3/2."""
+    return host.rpartition("/")[0] or host
+
+
+def free_places(state: State, places: Reservations | None, count: int, now: float, host: str = "",
+                failures: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The message that answers a ``host`` which asks for `count` places at the time `now`; see `failed_too_often`."""
     if places is None:
         return _answer(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")
     if state.phase in (Phase.FORMING, Phase.ENDED):
         if state.phase is Phase.ENDED:
             return _answer(refusal="it is over")
         return _answer(refusal="its training has not begun yet", again_s=_AGAIN_S)
+    if plain(host) in failed_too_often(state, failures or {}):
+        return _answer(refusal=f"workers of {plain(host)} have failed in it too often (max_failures_per_host)")
     if now < places.asked_from:
         return _answer(refusal="its coordinator has only just come", again_s=_AGAIN_S)
     empty = _empty(state)

@@ -1,8 +1,8 @@
 """The event file of a run: one JSON object per line, and one log line for each.
 
 Every event has `t` (Unix seconds, float) and `event`; most have some of `generation`, `attempt`, `iteration`,
-`worker` ("d:s"), `kind` (how a worker failed) and `ms` (milliseconds since the launcher or the coordinator
-noticed the failure). The coordinator alone writes the file; anybody may read it, also while it grows.
+`worker` ("d:s"), `kind` (how a worker failed) and `ms` (milliseconds since the failure; see `observe.schema`). The
+coordinator alone writes the file; anybody may read it, also while it grows.
 """
 
 from __future__ import annotations

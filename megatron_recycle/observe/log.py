@@ -9,9 +9,20 @@ from __future__ import annotations
 import logging
 import sys
 
+from megatron_recycle.observe.runbook import section, with_section
+
 NAME = "megatron_recycle"
 FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
 """DeepSpeed's format (deepspeed/utils/logging.py)."""
+
+
+class _Formatter(logging.Formatter):
+    """Adds to warnings and errors where the runbook tells of them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno >= logging.WARNING:
+            record.message = with_section(record.message, section(str(record.msg)))
+        return super().formatMessage(record)
 
 
 class _Handler(logging.StreamHandler):
@@ -19,7 +30,7 @@ class _Handler(logging.StreamHandler):
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
-        self.setFormatter(logging.Formatter(FORMAT))
+        self.setFormatter(_Formatter(FORMAT))
 
     @property
     def stream(self):

@@ -27,7 +27,8 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     "iteration": ("int", "counted from 0"),
     "worker": ("text", "the one that it is about"),
     "kind": ("text", "how a worker failed or left"),
-    "ms": ("number", "milliseconds since the failure"),
+    "ms": ("number", "milliseconds since the failure: since the end of the process was seen, since its last sign of "
+           "life, or since it began what it is stuck in"),
     "rank": ("int", "torch's number of the process"),
     "pid": ("int", "of the process, on its host"),
 }
@@ -58,8 +59,11 @@ EVENTS: Mapping[str, Kind] = {
     "leads": Kind("with --store: this host's coordinator leads from now on", "", {"term": "int", "control": "text"}),
     "restarted": Kind("a coordinator has taken the job up after its predecessor's end", "generation"),
     "suspected": Kind("a worker has failed; with `removed: false` it stays", "generation iteration worker kind ms? "
-                      "rank pid", {"removed?": "bool", "error?": "text", "where?": "text", "progress?": "object",
-                                   "digests?": "object", "shard?": "int", "shards?": "list"}),
+                      "rank pid", {"host?": "text", "removed?": "bool", "error?": "text", "where?": "text",
+                                   "progress?": "object", "digests?": "object", "shard?": "int", "shards?": "list"}),
+    "explained": Kind("a host shows why a process of its has failed: `causes` are lines, `repair` takes a broken node "
+                      "out of service", "generation worker rank pid", {
+                          "host": "text", "causes": "list", "gpu?": "text", "repair?": "text"}),
     "left": Kind("a worker has left as it was asked, moved, or its script has come to its end", "generation iteration? "
                  "worker kind rank? pid?"),
     "decided": Kind("a new membership: `out` has who is out and how", "generation ms?", {

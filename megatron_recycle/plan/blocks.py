@@ -17,8 +17,9 @@ def pieces(plan: Plan, chunk: int) -> dict[Worker, tuple[Piece, ...]]:
 
     A helper's sums of lent layers are no pieces: the principal puts them where its own would be (`lent`).
 
-    A worker folds only the unbroken prefix of a pipeline's blocks (0..j, all on it) into one piece; every
-    other block is a piece of its own. With ``block`` 0 nothing is tracked: a worker has one piece ``(d, 0,
+    A worker folds only the unbroken prefix of a pipeline's blocks (0..j, all on it, each after the one before) into one
+    piece; every other block is a piece of its own. After a failure a worker may get a block when it has done a later
+    one. With ``block`` 0 nothing is tracked: a worker has one piece ``(d, 0,
     0)`` for each pipeline that it works for. Raises PlanError if a block is spread over several workers.
     """
     problem = plan.problem
@@ -36,10 +37,29 @@ def pieces(plan: Plan, chunk: int) -> dict[Worker, tuple[Piece, ...]]:
             continue
         if owner.setdefault((d, m // block), worker) != worker:
             raise PlanError(f"block {m // block} of pipeline {d} is on two workers of chunk {chunk}")
+    spans = {worker: _spans(plan, worker, chunk) for worker in {*owner.values()}}
     for (d, index), worker in sorted(owner.items()):
         mine = found[worker]
-        if mine and mine[-1][0] == d and mine[-1][1] == 0 and mine[-1][2] == index - 1:
+        if mine and mine[-1] == (d, 0, index - 1) and _follows(spans[worker], d, index):
             mine[-1] = (d, 0, index)
         else:
             mine.append((d, index, index))
     return {worker: tuple(mine) for worker, mine in found.items()}
+
+
+def _spans(plan: Plan, worker: Worker, chunk: int) -> dict[tuple[str, int, int], tuple[int, int]]:
+    """By kind of gradient, pipeline and block, where in the worker's list the first and the last of them are."""
+    found: dict[tuple[str, int, int], tuple[int, int]] = {}
+    block, place = plan.problem.block, plan.problem.place_of[chunk]
+    for at, (kind, d, m, here) in enumerate(plan.workers[worker]):
+        for half in ("B", "W") if kind == "FB" else (kind,):
+            if half in ("B", "W") and here == place:
+                key = half, d, m // block
+                found[key] = found.get(key, (at,))[0], at
+    return found
+
+
+def _follows(spans: dict[tuple[str, int, int], tuple[int, int]], d: int, index: int) -> bool:
+    """Whether all of block ``index`` comes after all of the one before."""
+    return all(spans[half, d, index][0] > spans[half, d, index - 1][1] for half in ("B", "W")
+               if (half, d, index) in spans)

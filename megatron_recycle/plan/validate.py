@@ -233,17 +233,17 @@ def _blocks(plan: Plan) -> Iterator[str]:
         return
     home: dict[tuple[int, int, int], Worker] = {}
     for worker, actions in sorted(plan.workers.items()):
-        latest: dict[tuple[str, int, int], int] = {}
+        latest: dict[tuple[str, int, int, int], int] = {}
         halves = ((action, kind) for action in actions for kind in _HALVES.get(action.kind, (action.kind,)))
         for action, kind in halves:
             if kind not in ("B", "W"):
                 continue
             d, m, chunk = action.pipeline, action.microbatch, plan.chunk(worker, action)
-            if (before := latest.get((kind, d, chunk), -1)) > m:
+            if (before := latest.get((kind, d, chunk, m // block), -1)) > m:
                 earlier = action._replace(kind=kind, microbatch=before)
                 yield (f"block: {action} of worker {worker} comes after {earlier};"
                        " micro-batch order is needed")
-            latest[kind, d, chunk] = max(m, before)
+            latest[kind, d, chunk, m // block] = max(m, before)
             if kind == "B" and home.setdefault((d, m // block, chunk), worker) != worker:
                 yield (f"block: block {m // block} of pipeline {d} is on workers {home[d, m // block, chunk]}"
                        f" and {worker} at {_at(problem, chunk)}")

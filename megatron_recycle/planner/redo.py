@@ -176,6 +176,8 @@ def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _S
     progress, at, actions = bytearray(count * instance.chunks), [-1] * (count * instance.chunks), 0
     late: list[dict[int, None]] = [{} for _ in instance.workers]
     latest: dict[tuple[str, int, int, int], int] = {}
+    inside: dict[tuple[str, int, int, int, int], int] = {}
+    """Likewise of each block."""
     for worker, listed in done.items():
         if worker not in number:
             return None
@@ -190,9 +192,12 @@ def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _S
                 return None
             for half in ("B", "W") if kind == "FB" else (kind,):
                 key = half, w, chunks[place], d
-                if instance.ordered and half != "F" and latest.get(key, -1) > m:
-                    return None
                 latest[key] = max(m, latest.get(key, -1))
+                if instance.ordered and half != "F":
+                    of_block = (*key, m // problem.block)
+                    if inside.get(of_block, -1) > m:
+                        return None
+                    inside[of_block] = m
             progress[node], at[node] = after, w
             actions += after - before if split else 1
             if after == 2:
@@ -259,11 +264,9 @@ def _dealt(instance: Instance, stage: int, whole: Sequence[Unit], standing: _Sta
                 if after(best, chunk, unit) > level or later("F", best, chunk, unit):
                     rest.append((first, chunk, unit))
                     continue
-            else:
-                may = [w for w in instance.at[stage] if not later("B", w, chunk, unit)]
-                if not may:
-                    return False
-                best = min(may, key=lambda w: (later("F", w, chunk, unit), after(w, chunk, unit), w != best, w))
+            else:  # a block that comes after a later one is summed apart (`plan.pieces`)
+                best = min(instance.at[stage], key=lambda w: (
+                    later("B", w, chunk, unit), later("F", w, chunk, unit), after(w, chunk, unit), w != best, w))
             for j in unit.jobs:
                 table[chunk * count + j] = best
             load[best] = after(best, chunk, unit)

@@ -18,8 +18,7 @@ ROWS = 40
 
 def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
     """The figures of a plan, one per line; ``extra`` lines come last."""
-    stages, told = range(plan.problem.grid.stages), plan.stats.get("moves")
-    moves = told if isinstance(told, dict) else {}  # a file of unknown origin may say anything there
+    stages, moves = range(plan.problem.grid.stages), _moves(plan)
     peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.live(s)), default=0)}" for s in stages)
     if plan.problem.placement:
         peaks += ", those of each chunk counted apart"
@@ -40,6 +39,12 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def _moves(plan: Plan) -> Mapping[str, str]:
+    """Who has moved -> the position that it has now. A file of unknown origin may say anything there."""
+    told = plan.stats.get("moves")
+    return told if isinstance(told, dict) else {}
 
 
 def bubbles(plan: Plan) -> float:
@@ -77,7 +82,8 @@ def drawing(plan: Plan, width: int, colour: bool) -> str | None:
     lines = []
     for worker in workers:
         if worker not in plan.workers:
-            lines.append(f"{worker!s:>6}  failed")
+            to = _moves(plan).get(str(worker))
+            lines.append(f"{worker!s:>6}  " + ("failed" if to is None else f"moved to {to}"))
             continue
         letters = []
         for action in plan.workers[worker]:

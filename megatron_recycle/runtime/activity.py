@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from megatron_recycle.membership.detectors import ThreadState
+from megatron_recycle.plan import Action
+from megatron_recycle.runtime.spans import Spans
 
 WORKING, WAITING = ThreadState.WORKING, ThreadState.WAITING
 STANDING_BY, OUTSIDE = ThreadState.STANDING_BY, ThreadState.OUTSIDE
@@ -54,6 +56,8 @@ class Activity:
     """
 
     def __init__(self, floor: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.spans = Spans()
+        """What the thread did, one transition after the other."""
         self._floor = floor
         self._clock = clock
         self._now = (OUTSIDE, "start", 0, clock())
@@ -62,6 +66,10 @@ class Activity:
         self._longest: dict[str, float] = {}
         self._spent: dict[str, float] = {}
         self._counted = self._now[3]  # the time up to which `_spent` counts
+
+    def at(self, iteration: int, action: Action | None) -> None:
+        """What follows is of this iteration, and of this action."""
+        self.spans.at(self._clock(), iteration, action)
 
     def work(self, what: str) -> None:
         """From now on the thread works on ``what`` (forward, backward, weight, data, step, ...)."""
@@ -114,6 +122,7 @@ class Activity:
         before, doing, number, since = self._now
         now = self._clock()
         self._now = (state, what, number + 1, now)
+        self.spans.marks.append((now, state, what))
         self._count(before, doing, now)
         if whole and doing not in (COPY, CONNECT) and (before == WORKING or doing == REDUCE):
             self._learn(_key(before, doing), now - since)

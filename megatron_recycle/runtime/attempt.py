@@ -74,8 +74,8 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
 def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     """Whether stages find out when they are closed for ``iteration``; the same on all workers.
 
-    The rest of an iteration with left out micro-batches or another grid cannot be planned: it would have to begin anew
-    after a failure. With lent layers a stage would need parameters of another one's that has stepped.
+    The rest of an iteration with left out micro-batches cannot be planned: it would have to begin anew after a failure.
+    With lent layers a stage would need parameters of another one's that has stepped.
     """
     program = generation.program_of(iteration)
     return site.closes and generation.groups.world.backend.host and not program.terms.crossings and _may_keep(
@@ -84,7 +84,7 @@ def may_close(site: Site, generation: Generation, iteration: int) -> bool:
 
 def _may_keep(site: Site, generation: Generation, program: Program, iteration: int) -> bool:
     """Whether an attempt with this program is kept when it is given up, so that it goes on after a failure."""
-    plain = not generation.scope.poisoned(iteration) and program.plan.problem.grid == site.place.grid
+    plain = not generation.scope.poisoned(iteration)
     if POLICIES[site.config.policy].in_flight == "whole":
         # There nobody runs another pipeline's micro-batches.
         return plain and program.of_one_pipeline and not program.terms.crossings
@@ -179,8 +179,9 @@ class Attempt:
         if self._levelling is not None:
             self._levelling.stand()
         if keeping.wanted and not keeping.torn and given_up:
+            problem = self._program.plan.problem
             kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
-                        self._generation.transport.metas,
+                        self._generation.transport.metas, max(problem.grid.microbatches), problem.block,
                         self._program.plan.digest if self._program.terms.crossings else "")
             if keeping.used is not None:  # a backward that has come to nothing
                 kept = kept.levelled(tuple(action for action in kept.done if action != keeping.used), self._site.place,

@@ -268,6 +268,7 @@ class Current:
         kept: by iteration, attempts that may be taken up again: of the one that is not committed, and of the next one.
         torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
         owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
+        had: who holds which shard until then; None: the generation's cuts say so.
     """
 
     def __init__(self) -> None:
@@ -278,6 +279,7 @@ class Current:
         self.kept: dict[int, Kept] = {}
         self.torn = False
         self.owed: Sequence[tuple[int, Worker, Worker]] = ()
+        self.had: Cuts | None = None
 
     def get(self) -> Generation:
         """The one in force."""

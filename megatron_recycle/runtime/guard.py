@@ -144,7 +144,8 @@ def _lost(go: Go) -> str:
     stages = [stage for stage in go.resume.restored if int(stage) in new]
     cut = [stage for stage in go.resume.restored if int(stage) not in new]
     return " and ".join([f"stage {', '.join(stages)} was lost"] * bool(stages)
-                        + [f"nobody has all shards of stage {', '.join(cut)}'s optimizer state"] * bool(cut))
+                        + [f"nobody has all shards of stage {', '.join(cut)}'s optimizer state, or all its messages of "
+                           "an iteration that scripts have left"] * bool(cut))
 
 
 def _restored(go: Go) -> dict[int, Worker]:

@@ -41,6 +41,8 @@ class Kept:
         computed: by them.
         log: messages that they have made.
         metas: shapes of the activations that this worker has sent, by the boundary that they cross.
+        microbatches: of each pipeline; the script may have changed that.
+        block: micro-batches of a block of the exact reduction.
         lent: digest of the plan that it has followed, where that lends layers.
     """
 
@@ -50,13 +52,15 @@ class Kept:
     computed: Computed
     log: Log
     metas: Mapping[int, Meta]
+    microbatches: int
+    block: int
     lent: str = ""
 
     def report(self, committed: int) -> dict[str, Any]:
         """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
         guess may turn out wrong, and with it the parameters that all this was computed with."""
         told = {"iteration": self.iteration, "chain": self.chain, "actions": [str(action) for action in self.done],
-                "provisional": committed < self.iteration - 1}
+                "provisional": committed < self.iteration - 1, "microbatches": self.microbatches, "block": self.block}
         return {**told, "lent": self.lent} if self.lent else told
 
     def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> Kept:

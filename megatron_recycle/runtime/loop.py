@@ -69,6 +69,8 @@ class Loop:
         """Do what is due before ``iteration``: a switch, a check of the peers, another plan."""
         site, standing, generation = self.site, self.standing, self.site.current.get()
         self.stepper.poll()
+        if site.current.owed:
+            self.stepper.wait()
         adopt(site, generation.groups)
         share_registered(site, generation.groups)
         if standing.promises.ends_before(iteration):

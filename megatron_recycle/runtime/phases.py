@@ -97,10 +97,13 @@ class Phases:
 
     def enter(self, phase: Phase, iteration: int, action: Action | None = None, work: str | None = None) -> None:
         """``phase`` begins. ``work``: what is done in it, where that takes other times than the phase usually does."""
+        self.activity.at(iteration, action)
         if phase not in _NO_WORK:
             self.activity.work(work or phase.value)
         if phase is Phase.RECOVERING:
             self.running = None
+        if phase in (Phase.RECOVERING, Phase.JOINING):
+            self.activity.spans.failed()
         self._last = Observed(iteration, self._standing.attempt, phase, action)
         if action is not None:
             self.tell_resumed()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megatron_recycle.environment import Launched
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.memory_budget import announce_profile, profile
 from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.spans import FOLDER
 
 _FIRST, _EVERY = 4, 25
 """Commits after which durations are told for the first time (then after each), and memory again."""
@@ -21,6 +24,9 @@ class Profiling:
 
     def __init__(self) -> None:
         self._commits = 0
+        launched = Launched.read()
+        self._file = None if launched.run_dir is None else (
+            Path(launched.run_dir) / FOLDER / f"worker-{launched.rank}.jsonl")
         self._untold: list[dict[str, float]] = []
         self._lags: list[dict[str, Any]] = []
 
@@ -28,6 +34,7 @@ class Profiling:
         """``iteration`` is final, which was trained in ``generation``, or before it; ``undo``: bytes of the copy to
         undo a step."""
         self._commits += 1
+        site.phases.activity.spans.committed(iteration, site.agent.worker, self._file)
         taken = site.meters.watch.take()
         medians = {kind: round(median(seconds), 7) for kind, seconds in taken.items()}
         medians.update(_spent(site.phases.activity.spent(), taken, medians, site.meters.watch.more,

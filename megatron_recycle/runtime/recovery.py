@@ -286,12 +286,12 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     if before is not None and not go.resume.restored and go.generation > 1:  # some have stepped, and told nobody
         with site.phases.copying():
             # If all have their parameters, scripts may have changed them since, those of some and not yet of others.
-            (lacking,) = count(groups.stage_control, not todo.enter and site.trainable.gathered != standing.committed)
+            (lacking,) = count(groups.stage_control, not todo.enter and site.trainable.gathered != standing.stepped)
             if lacking and not todo.enter:
                 with site.phases.writing():
                     shards.gather(site.stage, groups, before, [
                         peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)])
-                site.trainable.gathered = standing.committed
+                site.trainable.gathered = standing.stepped
     if todo.enter:
         take_in(site, stepper, groups, go)
     elif todo.back:
@@ -304,7 +304,8 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
         with site.phases.copying():
             give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
     owed = shards.owe(site, groups, go.resume)
-    if owed and (go.generation == 1 or go.closing is not None or not some_are_between(groups, standing, todo.enter)):
+    if owed and site.place.me.stage not in go.resume.closed and (
+            go.generation == 1 or go.closing is not None or not some_are_between(groups, standing, todo.enter)):
         shards.adopt(site, groups)
     if todo.enter:
         with site.phases.copying():

@@ -1,9 +1,10 @@
 """What workers do with the shards of their stage's optimizer state: gather parameters, adopt what the dead have held.
 
 A step changes on each worker the part of the model that belongs to its own shards; the others' parts come from those
-that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`), or
-before the next iteration, where it meets some peers in their scripts; a copy counts when it is whole. Whoever has given
-one away keeps it until the next gradient is held, of which it gets nothing.
+that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`). That
+happens before the next iteration instead where it meets some peers in their scripts, or where the stage is closed for
+an iteration that is not committed: its step may have to be made again, by those that have its slices. A copy counts
+when it is whole. Whoever has given one away keeps it until the next gradient is held, of which it gets nothing.
 """
 
 from __future__ import annotations
@@ -162,6 +163,7 @@ def owe(site: Site, groups: Groups, resume: Resume) -> bool:
     table = _table(groups, resume)
     site.current.owed = () if site.stage.shards is None or table is None else tuple(
         (shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in table.moves)
+    site.current.had = cuts(site.stage, groups, resume, begun=True) if site.current.owed else None
     return bool(site.current.owed)
 
 
@@ -171,7 +173,7 @@ def adopt(site: Site, groups: Groups) -> None:
     if site.current.owed and site.stage.shards is not None:
         with site.phases.copying():
             _tell(site, copy(site, groups, site.current.owed), site.stage.shards)
-    site.current.owed = ()
+    site.current.owed, site.current.had = (), None
 
 
 def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]) -> list[int]:

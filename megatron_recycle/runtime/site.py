@@ -194,11 +194,11 @@ class Site:
         """Whether training returns to the script once the worker's stage is closed for an iteration; otherwise once all
         workers have committed it. The same on all workers.
 
-        With shards the peers of a stage make together again what a failure has lost, whatever each of them holds.
         Where an abort may spoil what a survivor has computed of messages that are used, they may be needed again.
+        Shards of a worker's parts are not followed through a closed iteration.
         """
-        return (not self.config.settles and self.keeps_messages and self.stage.shards is None
-                and BACKENDS[self.place.backend].host)
+        apart = self.place.parts == 1 or self.stage.shards is None
+        return self.keeps_messages and apart and BACKENDS[self.place.backend].host
 
     @cached_property
     def tied(self) -> tuple[int, ...]:

@@ -171,7 +171,7 @@ class Stepper:
         if generation.cuts is not None:
             with site.phases.waiting("parameters"), only_failures():
                 with site.phases.writing():
-                    gather(site.stage, generation.groups, generation.cuts,
+                    gather(site.stage, generation.groups, site.current.had or generation.cuts,
                            generation.groups.peers(generation.groups.me.stage))
                 site.trainable.gathered = self.standing.stepped
                 count(generation.groups.stage_control, True)
@@ -278,11 +278,13 @@ class Stepper:
     def remake(self) -> None:
         """Make the last step, which is not final, again from the state before it. Tensors that were written to since
         are as that step had left them."""
-        used = self.standing.used
+        used, trainable = self.standing.used, self._site.trainable
         assert used is not None
+        gathered = trainable.gathered
         self._undo()
         self._save()
         self._step(used)
+        trainable.gathered = gathered  # what others have stepped has been here, and may have been written to
 
     def _heard(self, commit: Commit) -> None:
         """The training thread may be waiting for what nobody is going to send any more."""

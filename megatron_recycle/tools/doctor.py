@@ -52,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sharded", action="store_true",
                         help="with --stages: the optimizer is cut into shards (ZeRO-1, distributed optimizer)")
     if isinstance(parser, Parser):
-        parser.behind = "command"
+        parser.behind, parser.folded = "command", config.GROUP
+        parser.epilog = ("every setting of a job is a flag, too, as --recycle-reduction exact: docs/configuration.md "
+                         f"has them all; {parser.epilog or ''}").rstrip("; ")
         parser.usage = "%(prog)s [options] [-- SCRIPT ARGUMENTS]"
     config.add_arguments(parser)
 
@@ -168,7 +170,8 @@ def check_name(settings: RecycleConfig) -> list[Check]:
         text = f"{name} is no address here ({error.strerror or error}): give --master-addr an address, not this name"
         return [Check("own name", "warn", text)]
     if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
-        text = f"{name} is {', '.join(found)} here (/etc/hosts): give --master-addr an address, not this name"
+        text = (f"{name} is {', '.join(found)} here (/etc/hosts): with several hosts give --master-addr an address, "
+                "not this name")
         return [Check("own name", "warn", text)]
     return [Check("own name", "ok", f"{name} is {', '.join(found)}")]
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from megatron_recycle.config import SECTION, RecycleConfig
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.tools.rehearsal import REACHED
+from megatron_recycle.tools.rehearsal import INSISTS, REACHED
 
 LIMIT = 300.0
 """Seconds that a script may take to where it meets the others."""
@@ -38,6 +38,11 @@ def _on(section: Any) -> bool:
     return bool(section.get("enabled")) if isinstance(section, Mapping) else bool(section)
 
 
+def _there(section: Any) -> bool:
+    """As `_on`, of sections that are on unless they say otherwise."""
+    return bool(section) and (not isinstance(section, Mapping) or bool(section.get("enabled", True)))
+
+
 REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("zero_optimization.stage", lambda stage: stage not in (0, 1), "set it to 1 or 0"),
     ("zero_optimization.offload_optimizer", bool, "leave it out"),
@@ -48,10 +53,10 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("torch_autocast", _on, "remove the section, use bf16 or fp32"),
     ("fp16.auto_cast", bool, "leave it out"),
     ("fp16.fp16_master_weights_and_grads", bool, "leave it out"),
-    ("curriculum_learning", _on, "turn it off"),
+    *((name, _there, "remove the section") for name in (
+        "amp", "compression_training", "quantize_training", "eigenvalue", "progressive_layer_drop",
+        "curriculum_learning")),
     ("data_efficiency", _on, "turn it off"),
-    ("prescale_gradients", bool, "leave it at its default"),
-    ("gradient_predivide_factor", lambda factor: factor != 1.0, "leave it at its default"),
     ("checkpoint.writer", bool, "leave it out: checkpoints are written at once"),
     ("checkpoint.use_node_local_storage", bool, "save to a folder that all hosts share"),
     ("datastates", bool, "leave it out: checkpoints are written at once"),
@@ -92,9 +97,9 @@ def check_json(path: Path) -> Iterator[Finding]:
         if value is not None and wrong(value):
             found += 1
             yield Finding("JSON", "fail", f"{path}: {key} is {json.dumps(value)}, which is refused: {remedy}")
-    if content.get("wall_clock_breakdown") and content.get("steps_per_print") is None:
+    for text in _together(content):
         found += 1
-        yield Finding("JSON", "fail", f"{path}: wall_clock_breakdown without steps_per_print: set that as well")
+        yield Finding("JSON", "fail", f"{path}: {text}")
     try:
         settings = RecycleConfig.resolve(content.get(SECTION))
     except ConfigError as error:
@@ -105,6 +110,17 @@ def check_json(path: Path) -> Iterator[Finding]:
             yield Finding("JSON", "warn", f"{path} or RECYCLE_ENABLED switches the plugin off: nothing is protected")
     if not found:
         yield Finding("JSON", "ok", f"{path}: no key of it is refused")
+
+
+def _together(content: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that are refused beside others."""
+    prescales = content.get("prescale_gradients")
+    if content.get("wall_clock_breakdown") and content.get("steps_per_print") is None:
+        yield "wall_clock_breakdown without steps_per_print: set that as well"
+    if prescales and (content.get("zero_optimization") or {}).get("stage") == 1:
+        yield "prescale_gradients with ZeRO-1 is refused: leave it out"
+    if not prescales and content.get("gradient_predivide_factor", 1.0) != 1.0:
+        yield "gradient_predivide_factor is refused: leave it at 1, or set prescale_gradients"
 
 
 def _json_files(arguments: Sequence[str]) -> Iterator[Path]:
@@ -130,20 +146,29 @@ def _text(script: Path) -> str | None:
 
 
 def _rehearse(command: Sequence[str], size: int, limit: float) -> Finding:
-    environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     try:
-        done = subprocess.run([sys.executable, "-m", "megatron_recycle.tools.rehearsal", *command], env=environ,
-                              text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit, check=False)
+        status, lines = _run(command, size, limit)
+        pretended = status != REACHED and any(INSISTS in line for line in lines)
+        if pretended:
+            status, lines = _run(["--pretend", *command], size, limit)
     except subprocess.TimeoutExpired:
         return Finding("script", "warn", f"it did not get to its process group within {limit:.0f} s: not judged")
-    lines = [line for line in done.stdout.splitlines() if line.strip()]
     otherwise = [line.partition("megatron-recycle: ")[2] for line in lines if " is off under recycle" in line]
-    if done.returncode == REACHED:
+    if status == REACHED:
         text = "nothing is refused up to where ranks meet; what depends on the model is judged at the start"
-        return Finding("script", "warn" if otherwise else "ok", "; ".join([text, *otherwise]))
-    if done.returncode == 0:
+        told = [text, *(["judged without a GPU, which a job needs"] if pretended else []), *otherwise]
+        return Finding("script", "warn" if otherwise else "ok", "; ".join(told))
+    if status == 0:
         return Finding("script", "warn", "it ended without making a process group: nothing of it is protected")
     start = next((number for number, line in enumerate(lines) if "megatron-recycle" in line), max(0, len(lines) - 1))
-    return Finding("script", "fail", f"it ended with status {done.returncode}: "
+    return Finding("script", "fail", f"it ended with status {status}: "
                    + "\n".join(line.strip() for line in lines[start:start + _KEPT]))
+
+
+def _run(command: Sequence[str], size: int, limit: float) -> tuple[int, list[str]]:
+    """The rehearsal's status and its lines. Raises subprocess.TimeoutExpired."""
+    environ = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run([sys.executable, "-m", "megatron_recycle.tools.rehearsal", *command], env=environ, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit, check=False)
+    return done.returncode, [line for line in done.stdout.splitlines() if line.strip()]

@@ -1,4 +1,5 @@
 """`recycle timeline PLAN [PLAN] [-o PICTURE]`: one plan file as a picture, or two of them one above the other.
+`recycle timeline RUN [--iteration K]`: an iteration of a job, its plan above what was, and a Perfetto trace.
 
 A picture has one row per worker, time from left to right, as the replay runs them from a cold start. Forward,
 input-gradient and weight-gradient work, full backwards and the step have a colour each; work done for another pipeline
@@ -9,38 +10,50 @@ ones are drawn smaller and without. Matplotlib is loaded when something is drawn
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Plan, PlanError, Timeline, Worker, check, replay
+from megatron_recycle.tools.pictures import GREEN, INK, ORANGE, PURPLE, SKY, WIDTH, YELLOW, looks
+
+if TYPE_CHECKING:
+    from megatron_recycle.tools.operate.iteration import Iteration
 
 FORMATS = (".png", ".svg", ".pdf")
 
-COLOURS = {"F": "#56b4e9", "B": "#e69f00", "W": "#009e73", "FB": "#f0e442", "S": "#cc79a7"}
-"""Okabe and Ito's, which colour-blind readers can tell apart too."""
+COLOURS = {"F": SKY, "B": ORANGE, "W": GREEN, "FB": YELLOW, "S": PURPLE}
 NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient", "FB": "both gradients in one",
          "S": "reduce and step"}
 FAILED = "#bdbdbd"
 
-_INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
 _ROW = 0.8  # height of a box, in rows
 _LARGE = 48  # from this many rows on, rows shrink and only some are labelled
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle timeline`."""
-    parser.add_argument("plan", help="plan file (JSON)")
+    parser.add_argument("plan", help="plan file (JSON), or the folder of a run")
     parser.add_argument("after", nargs="?", help="a second plan file, drawn below the first")
+    parser.add_argument("--iteration", type=int, metavar="K",
+                        help="of a run (default: the latest that its workers have written down, every 25th and those "
+                        "around a failure)")
     parser.add_argument("-o", "--output", metavar="FILE",
-                        help="picture: .png, .svg or .pdf (default: the last plan's name with .png, in this folder)")
+                        help="picture: .png, .svg or .pdf (default: the last plan's name with .png, or "
+                        "RUN-iteration-K.svg, in this folder); of a run also FILE's name with .trace.json, for "
+                        "ui.perfetto.dev")
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw and return 0. Raises PlanError or ConfigError, which the dispatcher tells in one line."""
+    if Path(args.plan).is_dir():
+        return _run_of_job(args)
+    if args.iteration is not None:
+        raise ConfigError(f"--iteration is of a run, and {args.plan} is no folder of one")
     output = args.output or Path(args.after or args.plan).with_suffix(".png").name
     if args.after is None:
         draw(_legal(args.plan), output)
@@ -50,10 +63,96 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _run_of_job(args: argparse.Namespace) -> int:
+    """Draw an iteration of a job. Raises ConfigError."""
+    from megatron_recycle.tools.operate.iteration import load, trace
+
+    if args.after is not None:
+        raise ConfigError("a run's iteration stands beside its own plan: give no second file")
+    found = load(Path(args.plan), args.iteration)
+    output = Path(args.output or f"{Path(args.plan).resolve().name}-iteration-{found.number}.svg")
+    draw_iteration(found, output)
+    beside = output.with_suffix(".trace.json")
+    try:
+        beside.write_text(json.dumps(trace(found)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{beside} cannot be written: {error.strerror}") from error
+    print(f"{output}\n{beside}")
+    return 0
+
+
+def draw_iteration(found: Iteration, path: Path) -> None:
+    """Draw an iteration's plan above what its workers did, on the same axis of milliseconds. Raises ConfigError."""
+    from megatron_recycle.tools.operate.iteration import scale, worker_of
+
+    plan = found.plan
+    names = list(found.spans)
+    workers = [Worker.parse(worker_of(name)) for name in names] if plan is None else list(plan.problem.grid.workers())
+    rows = {worker: number for number, worker in enumerate(dict.fromkeys(workers))}
+    actual = [_ran(name, one.kind, one.name, 1000 * one.start, 1000 * one.end)
+              for name in names for one in found.spans[name] if one.kind and not name.endswith(tuple(
+                  f".{part}" for part in range(1, 10)))]  # of a worker with several parts the first one
+    panels = [(f"iteration {found.number}, generation {found.generation}, as it was", actual)]
+    if plan is not None:
+        timeline, unit = replay(plan), 1000 * (found.unit or scale(found))
+        planned = [Box(box.worker, box.kind, unit * box.start, unit * box.end, box.guest, box.text)
+                   for box in boxes(plan, timeline)]
+        how = "with measured costs" if found.unit else "costs not measured yet: drawn as long as what was"
+        panels.insert(0, (f"plan ({plan.source}), {how}", planned))
+    _draw_panels(panels, rows, set() if plan is None else set(plan.problem.failed), path)
+
+
+def _ran(process: str, kind: str, action: str, start: float, end: float) -> Box:
+    """An action that a process has run, as `boxes` names it."""
+    worker = Worker.parse(process.partition(".")[0])
+    pipeline, _, number = action.lstrip("FBW").partition(".")
+    guest = kind != "S" and pipeline != str(worker.pipeline)
+    return Box(worker, kind, start, end, guest, "" if kind == "S" else f"{pipeline}.{number}" if guest else number)
+
+
+def _draw_panels(panels: Sequence[tuple[str, Sequence[Box]]], rows: dict[Worker, int], failed: set[Worker],
+                 target: Path) -> None:
+    """Panels of boxes, in milliseconds. Raises ConfigError."""
+    if target.suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot draw {target}: give a file name that ends in {', '.join(FORMATS)}")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    large = len(rows) >= _LARGE
+    height = len(rows) * (0.13 if large else 0.27)
+    span = max((box.end for _, shown in panels for box in shown), default=1.0) or 1.0
+    with rc_context({"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none",
+                     "font.size": 9}):
+        figure = Figure(figsize=(13.0, (height + 0.75) * len(panels) + 0.85), layout="constrained")
+        axes: Any = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
+        for axis, (title, shown) in zip(axes[:, 0], panels):
+            for worker in failed:
+                axis.axhspan(rows[worker] - _ROW / 2, rows[worker] + _ROW / 2, color=FAILED, lw=0)
+            _boxes(axis, shown, rows)
+            _numbers(axis, shown, rows, points_per_unit=13.0 * 0.9 * 72 / span,
+                     points_per_row=height * 72 / max(1, len(rows)) * _ROW)
+            named = [worker for worker in rows if not large or worker.stage == 0]
+            axis.set_yticks([rows[worker] for worker in named], [str(worker) for worker in named])
+            axis.set_ylim(len(rows) - 0.5, -0.5)
+            axis.set_xlim(0, span * 1.01)
+            axis.set_ylabel("worker (pipeline:stage)")
+            axis.set_title(title, loc="left", fontsize=10)
+        axes[-1, 0].set_xlabel("milliseconds since the iteration's first action")
+        kinds = [kind for kind in NAMES if any(box.kind == kind for _, shown in panels for box in shown)]
+        handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {NAMES[kind]}") for kind in kinds]
+        handles.append(Patch(facecolor="white", edgecolor="#303030", hatch="/////",
+                             label="guest (of another pipeline)"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+        quiet = {"Date": None} if target.suffix.lower() == ".svg" else None
+        try:
+            figure.savefig(target, dpi=120, metadata=quiet)
+        except OSError as error:
+            raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
+
+
 def _legal(path: str) -> Plan:
     """The plan of a file, checked: a picture of a plan that breaks the rules would show what cannot be."""
-    if Path(path).is_dir():
-        raise ConfigError(f"{path} is a folder: give a plan file; those of a job are in plans/ in its run folder")
     try:
         return check(Plan.load(path))
     except PlanError as error:
@@ -72,18 +171,18 @@ class Style:
     clear: bool = False
 
 
-PAGE = Style(width=8.3, facts=False, ink="#808080", clear=True)
+PAGE = Style(width=WIDTH, facts=False, ink=INK, clear=True)
 """For a page of documentation, 830 pixels wide."""
 
 
 @dataclass(frozen=True)
 class Box:
-    """One action in the picture: `start` and `end` in the unit of the plan's costs."""
+    """One action in the picture: `start` and `end` in the unit of the time axis."""
 
     worker: Worker
     kind: str
-    start: int
-    end: int
+    start: float
+    end: float
     guest: bool
     text: str
 
@@ -134,10 +233,7 @@ def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style
     rows = [len(plan.problem.grid.workers()) for plan, _ in parts]
     heights = [count * (0.13 if count >= _LARGE else 0.27) for count in rows]
     span = max(1, *(timeline.makespan for timeline in timelines))
-    with rc_context(
-        {"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none", "font.size": 9,
-         **dict.fromkeys(_INKED, style.ink)}
-    ):
+    with rc_context({**looks(style.ink), "hatch.linewidth": 0.6, "text.color": "black"}):
         figure = Figure(figsize=(style.width, sum(heights) + 0.75 * len(parts) + 0.85), layout="constrained")
         axes: Any = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights, sharex=True)
         for axis, (plan, title), timeline, height in zip(axes[:, 0], parts, timelines, heights):
@@ -167,7 +263,7 @@ def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, hei
         for worker in failed:
             axis.text(span * 0.005, row[worker], "failed", va="center", color="#555555", style="italic")
     for first in range(1, plan.problem.grid.pipelines):
-        axis.axhline(first * plan.problem.grid.stages - 0.5, color="#888888", lw=0.5)
+        axis.axhline(first * plan.problem.grid.stages - 0.5, color=INK, lw=0.5)
     large = len(workers) >= _LARGE
     named = [worker for worker in workers if not large or worker.stage == 0 or worker in failed]
     axis.set_yticks([row[worker] for worker in named], [str(worker) for worker in named])
@@ -176,8 +272,6 @@ def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, hei
     axis.set_xlim(0, span * 1.01)
     axis.set_ylabel("worker (pipeline:stage)")
     axis.set_title(_headline(plan, timeline, title) if style.facts else title, loc="left", fontsize=10)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
 
 
 def _boxes(axis: Any, shown: Sequence[Box], row: dict[Worker, int]) -> None:

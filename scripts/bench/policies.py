@@ -13,8 +13,7 @@ checkpoint, whose period is Young and Daly's for that failure rate and the measu
 Measured: the time from the first commit to the last, beyond as many iterations of the same run's median time (other
 runs may have met a busier machine); iterations that were committed twice; actions done again, in iterations of all
 workers; samples that no step has seen; the validation loss of the final parameters; whether these are those of the run
-without failures, bit for bit. Writes runs/bench/policies.json after each run, prints a table, and draws
-docs/policies.png.
+without failures, bit for bit. Writes runs/bench/policies.json after each run, and prints a table.
 """
 
 from __future__ import annotations
@@ -164,24 +163,6 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Time lost and loss gained, a mark for each run."""
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    for policy, marker in zip(POLICIES, "sov^D*", strict=True):
-        own = [row for row in rows if row["policy"] == policy]
-        axes.scatter([row["lost_seconds"] for row in own], [row["loss_difference"] for row in own], label=policy,
-                     marker=marker, s=[30 + 30 * row["failures"] for row in own], alpha=0.7)
-    axes.axhline(0, color="grey", linewidth=0.5)
-    axes.set_xlabel("seconds lost (the larger the mark, the more failures)")
-    axes.set_ylabel("validation loss against none")
-    axes.set_xscale("symlog", linthresh=2)
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--policy", nargs="+", default=POLICIES, choices=POLICIES)
@@ -190,7 +171,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for each run")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/policies.json"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/policies.png"))
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console()
@@ -215,7 +195,6 @@ def main() -> int:
             args.output.write_text(json.dumps({"undisturbed": about, "save_seconds": round(save, 3), "rows": rows},
                                               indent=1))
     show(rows, console)
-    draw(rows, args.picture)
     return 0
 
 

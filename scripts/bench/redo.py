@@ -79,7 +79,7 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     recoveries: list[Event] = []
     redone: list[int] = []
     planned: list[float] = []  # what each plan says of an iteration
-    figure = "makespan" if keep == "none" or args.reduction == "exact" else "period"  # they wait for each commit
+    figure = "makespan" if keep == "none" else "period"  # it waits for each commit
     whole_since = 0  # the iteration from which on all workers are there
     with Job(f"bench/{BACKENDS['deepspeed']}", [str(each) for each in arguments], folder / "run",
              shape.pipelines * shape.stages, settings, 120 + 3 * iterations * args.seconds) as job:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import CONSOLE, even, picture, write
+from common import CONSOLE, even, write
+from draw import draw
 from rich.table import Table
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.tools.simulate.charts import bars
 from megatron_recycle.tools.simulate.plans import Plans
-from megatron_recycle.tools.simulate.report import Estimate
 
 GRIDS = ((3, 4, 6), (4, 4, 8), (8, 4, 16), (16, 2, 8), (8, 8, 16), (16, 12, 32))
 TECHNIQUES = ("adaptive", "decoupled", "staggered")
@@ -26,7 +25,7 @@ TECHNIQUES = ("adaptive", "decoupled", "staggered")
 
 def main() -> None:
     table = Table("pipelines x stages x micro-batches", "failed", "dropped", *TECHNIQUES, "fault-scaled")
-    found, groups = [], {}
+    found = []
     for pipelines, stages, microbatches in GRIDS:
         job = even(pipelines, stages, microbatches)
         stock = Plans(job).stock().period
@@ -40,12 +39,9 @@ def main() -> None:
             found.append({"grid": grid, "failed": [str(worker) for worker in failed], "of_fault_free":
                           {name: round(one, 4) for name, one in value.items()}, "dropped": round(dropped, 4),
                           "fault_scaled": round(scaled, 4)})
-            if count:
-                groups[f"{grid}\n{count} failed"] = {
-                    "hit pipelines dropped": Estimate(dropped), **{name: Estimate(one) for name, one in value.items()}}
     CONSOLE.print(table)
     write("ablation", {"results": found})
-    bars(groups, picture("ablation"), "Re-routing (adaptive), and split backward, and staggered step")
+    draw("ablation")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,8 @@ def write(name: str, content: Mapping[str, Any]) -> None:
 
 
 def picture(name: str) -> Path:
-    return FOLDER / f"{name}.png"
+    """docs/figures/NAME.svg."""
+    return FOLDER / f"{name}.svg"
 
 
 def tell(rows: Sequence[Row], title: str) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import STALLS, job_of, picture, ratios, short, tell, write
+from common import STALLS, job_of, ratios, short, tell, write
+from draw import draw
 
-from megatron_recycle.tools.simulate.charts import bars
 from megatron_recycle.tools.simulate.cluster import Cluster
 from megatron_recycle.tools.simulate.compare import compare
 from megatron_recycle.tools.simulate.generating import spaced
@@ -29,7 +29,7 @@ HOURS, SEEDS = 6.0, 5
 
 
 def main() -> None:
-    found, groups = [], {}
+    found = []
     for model, stages, pipelines in GRIDS:
         for factor in (4, 16):
             job = job_of(model, pipelines, stages, factor * stages)
@@ -40,10 +40,8 @@ def main() -> None:
                 tell(rows, title)
                 found.append({"grid": f"{stages}x{pipelines}", "model": model, "microbatches": factor * stages,
                               "every": name, "claims": ratios(rows), "policies": short(rows)})
-                if factor == 4:
-                    groups[f"{stages}x{pipelines}\n{name}"] = {row.name: row.relative for row in rows}
     write("failure_rates", {"hours": HOURS, "seeds": SEEDS, "repair": None, "results": found})
-    bars(groups, picture("failure_rates"), "32 GPUs (stages x pipelines), 4 S micro-batches, no repair, 6 h")
+    draw("failure_rates")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main() -> None:
         found.append({"grid": [pipelines, stages, microbatches], "model": model, "claims": ratios(rows),
                       "policies": short(rows)})
         if (pipelines, stages) == (6, 8):
-            over_time([row for row in rows if row.name in SHOWN], picture("gcp_replay").with_suffix(".svg"),
+            over_time([row for row in rows if row.name in SHOWN], picture("gcp_replay"),
                       f"GCP A100 trace of 2021, {model}, 6 pipelines x 8 stages on up to 64 GPUs")
     write("gcp_replay", {"trace": "gcp-a100x1-east1b-2021.csv", "hours": trace.duration / 3600,
                          "cleaned": [note.rpartition(": ")[0] for note in trace.cleaned], "results": found})

@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import STALLS, job_of, picture, ratios, short, tell, write
+from common import STALLS, job_of, ratios, short, tell, write
+from draw import draw
 
-from megatron_recycle.tools.simulate.charts import bars
 from megatron_recycle.tools.simulate.cluster import Cluster
 from megatron_recycle.tools.simulate.compare import compare
 from megatron_recycle.tools.simulate.policies.registry import makers
@@ -35,7 +35,7 @@ def lost(hosts: int, count: int, seed: int, seconds: float = 3600.0) -> Trace:
 
 
 def main() -> None:
-    found, groups = [], {}
+    found = []
     for gpus, pipelines, stages in GRIDS:
         job, cluster = job_of("gpt3-145b", pipelines, stages, 4 * stages, 8), Cluster(gpus // 8, 8, 8)
         for share in SHARES:
@@ -45,10 +45,8 @@ def main() -> None:
             tell(rows, f"{gpus} GPUs ({pipelines}x{stages}, TP 8), {count} of {cluster.hosts} hosts lost")
             found.append({"gpus": gpus, "grid": [pipelines, stages, 4 * stages], "tp": 8, "hosts_lost": count,
                           "share": share, "claims": ratios(rows), "policies": short(rows)})
-            groups[f"{gpus}\n{100 * share:.0f} %"] = {row.name: row.relative for row in rows
-                                                      if row.name not in ("ours-no-moves", "lent-layers", "drop")}
     write("large_scale", {"results": found})
-    bars(groups, picture("large_scale"), "GPUs and share that is lost; 145 B, TP 8, 4 S micro-batches")
+    draw("large_scale")
 
 
 if __name__ == "__main__":

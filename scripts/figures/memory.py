@@ -12,10 +12,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import even, picture, write
+from common import even, write
+from draw import draw
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.tools.simulate.charts import lines
 from megatron_recycle.tools.simulate.plans import Plans
 
 SHARES = (0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0)
@@ -32,8 +32,7 @@ def main() -> None:
                 plans = Plans(even(pipelines, stages, microbatches, max(1, round(share * stages))))
                 series.setdefault(name, []).append((share, round(stock / plans.rerouted(failed).period, 4)))
     write("memory", {"results": [{"series": name, "points": points} for name, points in series.items()]})
-    lines(series, picture("memory"), "Memory against throughput", "micro-batches that a worker may hold / stages",
-          "throughput, of 1F1B without failures")
+    draw("memory")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from common import CONSOLE, even, picture, write
+from common import CONSOLE, even, write
+from draw import draw
 
 from megatron_recycle.plan import Worker
 from megatron_recycle.planner import quick
-from megatron_recycle.tools.simulate.charts import lines
 
 GRIDS = ((3, 4, 8), (8, 4, 16), (8, 8, 16), (16, 8, 16), (16, 12, 32), (64, 8, 16), (128, 16, 16), (512, 12, 16),
          (1024, 12, 16))
@@ -37,8 +37,7 @@ def main() -> None:
                       "seconds": round(best, 4), "over_bound": round(plan.period / plan.lower_bound - 1, 4)})
         CONSOLE.print(found[-1])
     write("planner_latency", {"processors": os.cpu_count(), "results": found})
-    lines({"quick plan": [(one["gpus_tp8"], one["seconds"]) for one in found]}, picture("planner_latency"),
-          "Time to a plan after a failure", "GPUs (8 to a worker)", "seconds of one core", log=True)
+    draw("planner_latency")
 
 
 if __name__ == "__main__":

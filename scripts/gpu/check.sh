@@ -5,6 +5,7 @@
 #
 #   scripts/gpu/check.sh                     all parts, up to 10 minutes each
 #   scripts/gpu/check.sh --part a            one of them; further arguments go to its script (--list, --only NAME ...)
+#   scripts/gpu/check.sh --part d --dry-run  without a GPU, on the tests' stand-in for Transformer Engine's kernels
 #   scripts/gpu/check.sh --prepare [DIR]     on a machine with a network: lay the wheels there that a machine with torch,
 #                                            but without a network, lacks (default DIR: runs/gpu/wheels)
 #

@@ -92,19 +92,31 @@ def test_recomputed_activations_have_the_randomness_of_their_own_forward():
         check_survivors(job, {hold.worker}, calm)
 
 
+ZERO = {"engine_settings": {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
+                            "steps_per_print": 1000}}
+
+
 @pytest.mark.processes
-def test_an_iteration_that_is_run_again_has_the_scripts_variables_of_then():
+@pytest.mark.parametrize(("reduction", "kind", "within"), [
+    ("exact", {"ramp": (4, 4, 6)}, 0.0), ("exact", {**ZERO, "ramp": (4, 4, 2)}, 0.0),
+    *(pytest.param(*case, marks=pytest.mark.night) for case in [
+        ("fast", {}, 1e-4), ("exact", {}, 0.0), ("exact", ZERO, 0.0), ("fast", {**ZERO, "clipping": ALWAYS}, 1e-4)])],
+    ids=str)
+def test_an_iteration_that_is_run_again_has_the_scripts_variables_of_then(reduction, kind, within):
     """The last stage has returned from it, and the script anneals the loss for the next one, when a worker of the first
-    stage is killed and nobody holds that stage's gradient. With `exact`, where nobody has returned: tests/memory."""
-    options = {**arguments(2, 2, 0.0, reduction="fast"), "annealed": True}
+    stage is killed and nobody holds that stage's gradient. Also where its batch is another one than at the start, and
+    where each worker has some of the gradient."""
+    options = {**arguments(2, 2, 0.0, reduction=reduction), "annealed": True, **kind}
     calm = calm_run(gpt_job.train, 4, options)
     dies, goes_on = Hold("0:0", "reduce", 2), Hold("0:1", "annealed", 3)
     with Job(gpt_job.train, 4, options, [dies, goes_on]) as job:
         job.wait_held()
         job.kill(dies)
         job.release(goes_on)
-        check_survivors(job, {dies.worker}, calm, within=1e-4)
-        assert next(event for event in job.events if event["event"] == "reconciled")["target"] == 1
+        check_survivors(job, {dies.worker}, calm, within=within)
+        (went,) = [event for event in job.events if event["event"] == "reconciled"]
+        assert went["target"] == 1 and went["redone"] == 0
+    assert not [event for event in job.events if event["event"] == "repeated"]
 
 
 @pytest.mark.processes

@@ -567,3 +567,23 @@ def test_the_patched_script_has_the_flag_and_without_it_is_as_before(checkout, t
     printed = stock(patched, "--mock-data", "--recycle", "--recycle-reduction", "exact")
     assert printed.count("| live: 4/4 | rerouted: 0 |") == ITERATIONS
     assert losses(printed).keys() == losses(expected).keys()
+
+
+@pytest.mark.night
+@pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_the_curves_go_on_when_the_last_rank_dies_with_each_step_once(checkout, tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+    recycled(tmp_path / "run", checkout, "--mock-data", "--tensorboard-dir", str(tmp_path / "board"), kill=("1:1", 2))
+    rows: dict[str, dict[int, float]] = {}
+    for file in (tmp_path / "board").iterdir():
+        for event in LegacyEventFileLoader(str(file)).Load():
+            for value in event.summary.value:
+                of = rows.setdefault(value.tag, {})
+                if "validation" not in value.tag:  # which stock writes twice at the end
+                    assert event.step not in of, f"{value.tag} of step {event.step} is there twice"
+                of[event.step] = value.simple_value
+    wanted = list(range(1, ITERATIONS + 1))
+    assert sorted(rows["lm loss"]) == sorted(rows["grad-norm"]) == wanted
+    live = [rows["Recycle/live_workers"][step] for step in wanted]
+    assert live[0] == 4.0 and live[-1] == 3.0

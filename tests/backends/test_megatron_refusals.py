@@ -268,6 +268,7 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
     ("use_pytorch_profiler", True), ("dsa_indexer_loss_coeff", 0.1),
     ("qk_clip", True), ("logits_save_dir", "logits"), ("multi_latent_attention", True),
     ("experimental_attention_variant", "dsa"), ("qk_l2_norm", True), ("fp8", "hybrid"), ("fp4", "e2m1"),
+    ("fp8_param_gather", True), ("fp8_multi_head_attention", True),
     ("rerun_mode", "report_determinism_stats"),
     ("skip_train", True), ("num_experts", 8), ("optimizer", "muon"),
     ("eval_global_batch_size", 4), ("grad_norm_skip_threshold", 3.0), ("gtp_weight_remat_size", 2)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_recycle.backends.megatron import setup as megatron_setup
-from megatron_recycle.backends.megatron.training import LOOP, muted
+from megatron_recycle.backends.megatron.training import LOOP
 from megatron_recycle.backends.options import Options
 from megatron_recycle.runtime.setup_record import SetUpRecorder, SetUpReplay
 
@@ -75,11 +75,3 @@ def test_its_beginning_and_rates_are_compared_by_the_names_of_flags(loop):
     loop.arguments.iteration = 4
     told = megatron_setup.settings()
     assert told["--lr"] == 0.1 and told["the loop's first iteration"] == 4
-
-
-def test_nothing_is_written_while_it_catches_up():
-    behind = [True]
-    writer = muted(lambda: "writer", lambda: behind[0])
-    assert writer() is None
-    behind[0] = False
-    assert writer() == "writer"

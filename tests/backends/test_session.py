@@ -16,7 +16,9 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import GenerationOver, JobEnded
+from megatron_recycle.job_status import Telling
 from megatron_recycle.membership import Process
+from megatron_recycle.membership.announcements import Ended
 from megatron_recycle.membership.standing import Standing
 from megatron_recycle.membership.verdict import StepMode, Verdict
 from megatron_recycle.plan import Grid, Worker
@@ -62,7 +64,7 @@ class FakeWorker:
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
-    agent = SimpleNamespace(ended=None, told=[], breaks_off=True)
+    agent = SimpleNamespace(ended=None, told=[], breaks_off=True, generation=0, members={})
     agent.ending, agent.close = agent.told.append, lambda: agent.told.append("closed")
     monkeypatch.setattr(sessions, "connect", lambda *_: agent)
     monkeypatch.setattr(sessions.atexit, "register", lambda run: None)
@@ -100,6 +102,30 @@ def test_who_was_out_for_a_while_passes_on_and_who_was_only_brought_back_does_no
     worker.meanwhile = lambda: worker.comes_in(after=4)
     session.train()
     assert not session.together("save()", lambda: True, False)
+
+
+def test_a_callback_of_the_script_is_told_of_a_loss_when_the_call_is_over_and_of_the_end(session, monkeypatch):
+    telling, told = Telling(), list[Any]()
+    monkeypatch.setattr(sessions, "HERE", telling)
+    telling.reported_by(session.status)
+    telling.add(told.append)
+    worker = started(session)
+    session.agent.generation, session.agent.members = 1, {str(one): "first" for one in GRID.workers()}
+
+    def dies() -> None:
+        worker.members = worker.members[:3]
+        session.agent.generation, session.agent.members = 2, {str(one): "first" for one in worker.members}
+        assert told == [], "not in the midst of a recovery"
+
+    worker.meanwhile = dies
+    with session.call():
+        session.begin()
+        session.train()
+    assert [event["event"] for event in told] == ["lost", "resumed", "last_copy"]
+    assert told[0]["workers"] == ["1:1"] and session.status().degraded and session.status().last_copies == (1,)
+    session.agent.ended = Ended(0, "the job has finished")
+    session.finish()
+    assert told[-1]["event"] == "ended" and told[-1]["status"] == 0
 
 
 def test_what_needs_all_is_left_out_while_one_is_missing_and_is_no_error_when_cut_short(session, monkeypatch, caplog):

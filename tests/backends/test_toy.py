@@ -36,6 +36,10 @@ def test_plain_modules_train_through_a_kill_and_a_return():
             assert len(result.value["members"]) == SIZE
             found = differences(result, calm[rank])
             assert not found, (rank, found)
+        told = [(name, workers) for name, workers in results[0].value["told"] if name in ("lost", "joined", "whole")]
+        everybody = ["0:0", "0:1", "1:0", "1:1"]
+        assert told == [("lost", ["1:0"]), ("joined", ["1:0"]), ("whole", everybody)], "what a script asked to be told"
+        assert results[0].value["status"].live == tuple(everybody) and results[0].value["status"].speaks
         assert results[0].value["saved"][1:3] == [True, False], "it waits for nobody who is gone"
         assert results[0].value["saved"][-1] and calm[0].value["saved"] == [True] * (ITERATIONS + 1)
 

@@ -324,7 +324,7 @@ def test_a_coordinator_that_stood_by_is_not_called_the_coordinator(standby: bool
 def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: Path) -> None:
     said: list[str] = []
     with launcher(tmp_path, said, range(1)) as made:
-        made._receive({"type": "begun", "max_restarts": 0, "leave_timeout": 0.2})
+        made._receive({"type": "begun", "max_restarts": 0, "max_failures_per_host": 0, "leave_timeout": 0.2})
         made.processes.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
         made.ending.interrupt(signal.SIGTERM, 100.0)
         made.ending.interrupt(signal.SIGTERM, 100.1)
@@ -413,4 +413,5 @@ def test_a_process_that_was_to_join_and_ends_well_has_failed(tmp_path: Path) -> 
         assert made.restarts.pending()
     log = tmp_path / "worker-0.log"
     pid = made.processes.workers[0].pid
-    assert said[0] == f"rank 0 (pid {pid}) ended with status 0 before it had joined: see {log}"
+    host = made.processes.host
+    assert said[0] == f"rank 0 ({host}, pid {pid}) ended with status 0 before it had joined: see {log}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -285,7 +287,7 @@ def test_the_rest_of_an_iteration_is_planned_where_that_takes_less_than_the_whol
     made = Planning(handed_out.append)
     whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
     first = next(action for action in whole["workers"]["0:0"] if action != "S")
-    order = MakeRedo(2, whole, {"0:0": [first]})
+    order = MakeRedo(2, whole, {"0:0": [first]}, _size(whole))
     rest = made.redo({}, order)
     assert rest is not None and rest["done"] == {"0:0": 1} and rest["makespan"] <= whole["makespan"]
     assert handed_out[-1].digest == rest["digest"]
@@ -305,9 +307,23 @@ def test_the_rest_of_an_iteration_with_lent_layers_is_planned_from_the_plan_that
     orders = {name: better["workers"][name] for name in ("0:0", "1:0", "2:0")}
     done = {name: listed[:next(place for place, action in enumerate(listed) if not action.startswith("F"))]
             for name, listed in orders.items()}
-    order = MakeRedo(3, made.plan(LENDING, frozenset({"1:1", "0:1"})), done, lent=better["digest"])
+    order = MakeRedo(3, made.plan(LENDING, frozenset({"1:1", "0:1"})), done, _size(whole), lent=better["digest"])
     rest = made.redo(LENDING, order)
     assert rest is not None and rest["crossings"] == better["crossings"]
     assert rest["done"] == {name: len(actions) for name, actions in done.items()}
     taken_back = {**LENDING, "lending": {**LENDING["lending"], "lend": [[0, 0]]}}
     assert made.redo(taken_back, order) is None and Planning().redo(LENDING, order) is None
+
+
+def test_the_rest_of_an_iteration_of_another_batch_size_is_planned_for_that() -> None:
+    made = Planning()
+    whole = made.plan(DESCRIPTION, frozenset({"1:1"}))
+    first = next(action for action in whole["workers"]["0:0"] if action != "S")
+    rest = made.redo({}, MakeRedo(2, whole, {"0:0": [first]}, (7, 2)))
+    assert rest is not None and rest["done"] == {"0:0": 1} and rest["grid"]["microbatches"] == [7, 7, 7]
+
+
+def _size(plan: Mapping[str, Any]) -> tuple[int, int]:
+    """Of its iterations."""
+    problem = Plan.from_json(plan).problem
+    return max(problem.grid.microbatches), problem.block

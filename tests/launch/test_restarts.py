@@ -101,6 +101,30 @@ def test_a_rank_has_as_many_restarts_as_it_was_given() -> None:
     assert said[-1] == "rank 0 stays out: it has been started again 1 times (max_restarts)"
 
 
+def test_a_host_that_has_failed_as_often_as_it_may_starts_nobody_again() -> None:
+    said: list[str] = []
+    gone: list[int] = []
+    restarts = Restarts(said.append, gone.append)
+    restarts.most, restarts.of_host = 10, 2
+    for rank in (0, 1):  # at the same time: a power cut, a switch
+        restarts.ended(rank, 100.0, "")
+    assert restarts.due(101.0) == [0, 1] and gone == []
+    restarts.joined(0)
+    restarts.ended(1, 200.0, "")
+    assert said[-1] == "rank 1 stays out: workers of this host have failed 2 times (max_failures_per_host)"
+    restarts.ended(0, 201.0, "")
+    assert gone == [1, 0] and not restarts.pending()
+
+
+def test_a_rank_that_was_to_be_started_stays_out_with_its_host() -> None:
+    gone: list[int] = []
+    restarts = Restarts(lambda line: None, gone.append)
+    restarts.most, restarts.of_host = 10, 2
+    restarts.ended(0, 100.0, "")
+    restarts.ended(1, 300.0, "")
+    assert sorted(gone) == [0, 1] and not restarts.pending()
+
+
 def test_a_rank_whose_end_is_faster_than_the_word_that_training_has_begun_is_started_again() -> None:
     said: list[str] = []
     restarts = Restarts(said.append)

@@ -20,12 +20,14 @@ def commanded(decisions: list[do.Decision]) -> list[dict[str, Any]]:
 
 def test_a_launcher_that_comes_back_is_told_what_still_holds() -> None:
     cluster = Cluster().train()
-    assert commanded(cluster.log)[0] == {"type": "begun", "max_restarts": 0, "leave_timeout": None}
+    assert commanded(cluster.log)[0] == {"type": "begun", "max_restarts": 0, "max_failures_per_host": 0,
+                                        "leave_timeout": None}
     lost = cluster.declare(FailureKind.FROZEN, "1:1/0")
     out = {"type": "out", "rank": 3, "pid": 1003, "kind": "frozen", "error": ""}
     assert commanded(lost) == [out] and told(lost, "end")
     again = [dict(one.message) for one in commands.in_force(cluster.state, "host")]
-    assert again[:2] == [{"type": "begun", "max_restarts": 0, "leave_timeout": None}, out]
+    assert again[:2] == [{"type": "begun", "max_restarts": 0, "max_failures_per_host": 0,
+                                        "leave_timeout": None}, out]
     assert again[2:] == [{"type": "joined", "rank": rank, "pid": 1000 + rank} for rank in (0, 1, 2, 4, 5)]
     assert [dict(one.message) for one in commands.in_force(cluster.state, "elsewhere")] == again[:2]
 

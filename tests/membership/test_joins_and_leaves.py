@@ -9,7 +9,13 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.vacancies import Offered, Reservations, free_places, promised_before
+from megatron_recycle.membership.vacancies import (
+    Offered,
+    Reservations,
+    failed_too_often,
+    free_places,
+    promised_before,
+)
 from tests.membership.cluster import Cluster, endings, events, report, told
 
 
@@ -172,6 +178,17 @@ def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
     cluster.feed(inputs.Lost((inputs.Loss("1:1/1", FailureKind.EXIT),), cluster.now))
     assert free_places(cluster.state, places, 4, now=1002.0)["ranks"] == [3], "it came, and has gone again"
     assert "not started by `recycle run`" in free_places(cluster.state, None, 1, now=0.0)["refusal"]
+
+
+def test_a_host_whose_workers_have_failed_too_often_gets_no_place_and_others_do() -> None:
+    cluster = Joins().lost()
+    cluster.state = cluster.state.with_(description={**cluster.state.description, "max_failures_per_host": 2})
+    places, failures = Reservations(Offered({})), {"n3": 2, "n4": 1}
+    refused = free_places(cluster.state, places, 1, 0.0, "n3", failures)
+    assert refused["refusal"] == "workers of n3 have failed in it too often (max_failures_per_host)"
+    assert refused["again_s"] == 0 and not places.kept
+    assert free_places(cluster.state, places, 1, 0.0, "n4", failures)["ranks"] == [3]
+    assert not failed_too_often(cluster.state.with_(description={}), failures), "by default there is no limit"
 
 
 def test_the_next_coordinator_keeps_the_places_that_were_promised() -> None:

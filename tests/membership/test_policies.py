@@ -90,7 +90,8 @@ def dropped(cluster: Cluster) -> None:
 
 def kept_attempt(done: int, chain: int = 1) -> dict[str, object]:
     actions = [f"F0.{microbatch}" for microbatch in range(done)]
-    return {"iteration": 5, "chain": chain, "actions": actions, "provisional": False}
+    return {"iteration": 5, "chain": chain, "actions": actions, "provisional": False, "microbatches": 4,
+            "block": 2}
 
 
 def report_kept(cluster: Cluster, name: str, done: int, chain: int = 1) -> list[do.Decision]:

@@ -11,13 +11,14 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.messages import WireError, check_report
 from megatron_recycle.membership.redo import levelled
 from megatron_recycle.membership.standing import Epoch
-from tests.membership.cluster import Cluster, events, report, told
+from tests.membership.cluster import Cluster, endings, events, report, told
 
 ITERATION = 5
 
 
 def kept(*actions: str, iteration: int = ITERATION, provisional: bool = False) -> dict[str, Any]:
-    return {"iteration": iteration, "chain": 1, "actions": list(actions), "provisional": provisional}
+    return {"iteration": iteration, "chain": 1, "actions": list(actions), "provisional": provisional,
+            "microbatches": 4, "block": 2}
 
 
 def stopped(**settings: Any) -> Cluster:
@@ -58,7 +59,8 @@ def test_the_rest_is_planned_from_all_that_is_kept_before_anybody_goes_on():
     cluster = stopped()
     decisions = all_say(cluster, w0_0=("F0.0", "F0.1"), w2_1=("F2.0",))
     (order,) = orders(decisions)
-    assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and not told(decisions, "go")
+    assert order.done == {"0:0": ("F0.0", "F0.1"), "2:1": ("F2.0",)} and order.size == (4, 2)
+    assert not told(decisions, "go")
     done = {"0:0": 2, "2:1": 1}
     plan = {"source": "greedy", "digest": "sha256:1", "done": done}
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, plan))
@@ -97,9 +99,9 @@ def test_an_undone_step_is_not_closed_any_more():
     assert standing.closed == -1
 
 
-def one_stage_is_closed() -> tuple[Cluster, list[do.Decision]]:
+def one_stage_is_closed(**settings: Any) -> tuple[Cluster, list[do.Decision]]:
     """The second stage has closed the iteration, and a script of it may have left."""
-    cluster = stopped()
+    cluster = stopped(**settings)
     cluster.plan()
     for name in cluster.state.members:
         where = {"holds": ITERATION, "stepped": ITERATION} if name.endswith(":1") else {}
@@ -119,12 +121,31 @@ def test_a_stage_that_is_closed_stays_where_it_is_and_the_loss_that_a_script_has
 
 
 def test_where_the_rest_needs_a_closed_stage_all_run_the_iteration_again_and_say_so():
-    cluster, _ = one_stage_is_closed()
+    cluster, _ = one_stage_is_closed(reduction="fast")
     decisions = cluster.feed(inputs.Redone(cluster.state.generation, None))
     ((_, go),) = told(decisions, "go")
     assert go["resume"]["closed"] == [] and go["carried"] is None
     (event,) = events(decisions, "repeated")
     assert event["iteration"] == ITERATION and event["workers"] == ["2:1"]
+
+
+def test_with_exact_the_job_ends_then_after_a_last_checkpoint_of_the_iteration_before():
+    cluster, _ = one_stage_is_closed(reduction="exact", emergency=True)
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, None))
+    assert not events(decisions, "repeated") and not told(decisions, "go")
+    cluster.plan()
+    for name in cluster.state.members:
+        decisions = says(cluster, name, kept("F0.0"), **(CLOSED if name == "2:1" else {}))
+    ((_, go),) = told(decisions, "go")
+    assert f"iteration {ITERATION} cannot be made to its end" in go["closing"] and go["carried"] is None
+    assert go["resume"]["target"] == ITERATION - 1 and go["resume"]["closed"] == []
+
+
+def test_with_exact_the_job_ends_then_if_it_cannot_save():
+    cluster, _ = one_stage_is_closed(reduction="exact")
+    (end,) = endings(cluster.feed(inputs.Redone(cluster.state.generation, None)))
+    assert "reduction exact does not run it again; there is no checkpoint of this run" in end.message and end.again
+    assert f"Last committed iteration: {ITERATION - 1}." in end.message
 
 
 def test_an_iteration_whose_rest_cannot_be_planned_begins_anew():
@@ -179,7 +200,7 @@ def test_other_policies_begin_the_iteration_anew(settings: dict[str, str]):
 
 @pytest.mark.parametrize("strange", [
     "F0.0", {"iteration": 5}, kept("S"), kept("F0"), kept("X0.1"), {**kept(), "actions": [3]},
-    {**kept(), "provisional": 1}, {**kept(), "chain": "1"}])
+    {**kept(), "provisional": 1}, {**kept(), "chain": "1"}, {**kept(), "microbatches": None}, {**kept(), "block": 1.5}])
 def test_a_report_that_names_no_attempts_is_refused(strange: Any):
     with pytest.raises(WireError):
         check_report({**report(), "kept": [strange]})

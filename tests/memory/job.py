@@ -54,14 +54,9 @@ CPU = torch.device("cpu")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
+LEFT = "for which reduction exact does not run it again"
 _QUIET = 1.0
 """Seconds for which all workers wait, with nothing under way and nothing to decide, after which nobody can go on."""
-
-
-class _Ahead(RecycleConfig):
-    """Iterations overlap, as those of `reduction: fast` do, though sums are exact."""
-
-    settles = False
 
 
 class Killed(BaseException):
@@ -106,11 +101,10 @@ class Shape:
     """Iterations after which it sends messages from rank to rank."""
     average: bool = False
     """Whether the script keeps an average of the stage's parameters, and has registered it."""
-    ahead: bool = True
-    """Workers go on to the next iteration before the last one is committed, as with `reduction: fast`; without it as
-    with `exact`, whose bits these jobs have either way."""
     anneals: bool = False
     """The script sets a factor of the loss for each iteration, where nothing can see it."""
+    sizes: tuple[int, ...] = ()
+    """Micro-batches of a pipeline in each iteration, and in all later ones."""
     lengths: tuple[int, ...] = ()
     """Of the samples of each iteration, and of all later ones, up to `model.LENGTH`, which it is without them."""
     folder: str = ""
@@ -120,6 +114,10 @@ class Shape:
     @property
     def workers(self) -> list[str]:
         return [f"{pipeline}:{stage}" for pipeline in range(self.pipelines) for stage in range(self.stages)]
+
+    def size(self, iteration: int) -> int:
+        """Micro-batches of a pipeline in ``iteration``."""
+        return self.sizes[min(iteration, len(self.sizes) - 1)] if self.sizes else self.microbatches
 
     def length(self, iteration: int) -> int:
         """Of the samples of ``iteration``."""
@@ -136,6 +134,11 @@ class Shape:
     @property
     def step(self) -> str:
         return str(dict(self.settings).get("step", "staggered"))
+
+    @property
+    def ahead(self) -> bool:
+        """Whether workers go on to the next iteration before the last one is committed."""
+        return dict(self.settings).get("keep_messages") != "none"
 
     def with_settings(self, **settings: Any) -> Shape:
         return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
@@ -358,9 +361,8 @@ class Job:
 
     def _train(self, process: Process, place: Place, joining: bool) -> None:
         shape, result = self.shape, process.result
-        kind = _Ahead if shape.ahead else RecycleConfig
-        config = kind(**{"heartbeat_interval": 0.5, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
-                         "verify": "peers", **dict(shape.settings)})
+        config = RecycleConfig(**{"heartbeat_interval": 0.5, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+                                  "verify": "peers", **dict(shape.settings)})
         stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
                            tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts,
@@ -401,6 +403,10 @@ class Job:
                     self.disk.clear))
             if iteration and shape.length(iteration) != shape.length(iteration - 1):
                 made.reshape(iteration, "reshape()")
+            if iteration and shape.size(iteration) != stage.microbatches:  # as `backends.session.Session.resize`
+                made.settle()
+                made.site.grids.change(iteration, shape.size(iteration))
+            stage.microbatches = shape.size(iteration)
             if shape.anneals:
                 stage.factor = 1 + iteration / 8
             result.losses.append(made.train(iteration))
@@ -557,7 +563,7 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
           within: float = 0.0, again: bool = False) -> None:
     """The job has ended as one whose stages wait for each other would have without failures; every iteration was
     committed once, in order, and nobody has run anything of an iteration that its script had left, but where the job
-    has said so.
+    has said so. Or two deaths have lost what an exact iteration needs that scripts have left: then it may end.
 
     Args:
         out: who need not have come to the end.
@@ -565,6 +571,10 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
         within: by how much numbers may differ; 0: not in a bit.
         again: whether some iterations were made, and committed, again.
     """
+    dead = [process for process in (*job.processes.values(), *job.former) if process.result.status == -9]
+    if len(dead) > 1 and any(LEFT in result.error for result in results.values()):
+        assert not job.after_leaving, f"run after their scripts had left: {job.after_leaving}\n{job.where()}"
+        return
     reference = undisturbed(job.shape.with_settings(step="barrier"))
     for rank, result in results.items():
         name = job.processes[rank].name
@@ -581,7 +591,6 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
                                        if iteration not in dict(job.shape.full)], noted
     assert _alike_checkpoints(job, reference, within), f"checkpoints differ\n{job.where()}"
     said = {event["event"]: event for event in job.control.events if event["event"] in ("repeated", "restored")}
-    dead = [process for process in (*job.processes.values(), *job.former) if process.result.status == -9]
     assert "repeated" not in said or len(dead) > 1, f"one death has lost a message\n{job.where()}"
     assert said or not job.after_leaving, f"run after their scripts had left: {job.after_leaving}\n{job.where()}"
     committed = [event["iteration"] for event in job.control.events if event["event"] == "committed"]

@@ -96,7 +96,7 @@ def test_an_iteration_is_made_with_what_the_script_had_set_for_it():
     """Nobody can see what the loss reads, a module's attribute say. The workers of the last stage have stepped, and one
     of the first is killed in its last backward: nobody has left the iteration, which is made again."""
     dies, last = Moment("0:0", "backward", 2, 1), [f"{pipeline}:1" for pipeline in range(2)]
-    shape = Shape(2, 2, 2, 4, anneals=True, ahead=False)
+    shape = Shape(2, 2, 2, 4, anneals=True).with_settings(keep_messages="none")
     job = Job(shape, holds=[dies])
 
     def stands(name: str) -> bool:

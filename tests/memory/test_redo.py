@@ -23,7 +23,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.kept import Kept
 from megatron_recycle.runtime.stage import Tie
-from tests.memory.job import Job, Shape, check
+from tests.memory.job import Job, Result, Shape, check
 from tests.memory.scenes import SHAPES
 from tests.moments import Moment
 
@@ -134,6 +134,29 @@ def test_a_failure_while_kept_messages_are_sent_again(monkeypatch):
     assert interrupted
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_block_that_comes_after_a_later_one_is_summed_apart(sharded):
+    """1:0 dies, and 0:0 with its share of the blocks, of which 2:0 has made later ones: nobody else can take them."""
+    first, second, order = Moment("1:0", "forward", 1, 1), Moment("0:0", "backward", 1, 2), list[int]()
+    shape = replace(SHAPE, microbatches=4, sharded=sharded).with_settings(block=1, state_copies=3)
+
+    def at(job: Job, moment: Moment) -> None:
+        if (moment.worker, moment.phase, moment.iteration) == ("2:0", "reduce", 1):
+            done = job.processes[job.ranks[Worker(2, 0)][0]].worker.standing.done
+            order[:] = [action.microbatch for action in done if (action.kind, action.pipeline) == ("B", 1)]
+
+    job = Job(shape, [first], holds=[second], at=at)
+    with job:
+        job.wait_event("decided", generation=2)
+        job.wait_held()
+        ahead = job.processes[job.ranks[Worker(2, 0)][0]].worker.standing
+        job.wait_for(lambda: ("W", 1) in [action[:2] for action in ahead.done], "one of 1:0's micro-batches")
+        job.release(second, die=True)
+        check(job, job.wait(), {"1:0", "0:0"})
+    assert len(order) == 4 and order != sorted(order), order
+    assert lost(job) == [0, 0]
+
+
 ANNEALS = replace(SHAPE, microbatches=4, iterations=4, anneals=True)
 """The script sets a variable of its loss before each iteration, which nothing can see."""
 
@@ -154,16 +177,36 @@ def test_no_code_of_the_script_runs_for_an_iteration_that_it_has_left(shape, see
     assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (2, 6, 4)], ids=str)
+@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "stepped"])
+def test_an_iteration_of_another_batch_size_goes_on_where_it_stood(phase, sizes, reduction):
+    """Survivors lose nothing of it, and the last stage's scripts may have left it."""
+    shape = replace(ANNEALS, microbatches=sizes[0], sizes=sizes).with_settings(reduction=reduction)
+    job, seen = ended(shape, [Moment("1:0", phase, 1, phase in MICRO)])
+    begun = Counter(moment.phase for moment in seen if moment.iteration == 1 and moment.worker != "1:0")
+    assert all(begun[each] <= 3 * 2 * sizes[1] + 5 for each in MICRO), begun
+    assert phase not in MICRO or lost(job) == [0]
+
+
+def test_a_stage_that_has_closed_an_iteration_of_another_batch_size_stays_there():
+    stays(replace(ANNEALS, sizes=(4, 3)))
+
+
 def test_a_stage_that_has_closed_an_iteration_stays_there():
+    stays(ANNEALS)
+
+
+def stays(shape: Shape, within: float = 0.0) -> None:
     """1:0 dies before it has reduced iteration 1, with which the last stage's scripts have gone on."""
     held = Moment("1:0", "reduce", 1)
-    job = Job(ANNEALS, holds=[held])
+    job = Job(shape, holds=[held])
     with job:
         job.wait_held()
         last = [process for process in job.processes.values() if process.name.endswith(":1")]
         job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
         job.release(held, die=True)
-        check(job, job.wait(), {"1:0"})
+        check(job, job.wait(), {"1:0"}, within=within)
     (go,) = [event for event in job.control.events if event["event"] == "reconciled"]
     assert go["iteration"] == 1, "the others had still to do some of it"
 
@@ -226,11 +269,10 @@ def test_a_worker_of_a_closed_stage_is_healed_once_the_step_is_final():
     assert healed["worker"] == "0:1" and healed["iteration"] == 2
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_so(reduction):
-    """1:1 made the gradient that 1:0 used; the last stage has left the iteration."""
+def both_ends_die(shape: Shape) -> Job:
+    """1:1 made the gradient that 1:0 used; the last stage has left iteration 1."""
     held = Moment("1:0", "reduce", 1)
-    job = Job(replace(ANNEALS, anneals=False).with_settings(reduction=reduction), holds=[held])
+    job = Job(shape, holds=[held])
     with job:
         job.wait_held()
         last = [process for process in job.processes.values() if process.name.endswith(":1")]
@@ -238,9 +280,36 @@ def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_
         job.kills.add(Moment("1:1", "recovering", 1))
         job.kills.add(Moment("1:1", "recovering", 2))
         job.release(held, die=True)
-        check(job, job.wait(), {"1:0", "1:1"}, within=0.0 if reduction == "exact" else 1e-5)
+        job.wait()
+    return job
+
+
+def results(job: Job) -> dict[int, Result]:
+    return {rank: process.result for rank, process in job.processes.items()}
+
+
+def test_a_message_that_is_lost_with_both_its_ends_is_made_again_by_all_who_say_so():
+    job = both_ends_die(replace(ANNEALS, anneals=False).with_settings(reduction="fast"))
+    check(job, results(job), {"1:0", "1:1"}, within=1e-5)
     (event,) = [event for event in job.control.events if event["event"] == "repeated"]
     assert event["iteration"] == 1 and set(event["workers"]) == {"0:1", "2:1"}
+
+
+def test_with_exact_the_job_goes_back_to_a_checkpoint_then():
+    job = both_ends_die(replace(ANNEALS, anneals=False, save=(1,)))
+    check(job, results(job), {"1:0", "1:1"}, again=True)
+    (event,) = [event for event in job.control.events if event["event"] == "restored"]
+    assert event["iteration"] == 0 and event["from"] == {"1": "checkpoint"}
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+def test_with_exact_the_job_ends_then_if_there_is_no_checkpoint():
+    """No code of the script has run again, whose factors of the loss are others by now."""
+    job = both_ends_die(ANNEALS)
+    (end,) = {result.error for result in results(job).values() if result.status == 1}
+    assert "scripts have left it, for which reduction exact does not run it again" in end and "iteration 1 " in end
+    assert job.control.state.ended[2], "the script may be started again"
+    assert not job.after_leaving
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
@@ -334,17 +403,30 @@ def test_a_message_that_its_reader_has_not_used_keeps_the_stage_open(reduction):
     assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
+SHARDED = replace(ANNEALS, sharded=True)
+"""Each shard has two holders."""
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.05, 0.9])
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-def test_with_shards_no_stage_is_closed_before_the_commit(reduction):
-    """1:0 dies in its reduction of an iteration whose gradient the last stage may hold."""
-    shape = replace(ANNEALS, anneals=False, sharded=True).with_settings(reduction=reduction, state_copies=3)
+def test_a_stage_in_shards_that_is_closed_stays_there(reduction, clipping):
+    """Also where its step turns out to have been wrong. 1:1 dies as well, which had some of its slices."""
+    shape = replace(SHARDED, clipping=clipping).with_settings(reduction=reduction)
+    within = 0.0 if reduction == "exact" else 1e-5
+    stays(shape, within)
     held = Moment("1:0", "reduce", 1)
     job = Job(shape, holds=[held])
     with job:
         job.wait_held()
-        job.release(held, die=True)
-        check(job, job.wait(), {"1:0"}, within=0.0 if reduction == "exact" else 1e-5)
-    assert {process.worker.standing.closed for process in job.processes.values()} == {-1}
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.control.lost("1:1")
+        job.wait_event("decided", generation=2)
+        job.release(held)
+        check(job, job.wait(), {"1:1"}, within=within)
+    assert not [event for event in job.control.events if event["event"] == "repeated"]
+    others = [process.worker.site.stage.shards.held for process in last if process.name != "1:1"]
+    assert all(len(held) == 3 for held in others), "what 1:1 had is adopted"
 
 
 def test_with_nccls_rules_no_stage_is_closed_before_the_commit():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
@@ -29,11 +30,27 @@ def test_a_json_that_fits_is_said_to(tmp_path: Path):
     ({"flops_profiler": {"enabled": True}}, "flops_profiler is"),
     ({"checkpoint": {"writer": {"type": "FAST"}}}, "checkpoint.writer is"),
     ({"wall_clock_breakdown": True}, "wall_clock_breakdown without steps_per_print"),
+    ({"prescale_gradients": True}, "prescale_gradients with ZeRO-1"),
+    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor is refused: leave it at 1"),
+    ({"amp": {"opt_level": "O1"}}, "amp is"),
     ({"recycle": {"reductoin": "exact"}}, 'the nearest known key is "reduction"'),
 ])
 def test_a_key_that_is_refused_is_named_with_the_remedy(tmp_path: Path, more: dict, said: str):
     found = findings(tmp_path, {**FITS, **more})
     assert [one.state for one in found] == ["fail"] and said in found[0].text
+
+
+def test_what_the_engine_takes_is_not_refused(tmp_path: Path):
+    more = {"zero_optimization": {"stage": 0}, "prescale_gradients": True, "gradient_predivide_factor": 2.0,
+            "progressive_layer_drop": {"enabled": False}}
+    assert [one.state for one in findings(tmp_path, {**FITS, **more})] == ["ok"]
+
+
+def test_every_section_that_the_engine_refuses_is_known_before():
+    source = Path(job_check.__file__).parents[1] / "backends" / "deepspeed" / "support.py"
+    table = next(node.value for node in ast.parse(source.read_text(encoding="utf-8")).body
+                 if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_GIVEN_UP")
+    assert set(ast.literal_eval(table)) <= {key for key, *_ in job_check.REFUSED}
 
 
 def test_a_plugin_that_is_switched_off_is_a_warning(tmp_path: Path):
@@ -80,3 +97,18 @@ def test_a_script_is_run_to_where_it_meets_the_others(tmp_path: Path, monkeypatc
     assert cli.main(["doctor", "--", str(script), "bad"]) == 1
     assert "megatron-recycle: experts: use dense layers" in capsys.readouterr().out
     assert not (tmp_path / "too far").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_script_that_insists_on_a_gpu_is_judged_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As Megatron-LM's do before they read an option: on a login node, too, people ask whether a job would run."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n"
+                      "assert torch.cuda.is_available(), 'Megatron requires CUDA.'\n"
+                      "assert torch.cuda.get_device_properties('cuda:0').major >= 8\n"
+                      "torch.cuda.set_device(0)\n"
+                      "torch.distributed.init_process_group('nccl')\n")
+    monkeypatch.chdir(tmp_path)
+    (found,) = check_job([str(script)], 4)
+    assert found.state == "ok" and "judged without a GPU" in found.text

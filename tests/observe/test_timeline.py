@@ -131,7 +131,7 @@ def test_recycle_timeline_draws_a_plan_file(
     dataclasses.replace(made, lower_bound=lower_bound(made.problem)).save(plan)
     assert cli.main(["timeline", str(plan)]) == 0 and (tmp_path / "plan.png").exists()
     assert capsys.readouterr().out == "plan.png\n"
-    assert cli.main(["timeline", str(tmp_path)]) == 2 and "is a folder" in capsys.readouterr().err
+    assert cli.main(["timeline", str(tmp_path)]) == 2 and "is no run's" in capsys.readouterr().err
     assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "one.svg")]) == 0
     assert cli.main(["timeline", str(plan), str(plan), "-o", str(tmp_path / "two.svg")]) == 0
     assert len((tmp_path / "two.svg").read_text()) > len((tmp_path / "one.svg").read_text()) > 1000

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import stat
+import subprocess
 import threading
 import time
 import urllib.request
@@ -148,6 +150,17 @@ def test_alerts_and_dashboard_name_metrics_and_labels_that_are_exported() -> Non
         assert {label.partition("=")[0].rstrip("~!") for label in re.findall(r"\w+=~?", by)} <= {"run", labels[name]}
     events = set(re.findall(r'event="(\w+)"', text))
     assert events <= ALARMS.keys()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_takes_the_rules_and_the_metrics(tmp_path: Path) -> None:
+    rules = subprocess.run(["promtool", "check", "rules", str(DOCS / "monitoring" / "alerts.yml")], text=True,
+                           capture_output=True)
+    assert rules.returncode == 0 and "SUCCESS" in rules.stdout, rules.stdout + rules.stderr
+    exported(DEGRADED).write(tmp_path / "job.prom")
+    metrics = subprocess.run(["promtool", "check", "metrics"], stdin=(tmp_path / "job.prom").open(), text=True,
+                             capture_output=True)
+    assert metrics.returncode == 0, metrics.stdout + metrics.stderr
 
 
 def test_the_page_has_the_tables_of_the_code() -> None:

@@ -134,6 +134,7 @@ def test_blocks_stay_together_and_in_order():
     assert violations(plan) == []
     broken = rewritten(plan, "0:0", swap("W0.0", "W0.1"))
     assert "block: W0.0" in names(broken)
+    assert "block" not in names(rewritten(plan, "0:0", swap("W0.1", "W0.2"))), "blocks may come in any order"
     single = quick(problem(block=1))
     coarse = replace(single, problem=replace(single.problem, block=4))
     assert "block 0 of pipeline 1 is on workers" in names(coarse)

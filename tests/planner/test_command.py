@@ -194,3 +194,9 @@ def test_a_plan_file_that_deadlocks_is_refused(capsys, tmp_path):
     path.write_text(json.dumps(value))
     status, _, err = recycle_plan(capsys, "--check", str(path))
     assert status == 2 and "deadlock" in err and "can never start" in err
+
+
+def test_a_worker_that_moves_is_no_failed_one_in_the_drawing(capsys):
+    status, out, _ = recycle_plan(capsys, "--pipelines", "2", "--stages", "2", "--microbatches", "3", "--failed",
+                                  "0:1,1:1")
+    assert status == 1 and "   1:0  moved to 0:1\n   1:1  failed\n" in out

@@ -24,6 +24,7 @@ from megatron_recycle.plan import (
     channels,
     needs,
     passes_on,
+    pieces,
     reads,
     replay,
     surplus,
@@ -156,8 +157,8 @@ def test_the_rest_of_any_iteration_is_a_legal_plan_after_each_of_several_failure
         if found is None:
             return
         base, done, rest = found
-        if rest is None:  # memories are full of what was done, or nobody may take a block
-            assert problem.cap or problem.block
+        if rest is None:  # memories are full of what was done
+            assert problem.cap
             return
         holds(base, done, rest)
         plan = rest
@@ -246,13 +247,16 @@ def test_a_b_and_its_w_are_not_joined_across_what_was_done():
     assert violations(rest) == [] and Action("W", 0, 1) in rest.rest(Worker(0, 0))
 
 
-def test_a_block_goes_to_nobody_who_is_past_it():
-    """Peers sum the blocks of a pipeline in order: who has come back from a later one takes no earlier one."""
+def test_a_block_goes_to_who_is_past_it_if_there_is_nobody_else():
+    """Peers sum the blocks of a pipeline in order: one that comes after a later one is a piece of its own."""
     problem = grid_of(3, 1, 4, ("1:0",), block=2, cap={})
     past = actions("F1.2 B1.2 W1.2 F1.3 B1.3 W1.3")
     rest = redo(quick(problem), {Worker(0, 0): past})
     assert violations(rest) == [] and rest.route()[1, 0, 0] == rest.route()[1, 1, 0] == Worker(2, 0)
-    assert redo(quick(grid_of(3, 1, 4, ("1:0", "2:0"), block=2, cap={})), {Worker(0, 0): past}) is None
+    assert pieces(rest, 0) == {Worker(0, 0): ((0, 0, 1), (1, 1, 1)), Worker(2, 0): ((1, 0, 0), (2, 0, 1))}
+    alone = redo(quick(grid_of(3, 1, 4, ("1:0", "2:0"), block=2, cap={})), {Worker(0, 0): past})
+    assert violations(alone) == []
+    assert pieces(alone, 0) == {Worker(0, 0): ((0, 0, 1), (1, 0, 0), (1, 1, 1), (2, 0, 1))}
     begun = redo(quick(problem), {Worker(0, 0): actions("F1.2"), Worker(2, 0): past[:0]})
     assert {begun.route()[1, m, 0] for m in (2, 3)} == {Worker(0, 0)}, "a block that was begun stays whole"
 
@@ -299,10 +303,11 @@ def test_nothing_goes_on_from_what_no_legal_plan_has_done(done):
     assert redo(base, {Worker.parse(name): actions(text) for name, text in done.items()}) is None
 
 
-def test_lent_layers_are_not_followed():
-    base = quick(grid_of(2, 2, 2, ("1:1",)))
-    lends = replace(base, crossings={(0, 0): (1,)})
-    assert redo(lends, {}) is None
+def test_the_rest_lends_nothing_where_the_interrupted_plan_did_not():
+    base = quick(grid_of(2, 2, 2, ("1:1",), layers=(2, 2), lend=((1, 1),), layer_held=((0, 0),) * 2,
+                         costs=replace(Costs.uniform(2, 20, 22, 18, 1, 15), layer=((5, 5, 5),) * 2)))
+    rest = redo(replace(base, crossings={(0, 0): (1,)}), {Worker(0, 0): actions("F0.0")})
+    assert rest is not None and not rest.crossings and violations(rest) == []
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules(cut="pair", connected=False, host_waits=True, exact=True)], ids=str)
@@ -362,7 +367,7 @@ def test_nothing_of_a_stage_that_is_closed_is_run_again_after_one_death(problem,
     kept = {worker: done[worker] for worker in after.live_workers()}
     rest = redo(quick(after), kept, closed)
     if rest is None:
-        assert problem.cap or problem.block
+        assert problem.cap
         return
     assert violations(rest) == []
     for worker, listed in rest.workers.items():

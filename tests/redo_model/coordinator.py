@@ -12,6 +12,7 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.plan import Action, Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.redo import redo
@@ -27,14 +28,22 @@ class Asked(NamedTuple):
     placement: tuple[int, ...] = ()
     split_backward: bool = True
     full_backward: tuple[int, ...] = ()
+    block: int = 0
+    """Of the exact reduction; 0: it is the fast one."""
+    copies: int = 0
+    """Workers that hold each shard of a stage's optimizer state; 0: it is not cut."""
+
+    def shards(self, worker: Worker) -> list[int]:
+        """Those that it begins with."""
+        return to_begin_with(worker.pipeline, len(self.microbatches), self.copies) if self.copies else []
 
 
 @lru_cache(maxsize=1024)
 def problem_of(asked: Asked) -> Problem:
-    """The planner's problem; without memory limits and blocks, so that every rest of an iteration has a plan."""
+    """The planner's problem; without memory limits, so that every rest of an iteration has a plan."""
     chunks = len(asked.placement) or asked.stages
     return Problem(Grid(asked.stages, asked.microbatches), Costs.uniform(chunks, 1, 1, 1), placement=asked.placement,
-                   split_backward=asked.split_backward, full_backward=asked.full_backward)
+                   split_backward=asked.split_backward, full_backward=asked.full_backward, block=asked.block)
 
 
 @lru_cache(maxsize=4096)
@@ -49,14 +58,21 @@ def _formed(asked: Asked, members: tuple[tuple[str, str], ...],
     """The machine once all processes are ready."""
     state, decided = st.State(size=len(members)), list[do.Decision]()
     listed = [st.Member(name, rank, name, rank + 1000, host) for rank, (name, host) in enumerate(members)]
-    description = {"grid": {"stages": asked.stages, "microbatches": list(asked.microbatches)}, "block": 0,
-                   "reduction": "fast"} | ({"parts": parts} if parts > 1 else {})
+    description = {"grid": {"stages": asked.stages, "microbatches": list(asked.microbatches)}, "block": asked.block,
+                   "reduction": "exact" if asked.block else "fast"} | ({"parts": parts} if parts > 1 else {})
     report = {"iteration": 0, "attempt": 0, "holds": -1, "stepped": -1, "verdict": None, "actions": 0}
-    happened = [*map(inputs.Hello, listed), *(inputs.Ready(member.worker, description, report) for member in listed)]
+    happened = [*map(inputs.Hello, listed), *(inputs.Ready(member.worker, description, report | _cut(asked, member))
+                                              for member in listed)]
     for each in happened:
         state, decisions = step(state, each, 1000.0)
         decided += decisions
     return state, listed, decided
+
+
+def _cut(asked: Asked, member: st.Member) -> Message:
+    """What a process reports of its shards at the start."""
+    held = dict.fromkeys(map(str, asked.shards(Process.parse(member.worker).worker)), -1)
+    return {"shards": {"of": len(asked.microbatches), "copies": asked.copies, "held": held}} if asked.copies else {}
 
 
 class Coordinator:

@@ -28,7 +28,8 @@ STEPS = 50_000
 OFTEN = ("before", "waits", "made", "did", "parts")
 LABELS = (*OFTEN, "script", "begin", "opened", "reduce", "tie", "loss", "reduced", "stepped", "acknowledgement",
           "close", "closed", "verdict", "rejoining", "stop", "retired", "go", "connect", "copy", "anew", "resumed",
-          "agreement", "rolling back", "end", "lent layers", "lent sum")
+          "agreement", "rolling back", "end", "lent layers", "lent sum", "norms", "gather", "gathered", "lacking",
+          "adopt")
 """Where a process may die."""
 
 
@@ -86,7 +87,8 @@ class Case:
 
 @lru_cache(maxsize=256)
 def _reference(shape: Shape) -> Reference:
-    return values.reference(shape.problem, shape.iterations, shape.wrong, shape.lent, shape.tied)
+    shards = len(shape.asked.microbatches) if shape.asked.copies else 0
+    return values.reference(shape.problem, shape.iterations, shape.wrong, shape.lent, shape.tied, shards)
 
 
 def _routes(plan: Plan, _: Worker) -> Mapping[tuple[int, int, int], Worker]:
@@ -260,8 +262,12 @@ class Job:
         """A step is final."""
         if self._trace:
             self._tell(f"{process.name} commits iteration {iteration}")
-        right = _reference(self.shape)
-        if process.exact != right.parameters[iteration][process.me.stage]:
+        right, cut = _reference(self.shape), process.cut
+        if cut is not None and cut.state != {shard: right.pieces[iteration][process.me.stage][shard]
+                                             for shard in cut.state}:
+            raise Violation(f"{process.name} has another shard after iteration {iteration}")
+        gathered = cut is None or cut.gathered == iteration
+        if gathered and process.exact != right.parameters[iteration][process.me.stage]:
             raise Violation(f"{process.name} has other parameters after iteration {iteration}")
         if self.shape.tied and process.me.stage in self.shape.tied and process.tie[0] != right.ties[iteration]:
             raise Violation(f"{process.name} has another tied parameter after iteration {iteration}")
@@ -373,7 +379,7 @@ class Job:
             dead = [name]
         gone = {each for each in self._lives if Name.parse(each).worker in {Name.parse(one).worker for one in dead}}
         left = {Name.parse(each).worker.stage for each in self._lives if each not in gone}
-        if len(left) < self.problem.grid.stages:
+        if len(left) < self.problem.grid.stages or self._last_of_a_shard(gone):
             return
         for each in gone:
             if self._trace:
@@ -386,6 +392,14 @@ class Job:
             for wires in self._wires.values():
                 wires.lose(each, self.draw)
         self._exits += dead
+
+    def _last_of_a_shard(self, gone: set[str]) -> bool:
+        """Whether some shard would be lost with these."""
+        if not self.shape.asked.copies:
+            return False
+        left = {(self.processes[name].me.stage, shard) for name in self._lives if name not in gone
+                for shard in self.processes[name].shards}
+        return len(left) < self.problem.grid.stages * self.problem.grid.pipelines
 
     def _post(self, name: str, message: Mapping[str, Any]) -> None:
         if message["type"] in ("stop", "go"):
@@ -406,11 +420,17 @@ class Job:
 
     def _follow(self) -> None:
         """What the coordinator has decided."""
-        if self.coordinator.ended is not None:
-            raise Violation(f"the job has ended: {self.coordinator.ended.message}")
-        for refused in self.coordinator.refused:
-            self._check_refused(*refused)
+        refused = [*self.coordinator.refused]
+        for each in refused:
+            self._check_refused(*each)
         self.coordinator.refused.clear()
+        if (ended := self.coordinator.ended) is not None:
+            if not (self.shape.asked.block and refused and refused[-1][2]):
+                raise Violation(f"the job has ended: {ended.message}")
+            for life in self._lives.values():
+                life.close()
+            self._lives.clear()
+            self._pauses.clear()
         for event in self.coordinator.events[self._told:]:
             if self._trace and event["event"] in ("decided", "reconciled", "repeated"):
                 self._tell(f"coordinator: {json.dumps(event)}")
@@ -462,7 +482,7 @@ def play(case: Case, rules: Rules = ALL) -> Outcome:
 
 def case_of(seed: int, **wanted: Any) -> Case:
     """A random case, with the ``wanted`` properties of its shape: parts, tied, idle, closes, spoils,
-    lent."""
+    lent, exact, copies (of shards), wrong (in all iterations)."""
     draw = random.Random(seed)
     parts = wanted.get("parts", 2 if draw.random() < 0.1 else 1)
     grids = ((2, 2), (2, 2), (2, 3), (3, 2), (3, 2), (3, 3))[:6 if parts == 1 else 3]
@@ -475,8 +495,11 @@ def case_of(seed: int, **wanted: Any) -> Case:
         microbatches[draw.randrange(pipelines)] = 0
     iterations = draw.choice((2, 3))
     wrong = frozenset(each for each in range(iterations) if draw.random() < 0.2)
+    wrong = frozenset(range(iterations)) if wanted.get("wrong") else wrong
     tied = wanted.get("tied", draw.random() < 0.15)
     asked = Asked(stages, tuple(microbatches), placement, draw.random() < 0.8, (0,) if draw.random() < 0.2 else ())
+    if asked.full_backward == () and wanted.get("exact", random.Random(f"exact {seed}").random() < 0.2):
+        asked = asked._replace(block=1 + seed % 3)
     shift = draw.randrange(2)  # neighbours of a pipeline are on one host
     workers = problem_of(asked).grid.workers()
     hosts = tuple((worker, worker.pipeline * stages + (worker.stage + shift) // 2) for worker in workers)
@@ -488,6 +511,9 @@ def case_of(seed: int, **wanted: Any) -> Case:
         kills.append(Kill(label, draw.randint(1, most), draw.random() < 0.25))
     shape = Shape(asked, iterations, wrong, (0, stages - 1) if tied else (), parts,
                   wanted.get("closes", draw.random() < 0.9), hosts, wanted.get("spoils", draw.random() < 0.1))
+    if parts == 1 and pipelines > 1 and wanted.get("copies", random.Random(f"copies {seed}").random() < 0.15):
+        asked = asked._replace(copies=2 if pipelines > 2 or seed % 2 else 1)
+        return Case(replace(shape, asked=asked), tuple(kills), seed)
     if parts == 1 and not placement and not tied and wanted.get("lent", draw.random() < 0.15):
         lent = frozenset(item for item in problem_of(asked).grid.items() if draw.random() < 0.5)
         shape = replace(shape, lent=lent)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_recycle.membership import Process as Name
 from megatron_recycle.membership import Resume, Standing, StepMode, Verdict
+from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.plan import (
     Action,
     Message,
@@ -26,6 +27,7 @@ from megatron_recycle.plan import (
     results_in,
 )
 from tests.redo_model import values
+from tests.redo_model.cut import Cut
 from tests.redo_model.values import GUESS, WRONG, Sums
 from tests.redo_model.wires import Together, Wires
 
@@ -95,6 +97,10 @@ class Rules:
     """A principal keeps what helpers have added apart from its own sum."""
     lent_closing: bool = True
     """A helper's stage is closed once the stage is whose layers it runs."""
+    adopt_late: bool = True
+    """Shards of a closed stage are copied once its step is final."""
+    had: bool = True
+    """... and until then parameters come from those that have them."""
 
 
 @dataclass
@@ -134,6 +140,8 @@ class Held:
     rounded: int
     loss: int
     tie: tuple[int, int] = (0, 0)
+    slices: Mapping[int, int] = field(default_factory=dict)
+    """Of the gradient, by shard."""
 
 
 @dataclass
@@ -156,6 +164,8 @@ class Generation:
     carried: Mapping[str, Any] | None
     rest: Plan | None
     closed: tuple[int, ...]
+    table: ShardTable | None = None
+    """Of this process' stage."""
 
     def plan_of(self, iteration: int) -> Plan:
         return self.rest if self.rest is not None and self.carries(iteration) else self.plan
@@ -185,7 +195,9 @@ class Process:
         self.losses: list[int] = []
         self.finished = False
         self.stop, self.go = 0, dict[str, Any]()
-        self.exact = self.rounded = values.first(self.me.stage)
+        self._exact = self.rounded = values.first(self.me.stage)
+        asked = job.shape.asked
+        self.cut = Cut(self.me.stage, len(asked.microbatches), asked.shards(self.me)) if asked.copies else None
         self.tie = (values.first(-1),) * 2
         self.held: Held | None = None
         self.kept: dict[int, Kept] = {}
@@ -196,6 +208,16 @@ class Process:
         """Of the attempt under way."""
         self.inside = False
         """Whether one is."""
+
+    @property
+    def exact(self) -> int:
+        """The stage's parameters."""
+        return self._exact if self.cut is None else self.cut.whole
+
+    @property
+    def shards(self) -> list[int]:
+        """Of the optimizer's state, those that this process has."""
+        return [] if self.cut is None else [*self.cut.state]
 
     # ---- what the scheduler asks
 
@@ -284,6 +306,9 @@ class Process:
     def _run_to(self, iteration: int, commit: bool = False) -> Life:
         while self.standing.stepped < iteration:
             self._poll()
+            if self.cut is not None and self.cut.owed:
+                yield from self._wait_verdict()
+                yield from self._adopt(self.cut)
             yield from self._attempt()
         if commit or self.standing.closed < iteration:
             yield from self._wait_verdict()
@@ -309,6 +334,7 @@ class Process:
             self.standing.renew()
             old = self._now
             self._generation = replace(old, wires=self.job.wires(old.number, self.standing.epoch.renewal, old.members))
+            yield from self._gather()
         except Over:
             yield from self._recover()
 
@@ -597,17 +623,84 @@ class Process:
             tie = (values.tied(tuple(by[stage][0] for stage in group)),
                    values.tied(tuple(by[stage][1] for stage in group)))
         loss = yield from self._wait_loss(iteration)
+        slices: dict[int, int] = {}
+        if self.cut is not None and generation.table is not None:
+            yield from self._all("norms", self._tag(iteration, "norms", self.me.stage), self._alike(self.me.stage))
+            own = [shard for shard, names in enumerate(generation.table.holders) if self.name in names]
+            slices = {shard: values.part(exact, shard) for shard in own}
+            self.cut.keep_only(own)
         yield Pause("reduced")
         standing.hold(iteration)
-        self.held, early = Held(iteration, exact, rounded, loss, tie), standing.early
+        self.held, early = Held(iteration, exact, rounded, loss, tie, slices), standing.early
         self._loss = loss
         self._begin_commit()
         if early:
             self._save()
             self._step(GUESS)
             yield Pause("stepped")
+            yield from self._gather()
         else:
             yield from self._wait_verdict()
+            yield from self._gather()
+
+    # ---- shards
+
+    def _gather(self, holders: Sequence[Sequence[str]] | None = None, label: str = "gather") -> Life:
+        """Parameters come from those that hold their shards; returns once all peers have them."""
+        cut, iteration = self.cut, self.standing.stepped
+        if cut is None:
+            return
+        if holders is None:
+            assert self._now.table is not None
+            holders = self._now.table.holders
+            if cut.had is not None and self.job.rules.had:
+                holders = cut.had
+        peers = self._alike(self.me.stage)
+        together = self._now.wires.together((label, iteration, self.me.stage), peers)
+        spoken_for = [shard for shard, names in enumerate(holders) if names[0] == self.name]
+        if not cut.state.keys() >= {*spoken_for}:
+            raise Violation(f"{self.name} is to give shards {spoken_for}, and has {sorted(cut.state)}")
+        together.given[self.name] = {shard: cut.state[shard] for shard in spoken_for}
+        yield from self._until("gather", lambda: together.complete)
+        for given in together.given.values():
+            for shard, value in given.items():
+                cut.pieces[shard] = value
+        cut.gathered = iteration
+        yield from self._all("gathered", (label, iteration, self.me.stage, "all"), peers)
+
+    def _adopt(self, cut: Cut) -> Life:
+        """Copy the shards that are owed."""
+        wires, tag = self._now.wires, ("adopt", self.me.stage)
+        for shard, giver, taker in cut.owed:
+            if giver == self.name:
+                wires.send(self.name, taker, (*tag, shard), cut.state[shard])
+        for shard, _, taker in cut.owed:
+            if taker == self.name:
+                yield from self._until("adopt", lambda shard=shard: wires.came(self.name, (*tag, shard)))
+                if not wires.came(self.name, (*tag, shard)):
+                    raise Over
+                cut.state[shard] = wires.take(self.name, (*tag, shard))
+        cut.owed, cut.had = (), None
+
+    def _reconcile_shards(self, cut: Cut, resume: Resume) -> Life:
+        """Parameters that some have not got; then shards go to those that are to hold them."""
+        wires, standing, stage = self._now.wires, self.standing, self.me.stage
+        table, peers = self._now.table, self._alike(stage)
+        assert table is not None
+        if self._now.number > 1:
+            lacking = wires.together(("lacking", stage), peers)
+            lacking.given[self.name] = cut.gathered != standing.stepped
+            yield from self._until("lacking", lambda: lacking.complete)
+            if any(lacking.given.values()):
+                yield from self._gather(table.had, "reconcile")
+        cut.owe(table)
+        if not cut.owed or (stage in resume.closed and self.job.rules.adopt_late):
+            return
+        between = wires.together(("between", stage), peers)
+        between.given[self.name] = self._now.number > 1 and standing.asked <= standing.stepped
+        yield from self._until("lacking", lambda: between.complete)
+        if not any(between.given.values()) or not self.job.rules.adopt_late:
+            yield from self._adopt(cut)
 
     def _agree(self, iteration: int) -> Life:
         together = self._now.wires.together(("agreement", iteration, self.standing.attempt))
@@ -697,15 +790,24 @@ class Process:
 
     def _save(self) -> None:
         self._saved = (self.exact, self.rounded, self.tie)
+        if self.cut is not None:
+            self.cut.save()
         self.standing.save()
 
     def _undo(self) -> None:
         self.standing.undo()
-        self.exact, self.rounded, self.tie = self._saved
+        self._exact, self.rounded, self.tie = self._saved
+        if self.cut is not None:
+            self.cut.undo()
 
     def _step(self, coefficient: float) -> None:
         assert self.held is not None
-        self.exact = values.stepped(self.exact, self.held.exact, coefficient)
+        if self.cut is None:
+            self._exact = values.stepped(self._exact, self.held.exact, coefficient)
+        elif self.held.slices.keys() >= self.cut.state.keys():
+            self.cut.step(self.held.slices, coefficient)
+        else:
+            raise Violation(f"{self.name} has shards {self.shards}, and slices {sorted(self.held.slices)}")
         self.rounded = values.stepped(self.rounded, self.held.rounded, coefficient)
         if self.me.stage in self.job.shape.tied:
             one, other = (values.stepped(*pair, coefficient) for pair in zip(self.tie, self.held.tie))
@@ -776,8 +878,11 @@ class Process:
     def _report(self) -> dict[str, Any]:
         standing, held = self.standing, self.held
         kept = [{"iteration": each.iteration, "chain": each.chain, "actions": [str(action) for action in each.done],
-                 "provisional": standing.committed < each.iteration - 1} for each in self.kept.values()]
+                 "provisional": standing.committed < each.iteration - 1,
+                 "microbatches": max(self.job.problem.grid.microbatches), "block": 0} for each in self.kept.values()]
         told: dict[str, Any] = {**standing.report(), "kept": kept}
+        if self.cut is not None:
+            told |= self.cut.told(standing.holds, self.job.shape.asked.copies)
         if held is not None and standing.closed == held.iteration and self.job.rules.stays:
             told["closed"] = {"iteration": held.iteration, "loss": held.loss, "weight": 0.0,
                               "stages": self.job.closed_where(self.me.stage)}
@@ -794,7 +899,10 @@ class Process:
         for each in [each for each in self.kept
                      if each > resume["target"] and not (mine and each == carried["iteration"])]:
             del self.kept[each]
-        self._generation = Generation(go["generation"], wires, members, plan, carried, rest, tuple(resume["closed"]))
+        tables = [ShardTable.from_json(each) for each in resume["shards"]]
+        table = next((each for each in tables if each.stage == self.me.stage), None)
+        self._generation = Generation(
+            go["generation"], wires, members, plan, carried, rest, tuple(resume["closed"]), table)
         yield from self._all("connect", "connect", None)
 
     def _reconcile(self, resume: Resume) -> Life:
@@ -818,6 +926,8 @@ class Process:
             else:
                 assert giver == self.me and self.held is not None and self.held.iteration == target
                 wires.send(self.name, self._peer(receiver), "copy", self.held)
+        if self.cut is not None and todo.slices:
+            yield from self._copy_slices(todo.slices, target)
         if todo.verdict is not None:
             self._settle(todo.verdict)
         elif todo.anew:
@@ -827,6 +937,29 @@ class Process:
         if carried is not None and carried["provisional"] and self._refuted and self.job.rules.void:
             self.kept.clear()
             self._generation = replace(self._now, carried=None)
+        if self.cut is not None:
+            yield from self._reconcile_shards(self.cut, resume)
+
+    def _copy_slices(self, slices: Sequence[tuple[Worker, Worker, int]], target: int) -> Life:
+        """Who lacks the gradient of ``target`` gets its slices, and what belongs to it (shard -1)."""
+        wires, mine = self._now.wires, dict[int, Any]()
+        for receiver, giver, shard in slices:
+            tag = "slice", shard
+            if giver == self.me:
+                assert self.held is not None and self.held.iteration == target
+                wires.send(self.name, self._peer(receiver), tag, self.held if shard < 0 else self.held.slices[shard])
+        for receiver, _, shard in slices:
+            tag = "slice", shard
+            if receiver == self.me:
+                yield from self._until("copy", lambda tag=tag: wires.came(self.name, tag))
+                if not wires.came(self.name, tag):
+                    raise Over
+                mine[shard] = wires.take(self.name, tag)
+        if -1 in mine:
+            numbers = mine.pop(-1)
+            assert isinstance(numbers, Held) and self.cut is not None
+            self.held, self._loss = replace(numbers, slices=mine), numbers.loss
+            self.standing.receive(target)
 
 
 PASS = {"F": "F", "B": "B", "FB": "B", "W": ""}

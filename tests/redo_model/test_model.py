@@ -14,6 +14,7 @@ from tests.redo_model.model import OFTEN, Case, Kill, Shape, case_of, play
 from tests.redo_model.process import Rules, Violation
 
 LENT = {"lent": True, "tied": False, "parts": 1}
+SHARDS = {"copies": True, "wrong": True, "parts": 1}
 EACH = 40
 """Cases of one test."""
 
@@ -43,11 +44,12 @@ def test_any_job_through_any_failures(batch):
 @pytest.mark.parametrize("batch", batches(2))
 @pytest.mark.parametrize("wanted", [
     {"tied": True}, {"parts": 2}, {"parts": 2, "tied": True}, LENT, {"idle": True}, {"closes": False},
-    {"spoils": True}],
+    {"spoils": True}, {"exact": True}, {"exact": True, "tied": True}, {"copies": True, "parts": 1}],
     ids=lambda wanted: ", ".join(each for each, value in wanted.items() if value) or "settles")
 def test_special_jobs(batch, wanted):
     """Tied stages; workers of several parts; lent layers; workers without micro-batches; scripts that wait for
-    commits; aborts that spoil sums."""
+    commits; aborts that spoil sums; exact reductions, whose blocks stay whole and whose left iterations are left;
+    optimizers in shards."""
     run(batch, **wanted)
 
 
@@ -113,6 +115,8 @@ BROKEN: dict[str, tuple[int, dict[str, Any]]] = {
     "snapshot": (411, LENT),
     "lent_apart": (14, LENT),
     "lent_closing": (4, LENT),
+    "adopt_late": (5, SHARDS),
+    "had": (173, SHARDS),
 }
 """By rule: a seed that shows what comes of leaving it out, and what its job is like."""
 

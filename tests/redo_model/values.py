@@ -29,6 +29,16 @@ def first(stage: int) -> int:
     return of(11, stage)
 
 
+def piece(stage: int, shard: int) -> int:
+    """Parameters of a shard before training."""
+    return of(19, stage, shard)
+
+
+def part(gradient: int, shard: int) -> int:
+    """The slice of a gradient that belongs to a shard."""
+    return of(20, gradient, shard)
+
+
 def forward(iteration: int, item: tuple[int, int, int], parameters: int, given: int) -> int:
     """The activation of (pipeline, micro-batch, chunk)."""
     return of(12, iteration, *item, parameters, given)
@@ -82,19 +92,24 @@ def place(problem: Problem, stage: int, action: Action) -> tuple[int, int, int]:
 @dataclass(frozen=True)
 class Reference:
     """A run without failures. By iteration: what each stage's gradient consists of, the loss, parameters
-    after it by stage, and the tied parameter."""
+    after it by stage, likewise by shard, and the tied parameter."""
 
     sums: list[list[Sums]]
     losses: list[int]
     parameters: list[list[int]]
+    pieces: list[list[list[int]]]
     ties: list[int]
 
 
 def reference(problem: Problem, iterations: int, wrong: frozenset[int], lent: frozenset[tuple[int, int]] = frozenset(),
-              tied_stages: tuple[int, ...] = ()) -> Reference:
-    """As it should be. ``lent``: micro-batches whose first layer of chunk 1 runs with chunk 0."""
+              tied_stages: tuple[int, ...] = (), shards: int = 0) -> Reference:
+    """As it should be. ``lent``: micro-batches whose first layer of chunk 1 runs with chunk 0; ``shards`` of a stage's
+    optimizer state."""
     now = [first(stage) for stage in range(problem.grid.stages)]
-    found = Reference([], [], [], [])
+    pieces = [[piece(stage, shard) for shard in range(shards)] for stage in range(problem.grid.stages)]
+    if shards:
+        now = [of(*each) for each in pieces]
+    found = Reference([], [], [], [], [])
     tie = first(-1)
     for iteration in range(iterations):
         sums: list[Sums] = [{} for _ in now]
@@ -119,10 +134,15 @@ def reference(problem: Problem, iterations: int, wrong: frozenset[int], lent: fr
         coefficient = WRONG if iteration in wrong else GUESS
         gradients = [whole(each) for each in sums]
         now = [stepped(value, gradient, coefficient) for value, gradient in zip(now, gradients)]
+        pieces = [[stepped(value, part(gradient, shard), coefficient) for shard, value in enumerate(each)]
+                  for each, gradient in zip(pieces, gradients)]
+        if shards:
+            now = [of(*each) for each in pieces]
         if tied_stages:
             tie = stepped(tie, tied(tuple(gradients[stage] for stage in tied_stages)), coefficient)
         found.sums.append(sums)
         found.losses.append(hash(frozenset(losses)))
         found.parameters.append(list(now))
+        found.pieces.append(pieces)
         found.ties.append(tie)
     return found

@@ -8,12 +8,15 @@ is added to a sum of 32 bits is formed in 32 bits.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from tests.te.quantised import is_quantised, matrix, quantize
 
 
 class DType(enum.IntEnum):
@@ -72,15 +75,19 @@ def generic_gemm(A: Tensor, transA: bool, B: Tensor, transB: bool, out: Tensor |
     assert quantizer is None and not gelu and comm_overlap is None and not bulk_overlap
     assert alpha == 1.0 and beta in (None, 0.0, 1.0)
     dtype = out.dtype if out is not None else _TORCH[out_dtype] if out_dtype is not None else B.dtype
-    first, second = _rows(B).to(dtype), _rows(A).to(dtype)
+    if is_quantised(A) or is_quantised(B):  # products of 8 bits are summed in 32
+        first, second = _operand(B, not transB), _operand(A, transA)
+    else:
+        first, second = _rows(B).to(dtype), _rows(A).to(dtype)
     product = (first.t() if transB else first) @ (second.t() if transA else second)
     bias_gradient = None
     if bias is not None and grad:
         bias_gradient = _rows(B).sum(0).to(bias.dtype)
     elif bias is not None:
-        product = product + bias.to(dtype)
+        product = product + bias.to(product.dtype)
+    product = product.to(dtype)
     if out is None:
-        out = product if transB else product.reshape(*B.shape[:-1], product.shape[-1])
+        out = product if transB else product.reshape(*B.size()[:-1], product.shape[-1])
     elif accumulate:
         out += product
     else:
@@ -97,7 +104,7 @@ def te_general_grouped_gemm(A: Sequence[Tensor], transA: bool, B: Sequence[Tenso
     With ``grad`` the gradients of biases are written into ``bias``, whose tensors are empty if there are none."""
     parts = torch.split(out[0], list(splits or ())) if single_output else out
     for a, b, product, one in zip(A, B, parts, bias, strict=True):
-        if not b.numel():
+        if not math.prod(b.size()):
             if not accumulate:
                 product.zero_()
             continue
@@ -107,6 +114,10 @@ def te_general_grouped_gemm(A: Sequence[Tensor], transA: bool, B: Sequence[Tenso
         if gradient is not None:
             one.copy_(gradient)
     return bias
+
+
+def _operand(tensor: Any, by_rows: bool) -> Tensor:
+    return matrix(tensor, by_rows) if is_quantised(tensor) else _rows(tensor).float()
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -132,7 +143,7 @@ def layernorm_fwd(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tens
     mean = wide.mean(-1)
     scale = (wide.var(-1, unbiased=False) + eps).rsqrt()
     y = (wide - mean[:, None]) * scale[:, None] * _gamma(weight, zero_centred) + bias.float()
-    return _into(out, y.to(x.dtype)), mean, scale
+    return _into(out, y.to(x.dtype), quantizer), mean, scale
 
 
 def layernorm_bwd(dy: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor, margin: int,
@@ -149,7 +160,7 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quant
     """As `layernorm_fwd`, without means."""
     wide = x.float()
     scale = (wide.square().mean(-1) + eps).rsqrt()
-    return _into(out, (wide * scale[:, None] * _gamma(weight, zero_centred)).to(x.dtype)), None, scale
+    return _into(out, (wide * scale[:, None] * _gamma(weight, zero_centred)).to(x.dtype), quantizer), None, scale
 
 
 def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, margin: int,
@@ -165,7 +176,9 @@ def _gamma(weight: Tensor, zero_centred: bool) -> Tensor:
     return weight.float() + (1.0 if zero_centred else 0.0)
 
 
-def _into(out: Tensor | None, value: Tensor) -> Tensor:
+def _into(out: Tensor | None, value: Tensor, quantizer: Any) -> Any:
+    if quantizer is not None:
+        return quantize(value, quantizer, out)
     return value if out is None else out.copy_(value)
 
 

@@ -121,11 +121,12 @@ def install(folder: Path) -> None:
     importlib.import_module("torch._dynamo")  # it looks for the packages that are missing here
     _pretend(torch.cuda)
     _tell(version)
-    from tests.te import kernels
+    from tests.te import kernels, quantised
 
     compiled = _Kernels("transformer_engine_torch")
-    vars(compiled).update({name: value for name, value in vars(kernels).items()
-                           if not name.startswith("_") and getattr(value, "__module__", "") == kernels.__name__})
+    for module in (kernels, quantised):
+        vars(compiled).update({name: value for name, value in vars(module).items()
+                               if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__})
     sys.modules["transformer_engine_torch"] = sys.modules["fused_weight_gradient_mlp_cuda"] = compiled  # apex's too
     os.environ.update({
         "NVTE_PROJECT_BUILDING": "1",  # its package loads no libraries
@@ -165,6 +166,12 @@ def _replace() -> None:
             vars(module)["get_dummy_wgrad"] = _unread
         if hasattr(module, "get_cudnn_version"):
             vars(module)["get_cudnn_version"] = lambda: (9, 10, 0)
+        if hasattr(module, "_get_cuda_rng_state"):  # as scripts/megatron_cpu.py has Megatron's
+            vars(module)["_get_cuda_rng_state"] = lambda *_, **__: torch.get_rng_state()
+            vars(module)["_set_cuda_rng_state"] = lambda state, *_, **__: torch.set_rng_state(state)
+        for kind in ("fp8", "mxfp8", "fp8_block_scaling"):  # a GPU that can each of these has not been built
+            if hasattr(module, f"check_{kind}_support"):
+                vars(module)[f"check_{kind}_support"] = lambda: (True, "")
 
 
 def _unread(shape: list[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:

@@ -30,9 +30,15 @@ def compare(found: dict[str, tuple[float, float]], expected: dict[str, tuple[flo
         assert found[key] == pytest.approx(values, rel=1e-4), key
 
 
+FP8 = ("--bf16", "--fp8-format", "hybrid", "--fp8-recipe")
+
+
 @newest
 @pytest.mark.parametrize(("more", "victim", "processes"), [
     ((), "1:1", 4),
+    pytest.param((*FP8, "tensorwise", *lm.SHARDED[:1]), "1:1", 4, marks=pytest.mark.night),
+    pytest.param((*FP8, "mxfp8", "--recompute-granularity", "full", "--recompute-method", "uniform",
+                  "--recompute-num-layers", "1"), "1:1", 4, marks=pytest.mark.night),
     pytest.param(("--bf16", "--tensor-model-parallel-size", "2", "--normalization", "RMSNorm", "--swiglu",
                   "--position-embedding-type", "rope", "--disable-bias-linear"), "0:1.0", 8, marks=pytest.mark.night),
     pytest.param(("--bf16", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--qk-layernorm",
@@ -48,6 +54,48 @@ def test_numbers_through_a_kill_are_those_of_a_run_without_the_plugin(
         key: values for key, values in expected.items() if key in found})
     assert {*expected} - {*found} <= {"3"}  # the line that the victim may have been about to write
     assert "| live: 3/4 | rerouted: 4 |" in printed
+
+
+@newest
+@pytest.mark.night
+def test_chunks_and_shards_through_a_kill_have_the_numbers_of_a_run_without_the_plugin_reduced_exactly(
+        engine, checkout, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    options = ("--data-path", str(text), "--num-virtual-stages-per-pipeline-rank", "2", *lm.SHARDED)
+    expected = lm.losses(lm.stock(checkout, *options))
+    found = lm.losses(lm.recycled(tmp_path, checkout, *options, kill=("0:1", 2)))
+    assert found.keys() == expected.keys()
+    compare(found, expected)
+
+
+@newest
+@pytest.mark.night
+@pytest.mark.parametrize("more", [(), (*FP8, "tensorwise")], ids=str)
+def test_a_killed_worker_comes_back(engine, more, checkout, tmp_path, monkeypatch):
+    for name, value in (("MAX_RESTARTS", "2"), ("VERIFY_EVERY", "1"), ("REDUCTION", "exact")):
+        monkeypatch.setenv(f"RECYCLE_{name}", value)
+    lm.come_back(tmp_path, checkout, "1:1", 2, *more, processes=4)
+
+
+@newest
+@pytest.mark.night
+@pytest.mark.parametrize("more", [(), (*FP8, "blockwise")], ids=str)
+def test_a_run_of_stock_s_goes_on_under_the_plugin_loses_a_worker_and_stock_goes_on_again(
+        engine, more, checkout, text, tmp_path):
+    """Each of the layers has its own extra state in there; of 8 bits that is which recipe it had."""
+    options = ("--data-path", str(text), "--ckpt-format", "torch_dist", *lm.SHARDED, *more)
+    saved = ("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"), "--save-interval", "2")
+    expected = lm.losses(lm.stock(checkout, *options))
+    compare_some(lm.losses(lm.stock(checkout, *options, *saved, "--exit-interval", "2")), expected, "2")
+    compare_some(lm.losses(lm.recycled(tmp_path / "run", checkout, *options, *saved, "--exit-interval", "4",
+                                       kill=("1:1", 0))), expected, "4")
+    compare_some(lm.losses(lm.stock(checkout, *options, *saved)), expected, "6")
+
+
+def compare_some(found: dict[str, tuple[float, float]], expected: dict[str, tuple[float, float]], last: str) -> None:
+    assert last in found
+    for key in found.keys() & expected.keys():
+        assert found[key] == pytest.approx(expected[key], rel=2e-4), key
 
 
 @newest

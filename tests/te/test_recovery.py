@@ -16,6 +16,8 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 2, 2, 4, 1
+FP8 = ("--bf16", "--width", "32", "--length", "16", "--fp8")
+"""Products in 8 bits, of sizes that they can have; a recipe follows."""
 FUSED = {"fused": True}
 """Weight gradients are added to `main_grad` in the kernel that forms them, as is Megatron's default."""
 
@@ -35,7 +37,9 @@ def job_of(*options: str, reduction: str = "exact", **more: Any) -> dict[str, An
         (("--bf16", "--sequence-parallel", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
         (("--sequence-parallel", "--qk-layernorm", "--clip", "0", "--untied"), {"tensor": 2, **FUSED}),
         (("--fp16", "--initial-loss-scale", "1024"), FUSED),
-        (("--bf16", "--untied"), {"stages": 1, **FUSED})]]], ids=str)
+        (("--bf16", "--untied"), {"stages": 1, **FUSED}),
+        ((*FP8, "tensorwise"), {}), ((*FP8, "blockwise"), FUSED), ((*FP8, "mxfp8", "--recompute", "full"), FUSED),
+        ((*FP8, "tensorwise", "--sequence-parallel", "--clip", "0", "--untied"), {"tensor": 2, **FUSED})]]], ids=str)
 def test_without_failures_parameters_have_the_bits_of_core_s_own_schedule(
         engine: Path, options: tuple[str, ...], more: dict[str, Any]):
     size = PIPELINES * more.get("stages", STAGES) * more.get("tensor", 1)
@@ -60,7 +64,11 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(engine: Path):
 
 @newest
 @pytest.mark.parametrize(("options", "settings", "hold"), [
-    pytest.param(*case, marks=pytest.mark.night) for case in [
+    ((*FP8, "tensorwise"), {}, Hold("1:1", "backward", KILLED_IN, 1)),
+    *[pytest.param(*case, marks=pytest.mark.night) for case in [
+        ((*FP8, "blockwise", "--interleave", "2"), {}, Hold("0:1", "backward", KILLED_IN, 2)),
+        ((*FP8, "mxfp8", "--recompute", "full", "--distributed-optimizer", "--clip", "0.05"), {"step": "staggered"},
+         Hold("1:0", "stepped", KILLED_IN)),
         ((), {}, Hold("0:0", "forward", KILLED_IN, 2)),
         (("--bf16", "--recompute", "full"), {}, Hold("0:1", "backward", KILLED_IN, 2)),
         # A step that was made on a guess is undone, with the optimizer's own count of steps.
@@ -69,7 +77,7 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(engine: Path):
          Hold("1:0", "stepped", KILLED_IN)),
         (("--bf16", "--interleave", "2"), {}, Hold("1:1", "backward", KILLED_IN, 3)),
         (("--fp16", "--initial-loss-scale", "1024"), {}, Hold("1:1", "backward", KILLED_IN, 2)),
-        (("--bf16", "--qk-layernorm"), {}, Hold("0:1", "backward", KILLED_IN, 2))]], ids=str)
+        (("--bf16", "--qk-layernorm"), {}, Hold("0:1", "backward", KILLED_IN, 2))]]], ids=str)
 def test_the_same_bits_with(engine: Path, options: tuple[str, ...], settings: dict[str, Any], hold: Hold):
     arguments = job_of(*options, **FUSED)
     arguments["settings"] |= settings
@@ -106,9 +114,10 @@ def test_with_the_fast_reduction_results_agree_to_rounding(engine: Path):
 
 @newest
 @pytest.mark.night
-@pytest.mark.parametrize("options", [(), ("--sequence-parallel", "--qk-layernorm")], ids=str)
+@pytest.mark.parametrize("options", [
+    (), ("--sequence-parallel", "--qk-layernorm"), (*FP8, "tensorwise", "--sequence-parallel")], ids=str)
 def test_one_process_of_a_tensor_parallel_worker_killed_leaves_the_same_bits(engine: Path, options: tuple[str, ...]):
-    """The layers' own handles of the group are the new generation's."""
+    """The layers' own handles of the group are the new generation's, and those of what makes tensors of 8 bits."""
     arguments = job_of("--bf16", "--clip", "0", *options, tensor=2, **FUSED)
     undisturbed = calm(engine, 8, arguments)
     hold = Hold("1:0.1", "backward", KILLED_IN, 1)
@@ -124,9 +133,10 @@ def test_one_process_of_a_tensor_parallel_worker_killed_leaves_the_same_bits(eng
 
 @newest
 @pytest.mark.timeout(200)
-def test_a_killed_worker_comes_back_and_all_end_with_the_same_bits(engine: Path):
+@pytest.mark.parametrize("options", [("--bf16",), pytest.param((*FP8, "tensorwise"), marks=pytest.mark.night)], ids=str)
+def test_a_killed_worker_comes_back_and_all_end_with_the_same_bits(engine: Path, options: tuple[str, ...]):
     """Peers compare all they hold in every iteration; its layers start with none of theirs behind them."""
-    arguments = {**job_of("--bf16", **FUSED), "iterations": 8}
+    arguments = {**job_of(*options, **FUSED), "iterations": 8}
     arguments["settings"] |= {"verify": "peers"}
     undisturbed = calm(engine, PIPELINES * STAGES, arguments)
     dies, late = Hold("1:1", "backward", KILLED_IN, 1), Hold("0:0", "forward", KILLED_IN + 2)

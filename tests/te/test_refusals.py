@@ -42,8 +42,8 @@ def test_a_version_that_was_not_tried_is_named_with_those_that_were(version, mon
 
 
 def test_layers_that_were_not_tried_are_named(monkeypatch):
-    line, = said(monkeypatch, layer("TELinear"), layer("TEColumnParallelGroupedLinear"), layer("LayerNormMLP"))
-    assert "LayerNormMLP, TEColumnParallelGroupedLinear" in line and "--transformer-impl local" in line
+    line, = said(monkeypatch, layer("TELinear"), layer("TransformerLayer"), layer("LayerNormMLP"))
+    assert "LayerNormMLP, TransformerLayer" in line and "--transformer-impl local" in line
 
 
 @pytest.mark.parametrize("name", [
@@ -65,3 +65,28 @@ def test_its_tracker_of_random_numbers_is_refused(monkeypatch):
     monkeypatch.setattr(te, "get_cuda_rng_tracker", lambda: layer("TECudaRNGStatesTracker"))
     line, = said(monkeypatch, layer("TELinear"))
     assert "--te-rng-tracker" in line
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
+def test_recipes_that_keep_nothing_are_taken_without_a_word(recipe):
+    from megatron_recycle.backends.megatron.options import with_history
+
+    assert not with_history(SimpleNamespace(fp8="hybrid", fp8_recipe=recipe))
+    assert not with_history(SimpleNamespace(fp8=None, fp8_recipe="delayed"))  # which is what it is by default
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "custom"])
+def test_a_recipe_whose_scales_come_from_before_is_named_with_those_that_are_taken(recipe):
+    from megatron_recycle.backends.megatron.options import with_history
+
+    line, = with_history(SimpleNamespace(fp8="e4m3", fp8_recipe=recipe))
+    assert line.startswith(f"fp8 e4m3 with fp8_recipe {recipe}: ") and "tensorwise, blockwise, mxfp8" in line
+
+
+def test_what_makes_tensors_of_8_bits_asks_the_group_of_its_generation():
+    from megatron_recycle.backends.megatron import te
+
+    quantizer = SimpleNamespace(amax_reduction_group="old")
+    made = layer("TELinear", quantizers={"scaling_fwd": [quantizer], "scaling_bwd": {}})
+    assert te.quantizers_of(made) == [quantizer]
+    assert te.quantizers_of(layer("RMSNorm")) == te.quantizers_of(nn.Linear(1, 1)) == []

@@ -46,6 +46,7 @@ from megatron_recycle.backends.deepspeed.topology import check_not_too_late, pla
 from megatron_recycle.backends.deepspeed.wrapping import WrappingEngine
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.readable import started_again
+from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import Launched
@@ -139,6 +140,7 @@ class RecyclePipelineEngine(WrappingEngine):
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
         self.monitor: Monitors = Monitors(self.monitor, self.speaks, lambda: self.session.busy)
+        self._scalars = Scalars(self.session)
         self._evaluations = Evaluations(self, self.session, self._stage)
         self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
         if place.me.pipeline == 0:
@@ -210,12 +212,12 @@ class RecyclePipelineEngine(WrappingEngine):
         return loss
 
     def _numbers(self, loss: torch.Tensor) -> list[Event]:
-        """What stock's monitors write of an iteration."""
+        """What stock's monitors write of an iteration, and the job's state."""
         found = {"lr": self.get_lr()[0], "train_loss": loss.mean().item()}
         if self.fp16_enabled():
             found["loss_scale"] = self._get_optimizer_loss_scale()
-        return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in found.items()
-                if value is not None]
+        found = {f"Train/Samples/{name}": value for name, value in found.items() if value is not None}
+        return [(name, value, self.global_samples) for name, value in {**found, **self._scalars()}.items()]
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Stock starts loader processes here; batches are read by place instead."""

@@ -28,6 +28,7 @@ from megatron_recycle.backends.megatron.private import (
     MODEL_GROUPS,
     names_in,
 )
+from megatron_recycle.backends.megatron.te import quantizers_of
 from megatron_recycle.backends.megatron.version import release
 from megatron_recycle.backends.private import Private
 from megatron_recycle.runtime.comm.handles import Groups
@@ -114,10 +115,8 @@ class TensorGroup:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        group = parallel_state.get_tensor_model_parallel_group()
-        state: Any = parallel_state
-        self._now = group
-        self._holders: list[tuple[Any, str]] = [(state, "_TENSOR_MODEL_PARALLEL_GROUP"), *_holders(model, group)]
+        self._now = parallel_state.get_tensor_model_parallel_group()
+        self._model = model
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def adopt(self, module: nn.Module) -> None:
@@ -125,17 +124,18 @@ class TensorGroup:
         self._adopted.add(module)
 
     def use(self, group: dist.ProcessGroup) -> None:
-        later = [holder for module in self._adopted for holder in _holders(module, self._now)]
-        for holder, name in (*self._holders, *later):
+        state: Any = parallel_state
+        holders = [holder for module in (self._model, *self._adopted) for holder in _holders(module, self._now)]
+        for holder, name in ((state, "_TENSOR_MODEL_PARALLEL_GROUP"), *holders):
             setattr(holder, name, group)
         self._now = group
 
 
 def _holders(model: nn.Module, group: Any) -> list[tuple[Any, str]]:
-    """What in ``model`` keeps ``group``, by which name."""
+    """What in ``model`` keeps ``group``, by which name; some of it is made by a first forward."""
     found: list[tuple[Any, str]] = []
     for module in model.modules():
-        holders = [module, *_collections(module)]
+        holders = [module, *_collections(module), *quantizers_of(module)]
         found += [(holder, name) for holder in holders for name, value in vars(holder).items() if value is group]
     return found
 

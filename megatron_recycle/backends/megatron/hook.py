@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_recycle.backends.megatron.unknown import unknown
 from megatron_recycle.backends.megatron.version import check_version, is_supported
+from megatron_recycle.backends.megatron.writers import name_run, unopened
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.environment import Launched
@@ -93,6 +94,10 @@ def watch_arguments(options: Options) -> None:
         settings = options.resolve({})
         if settings.enabled:
             _judge(args, settings.chunks)
+            name_run(args)
+            if is_joining():
+                with unopened(args):
+                    return stock(args, *rest, **keywords)
         return stock(args, *rest, **keywords)
 
     _rebind(ARGUMENTS, "set_global_variables", set_global_variables)

@@ -68,9 +68,12 @@ ANYWHERE = (
     Option("optimizer", "use one of Megatron's plain ones (--optimizer adam or sgd)",
            lambda name: name not in ("adam", "sgd")),
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
-    Option("fp8", "its recipes were not tried, and the one that is called delayed has scales that change in forward; "
-           "use bf16"),
-    Option("fp4", "its recipes were not tried; use bf16"),
+    Option("fp4", "its kernels round gradients by random numbers of their own, so that an iteration begun again would "
+           "differ, and nothing of it has run; use bf16, or fp8 with another recipe than delayed"),
+    *(Option(name, "parameters themselves would have 8 bits, which no copy of a stage's state carries; leave it out")
+      for name in ("fp8_param", "fp8_param_gather")),
+    *(Option(name, "attention in 8 bits was not tried; leave it out")
+      for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
     Option("enable_autocast", "use bf16"),
     Option("mtp_standalone", "messages between stages would have another shape behind it; give the layout a last stage "
            "that has them and the loss (mL)", title="multi-token prediction on another stage than the loss"),
@@ -190,6 +193,20 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
             setattr(holder, option.name, option.becomes)
             changed[f"{_named(option.name, value)} is off under recycle: {option.then}"] = None
     return list(refused), list(changed)
+
+
+def with_history(settings: Any) -> list[str]:
+    """Refusals of recipes of 8 bits whose scales depend on what was computed before; ``settings``: the loop's
+    arguments, or the model's configuration."""
+    fp8, recipe = getattr(settings, "fp8", None), getattr(settings, "fp8_recipe", None)
+    if not fp8 or recipe in _SCALED_AT_ONCE:
+        return []
+    return [f"fp8 {fp8} with fp8_recipe {recipe}: its scales come from micro-batches before, of all pipelines, in an "
+            f"order that no plan keeps; use --fp8-recipe {', '.join(_SCALED_AT_ONCE)}, or bf16"]
+
+
+_SCALED_AT_ONCE = ("tensorwise", "blockwise", "mxfp8")
+"""Recipes that scale each tensor by what is in it, and keep nothing."""
 
 
 def other_evaluations(arguments: Any) -> list[str]:

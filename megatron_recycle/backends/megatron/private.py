@@ -111,10 +111,11 @@ CORE: Sequence[Private] = (
 
 LOOP: Sequence[Private] = (
     Private("megatron.training.arguments", "add_megatron_arguments"),
-    Private("megatron.training.global_vars", "set_global_variables get_args"),
+    Private("megatron.training.global_vars", "set_global_variables get_args get_tensorboard_writer get_wandb_writer "
+            "_set_tensorboard_writer _set_wandb_writer"),
     Private("megatron.training.training", "train train_step training_log evaluate load_checkpoint save_checkpoint "
             "maybe_finalize_async_save compute_throughputs_and_append_to_progress_log print_rank_last get_args "
-            "get_timers get_tensorboard_writer get_wandb_writer get_one_logger one_logger_utils mpu "
+            "get_timers get_tensorboard_writer get_wandb_writer is_last_rank get_one_logger one_logger_utils mpu "
             "write_args_to_tensorboard update_num_microbatches get_rerun_state_machine num_floating_point_operations "
             "preprocess_common_state_dict cyclic_iter reduce_max_stat_across_model_parallel_group "
             "get_forward_backward_func dummy_train_step evaluate_and_print_results get_num_microbatches"),
@@ -133,8 +134,16 @@ ENGINE: Sequence[Private] = (
     Private("transformer_engine.pytorch.module.linear", "Linear.wgrad_store Linear.fuse_wgrad_accumulation"),
     Private("transformer_engine.pytorch.module.layernorm_linear", "LayerNormLinear.wgrad_store "
             "LayerNormLinear.fuse_wgrad_accumulation"),
+    Private("transformer_engine.pytorch.module.grouped_linear", "GroupedLinear.wgrad_store "
+            "GroupedLinear.fuse_wgrad_accumulation GroupedLinear.num_gemms"),
+    Private("transformer_engine.pytorch.tensor.float8_tensor", "Float8CurrentScalingQuantizer.amax_reduction_group"),
+    *(Private(f"transformer_engine.pytorch.tensor.storage.{module}", f"{kind}.get_data_tensors")
+      for module, kind in (("float8_tensor_storage", "Float8TensorStorage"),
+                           ("float8_blockwise_tensor_storage", "Float8BlockwiseQTensorStorage"),
+                           ("mxfp8_tensor_storage", "MXFP8TensorStorage"))),
     Private("transformer_engine.pytorch.module._common", "WeightGradStore.delay_wgrad_compute WeightGradStore.put"),
-    Private("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.tp_group"),
+    Private("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule.tp_group "
+            "TransformerEngineBaseModule.quantizers"),
 )
 """Of Transformer Engine."""
 

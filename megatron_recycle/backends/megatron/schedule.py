@@ -34,6 +34,7 @@ from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
 from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of, overflows_earlier
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
@@ -237,8 +238,7 @@ class RecycleSchedule:
     def log_part(self) -> str:
         """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
         home in each iteration."""
-        away = sum(worker.pipeline != pipeline
-                   for (pipeline, _, _), worker in self.session.worker.plan.route().items())
+        away = Scalars(self.session).rerouted()
         return f" live: {len(self.session.live())}/{len(self.session.place.ranks)} | rerouted: {away} |"
 
     def _shards(self) -> tuple[Cuts, Groups]:

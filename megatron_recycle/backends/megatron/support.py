@@ -20,7 +20,7 @@ from megatron.core.optimizer.optimizer import (
 from megatron_recycle.backends.hidden_state import statistics
 from megatron_recycle.backends.megatron import te, vshape
 from megatron_recycle.backends.megatron.distributed import check as check_distributed
-from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message
+from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message, with_history
 from megatron_recycle.backends.megatron.script import foreign_synchronisation
 from megatron_recycle.errors import UnsupportedError
 
@@ -72,7 +72,7 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
                      "means over tensor-parallel ranks; set tensor_model_parallel_size to 1")
     found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
               for model in models for name, part in statistics(model)]
-    found += te.wrong(models, config)
+    found += te.wrong(models, config) + with_history(config)
     if found:
         raise UnsupportedError(message(found))
     return changed

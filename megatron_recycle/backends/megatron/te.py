@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ TESTED: Mapping[Release, str] = {
 """First two numbers of each supported version of Transformer Engine -> the one that the tests ran with."""
 
 _LAYERS = ("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear",
+           "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear",
            "TEDotProductAttention", "LayerNorm", "RMSNorm", "UnfusedDotProductAttention", "FusedAttention",
            "FlashAttention", "FusedScaleMaskSoftmax")
 """Classes of layers that are accepted, core's and those inside of them. Anything else of Transformer Engine is not."""
@@ -74,6 +76,13 @@ def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
     return found
 
 
+def quantizers_of(module: nn.Module) -> list[Any]:
+    """What makes tensors of 8 bits in a layer, from its first forward with them on. With sequence parallelism they keep
+    the group in which they agree on a scale."""
+    made = vars(module).get("quantizers")
+    return [one for several in made.values() for one in several] if is_in(module) and isinstance(made, dict) else []
+
+
 def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronSplitter | TESplitter:
     """What makes the linear layers of ``models`` defer. Raises UnsupportedError where these are to add weight gradients
     up themselves and the backward is not to be split (``split_backward``)."""
@@ -105,8 +114,9 @@ class TESplitter:
         self.queue: WeightQueue | None = None
         """Of the runtime's backward that runs, if one does."""
         self._places = WeakIdKeyDictionary()  # layers that were lent go
+        self._unwritten: list[nn.Parameter] = []
         pytorch = sys.modules["transformer_engine.pytorch"]
-        for kind in (pytorch.Linear, pytorch.LayerNormLinear):
+        for kind in (pytorch.Linear, pytorch.LayerNormLinear, pytorch.GroupedLinear):
             kind.wgrad_store = _Stores(self)
 
     @property
@@ -120,9 +130,9 @@ class TESplitter:
             if hasattr(layer, "is_first_microbatch"):
                 # It gets None for is_first_microbatch: True would overwrite sums, on whoever runs it first.
                 layer.disable_parameter_transpose_cache = True
-            weight = getattr(layer, "weight", None)
-            if is_in(layer) and getattr(layer, "fuse_wgrad_accumulation", False) and hasattr(weight, "main_grad"):
-                self._places[weight] = _Place(weight)
+            if is_in(layer) and getattr(layer, "fuse_wgrad_accumulation", False):
+                self._places.update({weight: _Place(weight) for weight in _weights(layer)
+                                     if hasattr(weight, "main_grad")})
 
     def whole(self) -> AbstractContextManager[None]:
         """As `MegatronSplitter`."""
@@ -144,7 +154,14 @@ class TESplitter:
                 weight.main_grad = value
                 if getattr(weight, "grad_added_to_main_grad", False):
                     weight.grad_added_to_main_grad = False
-                    weight.grad = None  # nobody has written to it
+                    self.leave(weight)
+            for weight in self._unwritten:
+                weight.grad = None
+            self._unwritten.clear()
+
+    def leave(self, weight: nn.Parameter) -> None:
+        """The gradient that autograd gets of ``weight`` from the backward that runs is none: nobody writes to it."""
+        self._unwritten.append(weight)
 
     def place_of(self, weight: nn.Parameter) -> _Place | None:
         """Where the layer's kernel adds the gradient of ``weight``, if it adds it anywhere."""
@@ -200,27 +217,56 @@ class _Store:
     def put(self, tensors: Sequence[torch.Tensor], form: Callable[..., Any]) -> None:
         """``form`` makes of ``tensors``, the layer's inputs and its output's gradient, both (..., n), the gradients of
         weight and bias."""
-        queue = self._queue()
+        queue, layer, splitter = self._queue(), self._layer, self._splitter
         assert queue is not None
+        if _is_grouped(layer):  # as many inputs and gradients as it has weights, and where the weights' would go
+            together = _Grouped(form, *tensors)
+            for number, (weight, bias) in enumerate(zip(_weights(layer), _biases(layer), strict=True)):
+                queue.deferred.append(_Delayed(
+                    tensors[0][number], tensors[1][number], _trained(weight), _trained(bias),
+                    fused=_FormedTogether(together, number, weight, splitter.place_of(weight))))
+                splitter.leave(weight)
+            return
         inputs, gradient = tensors
-        weight, bias = self._layer.weight, getattr(self._layer, "bias", None)
-        has_bias = isinstance(bias, nn.Parameter) and bias.requires_grad and hasattr(bias, "main_grad")
-        queue.deferred.append(_Delayed(
-            inputs, gradient, weight if hasattr(weight, "main_grad") else None, bias if has_bias else None,
-            fused=_Formed(form, weight, self._splitter.place_of(weight))))
+        (weight,), (bias,) = _weights(layer), _biases(layer)
+        queue.deferred.append(_Delayed(inputs, gradient, _trained(weight), _trained(bias),
+                                       fused=_Formed(form, weight, splitter.place_of(weight))))
 
     def _queue(self) -> WeightQueue | None:
-        layer = self._layer
-        if self._splitter.place_of(layer.weight) is not None:
-            return self._splitter.queue  # it adds to main_grad whoever asks for a gradient, and tells nobody of it
-        if watched(layer.weight) or watched(_parameter(getattr(layer, "bias", None))):
+        weights, splitter = _weights(self._layer), self._splitter
+        if splitter.place_of(weights[0]) is not None:
+            return splitter.queue  # it adds to main_grad whoever asks for a gradient, and tells nobody of it
+        if any(map(watched, (*weights, *_biases(self._layer)))):
             return None
-        return self._splitter.own.deferral.queue_for(self._made_in)
+        return splitter.own.deferral.queue_for(self._made_in)
 
 
-def _parameter(value: Any) -> nn.Parameter | None:
-    """``value``; without a bias a layer has an empty tensor."""
-    return value if isinstance(value, nn.Parameter) else None
+def _is_grouped(layer: Any) -> bool:
+    """Whether it is several linear layers in one, as experts are."""
+    return hasattr(layer, "num_gemms")
+
+
+def _weights(layer: Any) -> list[nn.Parameter]:
+    """Of the linear layer, or layers, that ``layer`` is; none of another one."""
+    names = [f"weight{number}" for number in range(layer.num_gemms)] if _is_grouped(layer) else ["weight"]
+    return [weight for name in names if isinstance(weight := getattr(layer, name, None), nn.Parameter)]
+
+
+def _biases(layer: Any) -> list[nn.Parameter | None]:
+    """By weight; without a bias a layer has an empty tensor."""
+    names = [f"bias{number}" for number in range(layer.num_gemms)] if _is_grouped(layer) else ["bias"]
+    return [bias if isinstance(bias := getattr(layer, name, None), nn.Parameter) else None for name in names]
+
+
+def _trained(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    """``parameter``, unless Megatron does not train it."""
+    return parameter if parameter is not None and parameter.requires_grad and hasattr(parameter, "main_grad") else None
+
+
+def _memory_of(tensor: Any) -> list[torch.Tensor]:
+    """What ``tensor`` consists of: a tensor of 8 bits has its numbers twice, or once, as products need them."""
+    halves = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
+    return [half for half in halves if half is not None]
 
 
 class _Formed:
@@ -256,8 +302,54 @@ class _Formed:
         return alone
 
 
+class _Grouped:
+    """The gradients of a grouped layer's weights and biases, which one kernel forms when the first of them is wanted.
+
+    Args:
+        form: that kernel, of inputs, output gradients and tensors to write to or, with `gradient_accumulation_fusion`,
+            to add to.
+        like: those that the layer would have given it.
+    """
+
+    def __init__(self, form: Callable[..., Any], inputs: Sequence[Any], gradients: Sequence[Any],
+                 like: Sequence[torch.Tensor]) -> None:
+        self._form: Callable[..., Any] | None = partial(form, inputs, gradients)
+        self._like = [(one.shape, one.dtype, one.device) for one in like]
+        self._formed: list[tuple[torch.Tensor, torch.Tensor | None] | None] = []
+
+    def take(self, number: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The gradients of a weight and its bias, once."""
+        if self._form is not None:
+            sums = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self._like]
+            _, biases, *_ = self._form(sums)
+            self._form = None  # with what it was formed of
+            self._formed = [(one, bias if bias is not None and bias.numel() else None)
+                            for one, bias in zip(sums, biases, strict=True)]
+        found, self._formed[number] = self._formed[number], None
+        assert found is not None
+        return found
+
+
+class _FormedTogether(_Formed):
+    """One weight of `_Grouped`."""
+
+    def __init__(self, together: _Grouped, number: int, weight: nn.Parameter, place: _Place | None) -> None:
+        super().__init__(together.take, weight, place)
+        self._number = number
+
+    def __call__(self, inputs: torch.Tensor, gradient: torch.Tensor, sum_: torch.Tensor) -> None:
+        self.done = True
+        formed, self.bias = self._form(self._number)
+        sum_.add_(formed)
+
+
 class _Delayed(DeferredLinear):
-    """A layer's gradients, which its own kernel forms: `fused` is a `_Formed`."""
+    """A layer's gradients, which its own kernel forms: `fused` is a `_Formed`. Inputs and output gradient may be
+    Transformer Engine's tensors of 8 bits."""
+
+    @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        return [tensor for whole in (self.inputs, self.output_gradient) for tensor in _memory_of(whole)]
 
     def add_weight(self, sum_: torch.Tensor) -> None:
         assert self.fused is not None

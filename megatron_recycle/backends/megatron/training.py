@@ -1,6 +1,6 @@
 """Megatron-LM's own training loop (`megatron.training`, not in the pip package), once workers may be missing.
 
-Its log line is written by the last rank, its checkpoints are written by all of them: these are rebound in the loop's
+Its log line and curves are written by the last rank, its checkpoints by all of them: these are rebound in the loop's
 module. `backends.megatron.options` treats its options.
 """
 
@@ -27,9 +27,12 @@ from megatron_recycle.backends.megatron.options import (
     message,
     other_evaluations,
     v_shaped,
+    with_history,
 )
 from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
 from megatron_recycle.backends.megatron.saves import LoopSaves, SavingSchedule
+from megatron_recycle.backends.megatron.writers import Writers
+from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups
@@ -60,7 +63,7 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
     beside = () if getattr(arguments, "ckpt_format", None) == "torch_dist" else (ALL_AT_ONCE,)
     writes = (BY_CORE,) if getattr(arguments, "async_save", False) else ()
     refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *beside, *writes), [arguments])
-    refused += other_evaluations(arguments)
+    refused += other_evaluations(arguments) + with_history(arguments)
     if chunks > 1:
         more, others = v_shaped(arguments)
         refused, changed = refused + more, changed + others
@@ -153,11 +156,6 @@ def way_back() -> Callable[[str, str], int] | None:
     return lambda place, name: passed.trained(back.load(loop, sys.modules[CHECKPOINTS], beginning, place, name))
 
 
-def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], Any]:
-    """In place of a function that gives a writer of logs, or None: None ``when`` there is nothing to be written."""
-    return lambda: None if when() else writer()
-
-
 def _pass_over(loop: Any, log: Callable[[], Any]) -> None:
     """``log`` adds up an iteration's numbers for the line of its interval, which was written before this worker came
     in, or is still to be."""
@@ -169,9 +167,10 @@ def _pass_over(loop: Any, log: Callable[[], Any]) -> None:
         arguments.log_interval = every
 
 
-def _log_of_training(loop: Any, session: Session) -> Callable[..., bool]:
-    """In place of the loop's `training_log`: nothing is written of iterations that the others have had."""
-    log = loop.training_log
+def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[..., bool]:
+    """In place of the loop's `training_log`: nothing is written of iterations that the others have had, and the job's
+    own numbers with those of the loop."""
+    log, scalars = loop.training_log, Scalars(session)
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, scale: Any, report_memory: bool,
                      *arguments: Any, **keywords: Any) -> bool:
@@ -183,7 +182,9 @@ def _log_of_training(loop: Any, session: Session) -> Callable[..., bool]:
                 totals.clear()
             loop.get_timers()("interval-time").elapsed(reset=True)
             return report_memory
-        return bool(log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords))
+        report_memory = bool(log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords))
+        writers.write(scalars, iteration)
+        return report_memory
 
     return training_log
 
@@ -209,11 +210,12 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
         with schedule.alone():  # all that it asks others for is known here, and stages need not wait for each other
             return step(*arguments, **keywords)
 
-    for name in ("get_tensorboard_writer", "get_wandb_writer"):
-        setattr(loop, name, muted(getattr(loop, name), lambda: session.catches_up))
+    writers = Writers(loop.get_args, schedule.speaks)
+    loop.get_tensorboard_writer, loop.get_wandb_writer = writers.tensorboard, writers.wandb
+    loop.is_last_rank = schedule.speaks
     # All stages have the same, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
-    loop.training_log = _log_of_training(loop, session)
+    loop.training_log = _log_of_training(loop, session, writers)
     averages.install()
     loop.train_step, loop.print_rank_last = train_step, print_rank_last
     loop.save_checkpoint, loop.maybe_finalize_async_save = saves.save, saves.finish

@@ -19,7 +19,7 @@ from torch.autograd import graph
 Queue = TypeVar("Queue")
 
 _CHECKPOINTS = ("torch.utils.checkpoint", "deepspeed.runtime.activation_checkpointing.checkpointing",
-                "megatron.core.tensor_parallel.random", "megatron.mpu.random",
+                "megatron.core.tensor_parallel.random", "megatron.mpu.random", "transformer_engine.pytorch.distributed",
                 "fairscale.nn.checkpoint.checkpoint_activations")
 """Modules whose functions leave the gradients of parameters in ``.grad`` and look at those of their inputs only."""
 

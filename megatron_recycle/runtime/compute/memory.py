@@ -127,7 +127,7 @@ class ActivationMemory:
         """After the B of ``microbatch``, which left ``queue`` for its W."""
         self._between.discard(microbatch)
         self._queued[microbatch] = held = nbytes([
-            *(tensor for item in queue.deferred for tensor in (item.inputs, item.output_gradient)),
+            *(tensor for item in queue.deferred for tensor in item.kept),
             *(gradient for _, gradient in queue.formed)])
         chunk = _chunk(microbatch)
         self._after[chunk] = max(self._after[chunk], held)

@@ -50,6 +50,11 @@ class DeferredLinear(NamedTuple):
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
+    def kept(self) -> Sequence[torch.Tensor]:
+        """The tensors whose memory this holds until W."""
+        return self.inputs, self.output_gradient
+
+    @property
     def whole_inputs(self) -> torch.Tensor:
         """All rows that the layer has multiplied by its weight."""
         return self.inputs if self.gather is None else self.gather(self.inputs)

@@ -15,6 +15,7 @@ VERSION = 1
 ALARMS: Mapping[str, str] = {
     "lost": "workers were lost, and the others go on without them",
     "resumed": "all that are left train again",
+    "explained": "a host shows why one of its workers has failed",
     "last_copy": "a stage has come down to one worker",
     "last_host": "a host has come to hold all that is left of a stage, or of a shard of its optimizer's state",
     "degraded": "the job has trained without some worker for longer than --degraded-after",
@@ -108,6 +109,11 @@ def _resumed(event: Event, seen: Seen) -> str:
     return f"{event.get('survivors', len(seen.members))} workers train again after {float(event.get('ms') or 0):.0f} ms"
 
 
+def _explained(event: Event, seen: Seen) -> str:
+    repair = f"; {event['repair']}" if event.get("repair") else ""
+    return f"{event['worker']} on {event['host']}: {'; '.join(event['causes'])}{repair}"
+
+
 def _last_copy(event: Event, seen: Seen) -> str:
     return "; ".join(f"{worker} on {event.get('hosts', {}).get(stage, '?')} is the last worker of stage {stage}"
                      for stage, worker in event.get("stages", {}).items())
@@ -130,8 +136,8 @@ def _ended(event: Event, seen: Seen) -> str:
     return f"ended with status {event.get('status')}: {event.get('message', '')}"
 
 
-_SUMMARIES = {"resumed": _resumed, "last_copy": _last_copy, "last_host": _last_host, "restored": _restored,
-              "started_again": _restarted, "finished": _ended}
+_SUMMARIES = {"resumed": _resumed, "explained": _explained, "last_copy": _last_copy, "last_host": _last_host,
+              "restored": _restored, "started_again": _restarted, "finished": _ended}
 _OF_EVENTS = {**dict(zip(_SUMMARIES, _SUMMARIES)), "started_again": "restarted", "finished": "ended"}
 """Event -> the alarm that it is."""
 

@@ -133,7 +133,7 @@ METRICS: tuple[Metric, ...] = (
 def check_library(option: str) -> None:
     """Raises ConfigError if prometheus-client is not installed."""
     if find_spec(LIBRARY) is None:
-        raise ConfigError(f"{option} needs prometheus-client: `pip install 'megatron-recycle[metrics]'`")
+        raise ConfigError(f"{option} needs prometheus-client: `pip install prometheus-client`")
 
 
 class Exporter:

@@ -43,6 +43,7 @@ class Facts:
         state: what the journal says; None where it cannot be read.
         told: what the coordinator has answered; None if it has not, and then `silent` says why.
         event_age: seconds since the last event; None: there is none.
+        gpus: of each rank, as far as the hosts have written it down.
     """
 
     seen: Seen
@@ -53,6 +54,7 @@ class Facts:
     silent: str = ""
     meeting: Meeting | None = None
     event_age: float | None = None
+    gpus: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def hosts(self) -> dict[str, str]:

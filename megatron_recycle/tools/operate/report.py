@@ -164,12 +164,12 @@ def markdown(name: str, found: Account, restart: float) -> str:
 def _failures(found: Account) -> list[str]:
     if not found.seen.failures:
         return ["", "No worker was lost."]
-    rows = ["", "## Failures", "", "| when | worker | host | kind | iteration | out for | error |",
+    rows = ["", "## Failures", "", "| when | worker | host | kind | iteration | out for | error, or cause |",
             "| --- | --- | --- | --- | --- | --- | --- |"]
     for one in found.seen.failures:
         back = found.back.get(one)
         gone = duration((found.ended if back is None else back) - one.since) + ("" if back else ", still out")
-        why = one.why.replace("|", "\\|").replace("\n", " ")[:120]
+        why = ("; ".join(one.causes) or one.why).replace("|", "\\|").replace("\n", " ")[:120]
         cells = (_clock(one.since), one.worker, one.host, one.kind, _known(one.iteration), gone, why)
         rows.append(f"| {' | '.join(cells)} |")
     return rows

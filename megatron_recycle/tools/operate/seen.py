@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,8 @@ _FIRST = 2
 @dataclass(frozen=True)
 class Absence:
     """A position without a worker. `since` is Unix seconds; `iteration` is the one that was interrupted; `why` is the
-    error that the process has told, or empty."""
+    error that the process has told, or empty; `causes` are what its host shows, and `repair` takes a broken host out of
+    service."""
 
     worker: str
     kind: str
@@ -32,6 +33,8 @@ class Absence:
     rank: int | None = None
     pid: int | None = None
     why: str = ""
+    causes: tuple[str, ...] = ()
+    repair: str = ""
 
 
 class Seen:
@@ -149,6 +152,15 @@ class Seen:
         self.failures.append(found)
         self._kinds.append(found.kind)
         self._interrupted(since)
+
+    def _take_explained(self, event: Event) -> None:
+        """The absence of this process, with its causes."""
+        for place, one in enumerate(self.failures):
+            if (one.rank, one.pid) == (event["rank"], event["pid"]):
+                found = replace(one, causes=tuple(event["causes"]), repair=str(event.get("repair") or ""))
+                self.failures[place] = found
+                if self.out.get(one.worker) == one:
+                    self.out[one.worker] = found
 
     def _take_left(self, event: Event) -> None:
         if "rank" in event and event.get("kind") != "move":  # without: its script has come to its end

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch import devices
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.observe.text import one_line
@@ -73,7 +74,8 @@ def facts_of(found: Run, token_file: Path | None = None, asks: bool = True) -> F
     if not over and asks:
         told, silent = _ask(found.meeting, token_file)
     age = None if not found.seen.last else max(0.0, now - float(found.seen.last["t"]))
-    return Facts(found.seen, now, str(found.folder), found.state, told, silent, found.meeting, age)
+    return Facts(found.seen, now, str(found.folder), found.state, told, silent, found.meeting, age,
+                 devices.read(found.folder))
 
 
 def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any] | None, str]:
@@ -90,7 +92,7 @@ def _once(folder: Path, args: argparse.Namespace) -> Level:
     facts = facts_of(found, args.token_file)
     outlook = judge(facts)
     if args.json:
-        print(json.dumps(to_json(facts, outlook, found.problems)), flush=True)
+        print(json.dumps(to_json(facts, outlook, found.problems, plan_seconds(facts))), flush=True)
         return outlook.level
     if args.watch is not None and sys.stdout.isatty():
         print("\x1b[H\x1b[2J", end="")
@@ -112,9 +114,11 @@ def plan_seconds(facts: Facts) -> float | None:
     return seen.period
 
 
-def to_json(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The status as `--json` prints it. Times are Unix seconds, durations seconds."""
-    seen, planned = facts.seen, plan_seconds(facts)
+def to_json(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), planned: float | None = None
+            ) -> dict[str, Any]:
+    """The status as `--json` prints it, with the seconds of an iteration that are ``planned``. Times are Unix seconds,
+    durations seconds."""
+    seen = facts.seen
     return {
         "v": VERSION, "t": facts.now, "run": facts.run, "verdict": outlook.word.lower().replace(" ", "_"),
         "exit_status": int(outlook.level), "line": outlook.line, "next_end": outlook.next_end, "repair": outlook.repair,
@@ -143,7 +147,8 @@ def workers(facts: Facts) -> list[dict[str, Any]]:
         state = gone.kind if gone is not None else "slow" if name in seen.slow else "up"
         if gone is None and name in (facts.told or {}).get("leaving", ()):
             state = "leaving"
-        rows.append({"worker": name, "state": state, "rank": there.get("rank", seen.ranks.get(name)),
+        rank = there.get("rank", seen.ranks.get(name))
+        rows.append({"worker": name, "state": state, "rank": rank, "gpu": facts.gpus.get(rank),
                      "host": there.get("host", seen.hosts.get(name, "")), "pid": there.get("pid", seen.pids.get(name)),
                      "iteration": there.get("iteration"), "silent_s": there.get("silent_s"),
                      "doing": _doing(there.get("progress")), "since": None if gone is None else gone.since})
@@ -181,6 +186,8 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
     over = outlook.word in ("ENDED", "STOPPED", "FAILED")
     for one in facts.seen.out.values() if not over else ():
         print_line(f"{'out':9} {_absent(one, facts.now)}")
+    for repair in dict.fromkeys(one.repair for one in facts.seen.out.values() if one.repair):
+        print_line(f"{'drain':9} {one_line(repair, 500)}")
     for problem in problems:
         print_line(f"{'warning':9} {one_line(problem)}")
     rows = workers(facts)
@@ -192,10 +199,12 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
             print_line(f"{'':9} {line}")
     if not rows or (len(rows) > _SHOWN and not every):
         return
-    table = Table("worker", "state", "host", "rank", "pid", "iteration", "doing", box=None, pad_edge=False)
+    gpus = any(row["gpu"] for row in rows)
+    table = Table("worker", "state", "host", *(("GPU",) if gpus else ()), "rank", "pid", "iteration", "doing", box=None,
+                  pad_edge=False)
     for row in rows:
-        table.add_row(row["worker"], row["state"], row["host"], *(("" if row[key] is None else str(row[key])) for key in
-                                                                 ("rank", "pid", "iteration")), row["doing"])
+        shown = ("worker", "state", "host", *(("gpu",) if gpus else ()), "rank", "pid", "iteration", "doing")
+        table.add_row(*("" if row[key] is None else str(row[key]) for key in shown))
     console.print(table)
 
 
@@ -227,7 +236,7 @@ def _absent(one: Any, now: float) -> str:
     where = f" on {one.host}" if one.host else ""
     rank = "" if one.rank is None else f" (rank {one.rank}, pid {one.pid})"
     at = "" if one.iteration is None else f" in iteration {one.iteration}"
-    why = f": {one_line(one.why, 200)}" if one.why else ""
+    why = f": {one_line('; '.join(one.causes) or one.why, 200)}" if one.causes or one.why else ""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.since))
     return f"{one.worker}{rank}{where}: {one.kind}{at}, since {clock}, {duration(now - one.since)} ago{why}"
 

@@ -1,4 +1,4 @@
-"""`recycle watch [RUN]`: alarms (`--on-event`) and metrics of a job, from its run folder.
+"""`recycle watch [RUN]`: alarms (`--on-event`), metrics and a page of a job, from its run folder.
 
 A process of its own, which reads the events as they come, and asks the coordinator now and then whether it is there.
 `recycle run` and `recycle serve` start one themselves where the job's coordinator is, so that there is one for each
@@ -15,11 +15,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import meeting, watching
+from megatron_recycle.launch import devices, meeting, watching
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.worker_command import say_to
 from megatron_recycle.observe.events import EventReader
@@ -28,6 +29,7 @@ from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json, 
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, secret
 from megatron_recycle.tools.operate.metrics import Exporter, Watched, check_library, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
+from megatron_recycle.tools.operate.page.state import History, States
 from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of
 from megatron_recycle.tools.operate.seen import Seen
 
@@ -35,6 +37,8 @@ _PAUSE = 0.25
 """Seconds between looks at the events."""
 _ASK = 15.0
 """Seconds between questions to the coordinator."""
+_SOON = 2.0
+"""Seconds that it has to answer for the page."""
 _UNANSWERED = 4
 """Questions in a row that must stay without an answer before it counts as unreachable: a minute."""
 _FILE = 5.0
@@ -58,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Watch until the job is over, or SIGTERM comes; returns 0. Raises ConfigError."""
     watching.check(args)
     if not watching.wanted(args):
-        raise ConfigError("there is nothing to do: give --on-event, --metrics or --textfile")
+        raise ConfigError("there is nothing to do: give --on-event, --metrics, --textfile or --page")
     os.nice(_NICE)
     done = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -91,6 +95,8 @@ class Watcher:
         self._odd = self._unwritten = False
         self._exporter = None
         self._discovery: Path | None = None
+        self._page: Any = None
+        self._history, self._states = History(), States()
         if args.metrics is not None or args.textfile is not None:
             check_library("--metrics" if args.metrics is not None else "--textfile")
             self._exporter = Exporter(folder.name, self._watched)
@@ -101,6 +107,8 @@ class Watcher:
             if args.metrics_sd is not None:
                 write_discovery(args.metrics_sd, f"{watching.name_of(host)}:{port}", {"run": folder.name})
                 self._discovery = args.metrics_sd
+        if args.page is not None:
+            self._serve(*watching.address(args.page, "--page"))
 
     def watch(self, done: threading.Event) -> None:
         """Until ``done`` is set, or the job is over; what has happened by then is told."""
@@ -120,6 +128,7 @@ class Watcher:
             for event in self._new():
                 try:
                     self._seen.add(event)
+                    self._history.add(event, self._seen)
                     found += self._alarms.add(event, self._seen)
                 except (KeyError, TypeError, ValueError) as error:
                     self._strange(error)
@@ -147,8 +156,44 @@ class Watcher:
             self._hook.close()
         if self._exporter is not None:
             self._exporter.close()
+        if self._page is not None:
+            self._page.close()
         if self._discovery is not None:
             self._discovery.unlink(missing_ok=True)
+
+    def _serve(self, host: str, port: int) -> None:
+        """Serve the page, with a secret where others reach it. Raises ConfigError."""
+        from megatron_recycle.tools.operate.page.server import SECRET, Server, is_loopback, secret_of
+
+        hidden = None
+        if not is_loopback(host):
+            hidden = secret_of(secret(self._met(), os.environ, self._args.token_file))
+            path = self._folder / SECRET
+            path.unlink(missing_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                file.write(hidden + "\n")
+        self._page = Server(self._shown, self._planned, hidden)
+        port = self._page.start(host, port)
+        where = f"http://{watching.name_of(host)}:{port}/"
+        self._say(f"recycle: page at {where}" + (f"?token=... (as {self._folder / SECRET} has it)" if hidden else ""))
+
+    def _shown(self) -> dict[str, Any]:
+        """What the page shows now. Called by its thread."""
+        told, silent, found = None, "", self._meeting
+        with self._lock:
+            over = bool(self._seen.finished)
+        try:
+            found = found or self._met()
+            if not over and found is not None:
+                told = ask(found.control, secret(found, os.environ, self._args.token_file), "status", limit=_SOON)
+        except (Unreachable, Refused, ConfigError) as error:
+            silent = str(error)
+        with self._lock:
+            facts = replace(self._facts(), told=told, silent=silent, meeting=found, gpus=devices.read(self._folder))
+            return self._states.state(facts, self._history)
+
+    def _planned(self, pipeline: int | None) -> dict[str, Any]:
+        return self._states.schedule(self._folder, self._seen.digest, pipeline)
 
     def _tell(self, alarms: Iterable[Alarm], facts: Facts) -> None:
         now = time.time()

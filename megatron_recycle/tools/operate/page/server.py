@@ -1,0 +1,174 @@
+"""Serves a job's page with aiohttp, in a thread beside the watcher. It shows, and orders nothing.
+
+On a loopback address whoever is on this machine may look; anywhere else a secret is needed, which follows from the
+job's token and is good for nothing else. Nothing is loaded from other places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_recycle.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+SECRET = "page.token"
+"""The file in a run's folder that has the secret."""
+_HERE = Path(__file__).parent
+_FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"),
+          "/page.js": ("page.js", "text/javascript")}
+_COOKIE = "recycle"
+_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
+            "img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+            "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store"}
+_LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
+_START = 10.0
+_FRESH = 0.5
+"""Seconds for which an answer is good enough for others who ask."""
+
+Show = Callable[[], Mapping[str, Any]]
+"""Gives the page's state; called in a thread."""
+ShowPlan = Callable[[int | None], Mapping[str, Any]]
+"""Gives the schedule, of a pipeline or of all; called in a thread."""
+
+
+def secret_of(token: str) -> str:
+    """The secret for those who look at the job with this token."""
+    return hmac.new(token.encode(), b"recycle page", hashlib.sha256).hexdigest()[:32]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches this address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server:
+    """The page at an address.
+
+    Args:
+        show, plan: what it shows.
+        secret: that a visitor must know; None: none, on a loopback address.
+    """
+
+    def __init__(self, show: Show, plan: ShowPlan, secret: str | None) -> None:
+        self._show = show
+        self._plan = plan
+        self._secret = secret
+        self._state: tuple[float, Mapping[str, Any]] | None = None
+        self._asking: asyncio.Lock
+        self._loop = asyncio.new_event_loop()
+        self._done: asyncio.Event
+        self._thread: threading.Thread | None = None
+
+    def start(self, host: str, port: int) -> int:
+        """Serve; returns the port. Raises ConfigError."""
+        listening: list[int | OSError] = []
+        there = threading.Event()
+
+        def tell(what: int | OSError) -> None:
+            listening.append(what)
+            there.set()
+
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve(host, port, tell)),
+                                        name="recycle-page", daemon=True)
+        self._thread.start()
+        if not there.wait(_START) or isinstance(listening[0], OSError):
+            why = listening[0].strerror if listening and isinstance(listening[0], OSError) else "it does not start"
+            raise ConfigError(f"nobody can listen on {host}, port {port} ({why}): give another --page HOST:PORT")
+        return listening[0]
+
+    def close(self) -> None:
+        """Serve no more."""
+        if self._thread is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._done.set)
+            self._thread.join(5.0)
+
+    async def _serve(self, host: str, port: int, tell: Callable[[int | OSError], None]) -> None:
+        from aiohttp import web
+
+        self._done, self._asking = asyncio.Event(), asyncio.Lock()
+        app = web.Application(middlewares=[self._guarded])
+        for path in _FILES:
+            app.router.add_get(path, self._file)
+        app.router.add_get("/state", self._state_now)
+        app.router.add_get("/schedule", self._schedule)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, host, port, shutdown_timeout=1.0)
+            await site.start()
+            tell(int(runner.addresses[0][1]))
+            await self._done.wait()
+        except OSError as error:
+            tell(error)
+        finally:
+            await runner.cleanup()
+
+    @property
+    def _guarded(self) -> Any:
+        from aiohttp import web
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+                          ) -> web.StreamResponse:
+            answer = self._refusal(request) or await handler(request)
+            answer.headers.update(_HEADERS)
+            return answer
+
+        return guarded
+
+    def _refusal(self, request: web.Request) -> web.StreamResponse | None:
+        """To whom may not look. A visitor brings the secret once, in the address, and gets a cookie for it."""
+        from aiohttp import web
+
+        if self._secret is None:
+            name = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdecimal() else request.host
+            if name in _LOCAL:
+                return None
+            return web.Response(status=421, text="this page is for 127.0.0.1 alone\n")  # some site's name for it
+        given = request.query.get("token")
+        if given is not None and _equal(given, self._secret):
+            there = web.Response(status=303, headers={"Location": request.path})
+            there.set_cookie(_COOKIE, self._secret, httponly=True, samesite="Strict")
+            return there
+        if _equal(request.cookies.get(_COOKIE, ""), self._secret):
+            return None
+        return web.Response(status=403, text=f"this page needs ?token=..., as {SECRET} in the run's folder has it\n")
+
+    async def _file(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        name, kind = _FILES[request.path]
+        return web.Response(text=(_HERE / name).read_text(encoding="utf-8"), content_type=kind)
+
+    async def _state_now(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        async with self._asking:
+            if self._state is None or time.monotonic() - self._state[0] > _FRESH:
+                self._state = (time.monotonic(), await asyncio.to_thread(self._show))
+        return web.json_response(self._state[1])
+
+    async def _schedule(self, request: web.Request) -> web.StreamResponse:
+        from aiohttp import web
+
+        text = request.query.get("pipeline", "")
+        async with self._asking:
+            found = await asyncio.to_thread(self._plan, int(text) if text.isdecimal() and len(text) < 9 else None)
+        return web.json_response(found)
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
