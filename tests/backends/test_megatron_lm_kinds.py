@@ -41,8 +41,6 @@ KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
     "multi-token prediction, shards, chunks": (
         "0:1", 4, (*PREDICTING, *UNTIED, "--num-virtual-stages-per-pipeline-rank", "2", "--calculate-per-token-loss",
                    *gpt.SHARDED)),
-    "multi-token prediction, one stage, sequence parallel": (
-        "1:0.0", 4, (*PREDICTING, *ONE, *TWO_PARTS, "--sequence-parallel", "--bf16")),
 }
 """Who is killed, of how many processes."""
 BY_DAY = next(iter(KINDS))
