@@ -79,7 +79,7 @@ STATUSES = {
 
 _INSTALLS = {"rich": "rich", "matplotlib": "matplotlib", "torch": "torch", "numpy": "numpy", "packaging": "packaging",
              "prometheus_client": "prometheus-client", "aiohttp": "aiohttp",
-             "deepspeed": "'deepspeed>=0.19.6,<0.20'", "megatron": "'megatron-core>=0.16,<0.20'"}
+             "deepspeed": "'deepspeed>=0.19.8,<0.20'", "megatron": "'megatron-core>=0.16,<0.20'"}
 """A package that a command imports -> what pip takes for it."""
 
 

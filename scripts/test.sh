@@ -6,20 +6,28 @@
 #   scripts/test.sh --hypothesis-seed=random         other examples than every day's
 #   CAMPAIGN_SEEDS=5000 scripts/test.sh --night      more of each kind, and random campaigns as long as one likes
 #   scripts/test.sh --core 0.19.2                    what is to work with each megatron-core, with this one; writes
-#                                                    docs/versions.json (MEGATRON_LM=checkout of its tag)
+#                                                    docs/versions.json (MEGATRON_LM=checkout of its tag); likewise
+#                                                    --torch 2.6.0, --deepspeed 0.19.6, and several at once
 #   scripts/test.sh --night --ordered tests/backends under NCCL's rules of order, without a GPU (docs/gpu.md)
 #
 # One test more runs at a time than there are cores, since jobs also wait: each has its own folder, ports and network.
 # PROCESSES=0 runs one after the other, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-wanted=()
-if [ "${1:-}" = --core ]; then
-    core=${2:?--core wants a version of megatron-core}
+wanted=() versions=() frameworks=()
+while [[ ${1:-} =~ ^--(core|torch|deepspeed)$ ]]; do
+    versions+=("$1" "${2:?$1 wants a version}")
+    case $1 in
+        --core) frameworks+=(megatron) ;;
+        --deepspeed) frameworks+=(deepspeed) ;;
+        --torch) frameworks+=(megatron deepspeed) ;;
+    esac
     shift 2
-    scripts/setup.sh --core "$core"
-    export VENV=${VENV:-.venv-core-$core}
-    mapfile -t wanted < <("$VENV/bin/python" -m tests.backends.stories)
+done
+if [ ${#versions[@]} -gt 0 ]; then
+    scripts/setup.sh "${versions[@]}"
+    export VENV=${VENV:-.venv$(printf -- '-%s' "${versions[@]#--}")}
+    mapfile -t wanted < <("$VENV/bin/python" -m tests.backends.stories "${frameworks[@]}" | sort -u)
     wanted+=(--night --stories docs/versions.json)
 else
     scripts/setup.sh

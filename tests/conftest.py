@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.backends.stories import Recorder
+from tests.backends.stories import Recorder, commit
 from tests.labels import MAY_START
 from tests.ordered.rules import JOBS
 
@@ -32,7 +32,7 @@ hypothesis.settings.register_profile("night", _PATIENT)
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ordered", action="store_true", help="all jobs under NCCL's rules of order (tests/ordered)")
     parser.addoption("--night", action="store_true", help="run the tests that are marked night too")
-    parser.addoption("--stories", type=Path, help="write what came of the Megatron stories into this file")
+    parser.addoption("--stories", type=Path, help="write what came of the stories of versions into this file")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(JOBS.environment())
     stories = config.getoption("--stories")
     if stories is not None and not hasattr(config, "workerinput"):  # once, and not in xdist's processes
-        config.pluginmanager.register(Recorder(stories))
+        config.pluginmanager.register(Recorder(stories, commit()))
     if SHARED not in os.environ:
         os.environ[SHARED] = tempfile.mkdtemp(prefix="recycle-suite-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED)))

@@ -336,5 +336,9 @@ class Job:
 def _store(size: int, address: str) -> TCPStore:
     listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, world_size=size,
-                    master_listen_fd=listener.detach())
+    given: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "world_size": size,
+                             "master_listen_fd": listener.detach()}
+    try:
+        return TCPStore(address, port, **given)
+    except NotImplementedError:  # torch 2.6 has that in its older store only
+        return TCPStore(address, port, use_libuv=False, **given)

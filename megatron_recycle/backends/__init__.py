@@ -22,6 +22,8 @@ __all__ = ["BACKENDS", "Options", "enable"]
 
 BACKENDS: Mapping[str, str] = {
     "deepspeed": "deepspeed.version:install",
+    "megatron.bridge.training.setup": "megatron.bridge:watch_setup",
+    "megatron.bridge.training.train": "megatron.bridge:watch_training",
     "megatron.core.optimizer.distrib_optimizer": "megatron.groups_of_optimizer:watch",
     "megatron.core.parallel_state": "megatron.hook:watch_groups",
     "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",
@@ -46,7 +48,7 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
     installed = {name for name in frameworks if find_spec(name) is not None}
     if not installed:
         raise ImportError("megatron-recycle found no framework to plug into; install one with "
-                          "pip install 'deepspeed>=0.19.6,<0.20' or pip install 'megatron-core>=0.16,<0.20' einops")
+                          "pip install 'deepspeed>=0.19.8,<0.20' or pip install 'megatron-core>=0.16,<0.20' einops")
     for module, function in BACKENDS.items():
         if module.partition(".")[0] in installed:
             when_imported(module, partial(_install, function, options))

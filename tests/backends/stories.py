@@ -1,22 +1,27 @@
-"""What is to work with every supported version of megatron-core, and what of it has: the table in docs/versions.md.
+"""What is to work with every supported version of a framework and of torch, and what of it has: docs/versions.md.
 
-`scripts/test.sh --core VERSION` runs these tests and writes what came of them into docs/versions.json. ``python -m
-tests.backends.stories`` prints their names, and with ``table`` the table.
+`scripts/test.sh --core VERSION`, `--torch VERSION` and `--deepspeed VERSION` run these tests in an environment of these
+versions and write what came of them into docs/versions.json. ``python -m tests.backends.stories`` prints the names of
+tests, and with ``table`` the tables.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
+import subprocess
 import sys
-from collections.abc import Mapping
-from importlib.metadata import version
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 FOLDER = Path("tests") / "backends"
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "versions.json"
 
-STORIES: Mapping[str, str] = {
+OF_MEGATRON: Mapping[str, str] = {
     "bits of core's own schedule": "test_megatron_recovery.py::test_without_failures_parameters_have_the_bits_of_cores_"
                                    "own_schedule[3-options0-data_parallel0]",
     "killed": "test_megatron_recovery.py::test_a_worker_killed_in_mid_iteration_leaves_the_same_bits",
@@ -45,42 +50,124 @@ STORIES: Mapping[str, str] = {
 }
 """Each with the test that tells it; one without [parameters] with all of them."""
 
+OF_DEEPSPEED: Mapping[str, str] = {
+    "bits of the stock engine": "test_deepspeed_recovery.py::test_without_failures_losses_and_parameters_have_the_"
+                                "stock_engines_bits",
+    "killed": "test_deepspeed_recovery.py::test_a_worker_killed_in_mid_iteration_leaves_the_same_bits",
+    "comes back": "test_deepspeed_joins.py::test_a_killed_worker_is_replaced_and_training_goes_on_with_all",
+    "checkpoints": "test_deepspeed_checkpoint.py::test_a_run_goes_on_from_a_checkpoint[fp16]",
+    "ZeRO-1, a worker killed": "test_deepspeed_zero.py::test_a_job_of_stocks_moves_to_the_plugin_loses_a_worker_and_"
+                               "writes_what_stock_would[kind0-0.0001]",
+    "fp16": "test_deepspeed_fp16.py::test_every_stage_skips_the_step_in_which_one_overflowed",
+    "tensor parallel, a part killed":
+        "test_deepspeed_parts.py::test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits[1:0.1-1]",
+    "two chunks per stage (V)": "test_deepspeed_chunks.py::test_a_killed_worker_is_replaced_and_the_bits_are_those_of_"
+                                "stages_with_one_chunk",
+    "lent layers": "test_deepspeed_lent.py::test_whoever_runs_a_layer_the_bits_are_the_same",
+}
+"""Likewise."""
+
+STORIES: Mapping[str, Mapping[str, str]] = {"megatron": OF_MEGATRON, "deepspeed": OF_DEEPSPEED}
+"""By framework."""
+PACKAGES = ("torch", "megatron-core", "deepspeed")
+"""Whose versions a run is of."""
+
+
+def of(framework: str, story: str) -> str:
+    """The name of a story among those of all frameworks."""
+    return f"{framework}: {story}"
+
+
+def commit() -> str:
+    """The commit that the tests are of; one of a changed tree, docs apart, ends in "+"."""
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)docs")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what is tested, in this environment."""
+    found = {"python": ".".join(map(str, sys.version_info[:2]))}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package).partition("+")[0]
+        except PackageNotFoundError:
+            found[package] = "none"
+    return found
+
 
 class Recorder:
-    """Writes what came of the stories of a run of pytest into ``path``, for the installed version."""
+    """Writes what came of the stories of a run of pytest into ``path``, for the installed versions.
 
-    def __init__(self, path: Path) -> None:
+    What is there of another commit goes: all results are of one.
+    """
+
+    def __init__(self, path: Path, commit: str) -> None:
         self._path = path
+        self._commit = commit
         self._passed: dict[str, bool] = {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Called for each phase of each test."""
         test = report.nodeid.rpartition("/")[2]
-        for story, name in STORIES.items():
-            if (test == name or test.startswith(f"{name}[")) and (report.failed or report.when == "call"):
-                self._passed[story] = self._passed.get(story, True) and report.passed
+        for framework, stories in STORIES.items():
+            for story, name in stories.items():
+                if (test == name or test.startswith(f"{name}[")) and (report.failed or report.when == "call"):
+                    key = of(framework, story)
+                    self._passed[key] = self._passed.get(key, True) and report.passed
 
     def pytest_sessionfinish(self) -> None:
         """Stories that were skipped stay as they are written there."""
         if not self._passed:
             return
-        found = json.loads(self._path.read_text()) if self._path.exists() else {}
-        of_this = found.setdefault(version("megatron-core"), {"stories": {}})
-        of_this["python"] = ".".join(map(str, sys.version_info[:2]))
-        of_this["torch"] = version("torch").partition("+")[0]
+        with self._path.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # runs in several environments may end at once
+            file.seek(0)
+            text = json.dumps(self._added(json.loads(file.read() or "{}")), indent=1, sort_keys=True)
+            file.truncate(0)
+            file.write(f"{text}\n")
+
+    def _added(self, found: dict[str, Any]) -> dict[str, Any]:
+        if found.get("commit") != self._commit:
+            found = {"commit": self._commit, "runs": []}
+        own = versions()
+        of_this = next((run for run in found["runs"] if run.items() >= own.items()), None)
+        if of_this is None:
+            of_this = {**own, "stories": {}}
+            found["runs"].append(of_this)
         of_this["stories"].update({story: "passed" if passed else "failed" for story, passed in self._passed.items()})
-        self._path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        found["runs"].sort(key=lambda run: [run[name] for name in ("python", *PACKAGES)])
+        return found
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """Rows of stories, columns of versions."""
-    versions = sorted(found)
-    head = ["story", *(f"{one} (Python {found[one]['python']}, torch {found[one]['torch']})" for one in versions)]
+def table(framework: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    """Rows of the stories of ``framework``, columns of the runs that have any of them."""
+    stories = STORIES[framework]
+    runs = [run for run in runs if any(of(framework, story) in run["stories"] for story in stories)]
+    package = {"megatron": "megatron-core", "deepspeed": "deepspeed"}[framework]
+    head = ["story", *(f"{run[package]} (torch {run['torch']}, Python {run['python']})" for run in runs)]
     rows = [head, ["---"] * len(head)]
-    rows += [[story, *(found[one]["stories"].get(story, "not run") for one in versions)] for story in STORIES]
+    rows += [[story, *(run["stories"].get(of(framework, story), "not run") for run in runs)] for story in stories]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def passed_with(package: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The versions of ``package`` in runs of which nothing has failed."""
+    return sorted({run[package] for run in runs if {*run["stories"].values()} == {"passed"}}, key=Version)
+
+
+def main(arguments: list[str]) -> None:
+    """Print the names of the tests of frameworks, all if none is given; or the tables."""
+    if arguments == ["table"]:
+        found = json.loads(RESULTS.read_text())
+        for framework in STORIES:
+            print(f"{table(framework, found['runs'])}\n")
+        return
+    for framework in arguments or STORIES:
+        print("\n".join(str(FOLDER / name) for name in STORIES[framework].values()))
+
+
 if __name__ == "__main__":
-    print(table(json.loads(RESULTS.read_text())) if sys.argv[1:] == ["table"] else
-          "\n".join(str(FOLDER / name) for name in STORIES.values()))
+    main(sys.argv[1:])

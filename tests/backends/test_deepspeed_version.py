@@ -33,8 +33,8 @@ def test_each_name_is_where_the_list_says_and_all_that_is_imported_is_listed():
 
 
 @pytest.mark.parametrize(("release", "taken"), [
-    ("0.19.8", True), ("0.19.6+unknown", True), ("0.19.11", True), ("0.19.5", False), ("0.17.6", False),
-    ("0.20.0", False), ("1.19.8", False), ("own", False)])
+    ("0.19.8", True), ("0.19.8+unknown", True), ("0.19.6", False), ("0.19.11", True), ("0.19.7", False),
+    ("0.16.5", False), ("0.20.0", False), ("1.19.8", False), ("own", False)])
 def test_releases_are_known_by_their_numbers(release, taken):
     assert version.is_supported(release) == taken
 
@@ -44,13 +44,13 @@ def test_another_release_is_named_where_it_is_to_train_a_pipeline_and_left_alone
         pass
 
     other: Any = ModuleType("deepspeed")
-    other.__version__, other.__file__ = "0.17.6", "place/of/deepspeed/__init__.py"
+    other.__version__, other.__file__ = "0.16.5", "place/of/deepspeed/__init__.py"
     other.PipelineModule = PipelineModule
     other.initialize = lambda args=None, model=None, **keywords: model
     monkeypatch.setitem(sys.modules, "deepspeed", other)
     version.install(Options(RecycleConfig()))
     assert other.initialize(model="plain") == "plain"
-    with pytest.raises(UnsupportedError, match=r"0\.17\.6 \(place/of.*install deepspeed 0\.19\.8 .*from 0\.19\.6 on"):
+    with pytest.raises(UnsupportedError, match=r"0\.16\.5 \(place/of.*install deepspeed 0\.19\.8 .*DeeperSpeed"):
         other.initialize(model=PipelineModule())
     version.install(Options(RecycleConfig(enabled=False)))
     assert isinstance(other.initialize(model=PipelineModule()), PipelineModule)

@@ -21,7 +21,7 @@ def _places() -> Iterator[Path]:
     """Folders with a `megatron/core`: the installed one, those of other environments (scripts/setup.sh --core), and a
     checkout of Megatron-LM."""
     yield Path(megatron_core.__file__).parents[2]
-    yield from ROOT.glob(".venv-core-*/lib/python*/site-packages")
+    yield from ROOT.glob(".venv-*core-*/lib/python*/site-packages")
     if "MEGATRON_LM" in os.environ:
         yield Path(os.environ["MEGATRON_LM"])
 

@@ -212,6 +212,37 @@ def test_megatron_lm_is_of_the_version_of_its_core(core, beside, said, tmp_path,
     monkeypatch.setattr(megatron_version, "installed", lambda: core)
     with pytest.raises(UnsupportedError, match=said) if said else nullcontext():
         megatron_version.check_version()
+    assert megatron_version.is_supported() == (not said)
+
+
+@pytest.mark.parametrize("core", ["0.15.0", "0.17.1"])
+def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_refused(core, tmp_path, monkeypatch):
+    """The modules have none of the names that this plugin replaces."""
+    from megatron_recycle.backends import Options
+    from megatron_recycle.backends.megatron import groups_of_optimizer, setup
+    from megatron_recycle.backends.megatron import hook as megatron_hook
+    from megatron_recycle.backends.megatron import version as megatron_version
+    from megatron_recycle.config import RecycleConfig
+
+    package, loop = ModuleType("megatron.training"), ModuleType("megatron.training.training")
+    package.__path__ = [str(tmp_path / "megatron" / "training")]
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 2\n")
+    for module in (package, loop, ModuleType("megatron.core.parallel_state"),
+                   ModuleType("megatron.core.optimizer.distrib_optimizer")):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(megatron_version, "installed", lambda: core)
+    for install in (setup.install, megatron_hook.watch_groups, groups_of_optimizer.watch):
+        install(Options(RecycleConfig()))
+    judged: list[Any] = []
+    variables: Any = ModuleType("megatron.training.global_vars")
+    variables.set_global_variables = judged.append
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+    megatron_hook.watch_arguments(Options(RecycleConfig()))
+    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing._HEARD", 0.0)
+    with pytest.raises(SystemExit) as end:
+        variables.set_global_variables(object())  # of which nothing is read
+    assert (end.value.code, judged) == (2, [])
 
 
 @pytest.mark.parametrize("module", ["megatron.core.optimizer.distrib_optimizer", "megatron.training.training"])
@@ -249,7 +280,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SimpleName
     kept: list[SimpleNamespace] = []
     module = SimpleNamespace(set_global_variables=kept.append)
     monkeypatch.setitem(sys.modules, megatron_hook.ARGUMENTS, module)
-    monkeypatch.setattr(megatron_hook, "is_joining", lambda: False)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing.is_joining", lambda: False)
     megatron_hook.watch_arguments(Options(RecycleConfig()))
 
     def parse(**changes: Any) -> SimpleNamespace:
@@ -316,7 +347,6 @@ def test_means_over_pipelines_are_a_micro_batchs_own_and_have_no_place_in_a_grad
 
 
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
-    from megatron_recycle.backends.megatron import hook as megatron_hook
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
     wrong = {"qk_clip": True, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
@@ -327,7 +357,7 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     assert capfd.readouterr().err.count("\n- ") == len(wrong)
     monkeypatch.setenv("LOCAL_RANK", "1")
     waited: list[float] = []
-    monkeypatch.setattr(megatron_hook.time, "sleep", waited.append)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing.time.sleep", waited.append)
     with pytest.raises(SystemExit):
         parsed(**wrong)
     assert capfd.readouterr().err == "" and waited  # torchrun would end the other one too

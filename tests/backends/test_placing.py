@@ -11,6 +11,7 @@ import pytest
 from megatron_recycle.backends import placing
 from megatron_recycle.backends.deepspeed import topology
 from megatron_recycle.backends.megatron import hook
+from megatron_recycle.backends.megatron.rebinding import STOCK
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
@@ -78,7 +79,7 @@ def initialized(monkeypatch: pytest.MonkeyPatch, made: Options) -> Callable[...,
     from megatron.core import parallel_state
 
     now = parallel_state.initialize_model_parallel
-    signature = inspect.signature(getattr(now, hook._STOCK, now))
+    signature = inspect.signature(getattr(now, STOCK, now))
 
     def stock(*arguments: Any, **keywords: Any) -> str:
         given = signature.bind(*arguments, **keywords)

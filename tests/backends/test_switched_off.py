@@ -31,7 +31,7 @@ def test_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     receive = dist.ProcessGroup.recv
-    monkeypatch.setattr(hook, "_rebind", lambda module, name, wrapped: made.append(wrapped))
+    monkeypatch.setattr(hook, "rebind", lambda module, name, wrapped: made.append(wrapped))
     hook.install(Options(RecycleConfig(enabled=False), setup=SetUpRecorder().begin()))
     assert dist.ProcessGroup.recv is not receive
     assert made[0](lambda: "stock's schedule") == "stock's schedule"

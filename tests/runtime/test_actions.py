@@ -111,6 +111,7 @@ class Alone:
             meters=Meters(CPU), asked=None, current=Current())
         self.memory, self.watch = self.site.meters.memory, self.site.meters.watch
         self.layout = self.site.trainable.layout
+        self.metas: dict[int, Any] = {}
 
     def batch(self, pipeline: int, index: int) -> tuple[torch.Tensor]:
         return (self.tokens[pipeline, index % MICROBATCHES],)
@@ -131,11 +132,11 @@ class Alone:
         plan: Any = SimpleNamespace(actions=lambda _: tuple(order), digest="sha256:00000", crossings={},
                                     done={}, _read=frozenset(), chunk=lambda worker, action: worker.stage,
                                     _route={(*place, 0): FIRST for place in self.tokens},
-                                    problem=SimpleNamespace(grid=None, split_backward=True, block=0, chunks=2,
-                                                            chunks_of=((0,), (1,)), place_of=(0, 0)))
+                                    problem=SimpleNamespace(grid=self.site.place.grid, split_backward=True, block=0,
+                                                            chunks=2, chunks_of=((0,), (1,)), place_of=(0, 0)))
         program = Program.of(plan, FIRST)
         self.generation: Any = SimpleNamespace(
-            groups=SimpleNamespace(me=FIRST, siblings=None, together=nullcontext, counting=nullcontext,
+            groups=SimpleNamespace(me=FIRST, siblings=None, levelling=None, together=nullcontext, counting=nullcontext,
                                    world=SimpleNamespace(backend=SimpleNamespace(host=True))),
             transport=self, shared=[], scope=SimpleNamespace(carried_in=lambda _: None, poisoned=lambda _: ()),
             program_of=lambda _: program, left_out_of=lambda _: 0,
@@ -143,6 +144,7 @@ class Alone:
 
     def run(self, order: list[Action]) -> Attempt:
         self.standing.stand_at(0)
+        self.site.current.kept.clear()  # each attempt begins anew
         with patch.multiple(attempts, LossRelay=MagicMock(), Agreement=MagicMock()):
             stepper: Any = SimpleNamespace(standing=self.standing, enter_action=lambda: None)
             self.attempt = Attempt(self.site, stepper, self.generation)

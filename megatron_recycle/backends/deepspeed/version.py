@@ -37,7 +37,8 @@ def install(options: Options) -> None:
             raise UnsupportedError(
                 f"DeepSpeed {deepspeed.__version__} ({deepspeed.__file__}) is not supported: the engine that the "
                 f"plugin builds on differs between releases; install deepspeed {TESTED} (any from {_shown(OLDEST)} on, "
-                f"before {_shown((OLDEST[0], OLDEST[1] + 1))}), or train without the plugin (RECYCLE_ENABLED=false)")
+                f"before {_shown((OLDEST[0], OLDEST[1] + 1))}; DeeperSpeed is an older one under this name, "
+                "and gpt-neox trains with this one too), or train without the plugin (RECYCLE_ENABLED=false)")
         return stock(args, model, *rest, **keywords)
 
     setattr(initialize, _STOCK, stock)

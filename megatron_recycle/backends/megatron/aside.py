@@ -53,7 +53,7 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
     def name_it() -> None:
         part.rename(hidden)
         whole(str(place))  # only names are given from here on, which need no room
-        _name(hidden, place)
+        give_name(hidden, place)
 
     def on_save_checkpoint_success(path: str, *given: Any, **keywords: Any) -> Any:
         return succeed(str(path).replace(part.name, place.name), *given, **keywords)
@@ -133,7 +133,7 @@ def read_from(stock: Any, folder: str, iteration: int, name: str) -> Iterator[No
         stock.read_metadata = read
 
 
-def _name(hidden: Path, place: Path) -> None:
+def give_name(hidden: Path, place: Path) -> None:
     """Give what is whole its name; what had it before goes."""
     old = hidden.with_name(f"{hidden.name}.old")
     if place.exists():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -49,12 +49,14 @@ class Kept:
 
     Args:
         models: of this worker.
+        others: collections of groups that the loop keeps beside them.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def __init__(self, models: Sequence[nn.Module], others: Iterable[Any] = ()) -> None:
         self._nominal = {name: getattr(parallel_state, name) for name in _names((*_SHARED, *_OF_PEERS))}
         self._name_of = by_group = {id(group): name for name, group in self._nominal.items() if group is not None}
-        collections = {id(one): one for model in models for module in model.modules() for one in _collections(module)}
+        kept = [one for model in models for module in model.modules() for one in _collections(module)]
+        collections = {id(one): one for one in (*kept, *others)}
         self._collected = [(one, field, by_group[id(group)]) for one in collections.values()
                            for field, group in vars(one).items() if id(group) in by_group]
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron_recycle.backends.megatron.rebinding import rebind
+from megatron_recycle.backends.megatron.refusing import refuse_or_tell
 from megatron_recycle.backends.megatron.unknown import unknown
 from megatron_recycle.backends.megatron.version import check_version, is_supported
 from megatron_recycle.backends.megatron.writers import name_run, unopened
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.environment import Launched
-from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.standalone import is_joining
 
@@ -36,11 +36,6 @@ GROUPS = "megatron.core.parallel_state"
 
 _USUAL, _SPREAD = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
 _NAME = "get_forward_backward_func"
-_STOCK = "recycle_stock_function"
-_HEARD = 5.0
-"""Seconds that a silent rank stays, since torchrun ends all with the first one that ends, and another is to speak."""
-_REFUSED = 2
-"""Exit status, as of a wrong option on any command line."""
 
 
 def install(options: Options) -> None:
@@ -67,7 +62,7 @@ def install(options: Options) -> None:
             made.append(RecycleSchedule(settings, options))
         return made[0]
 
-    _rebind(SCHEDULES, _NAME, get_forward_backward_func)
+    rebind(SCHEDULES, _NAME, get_forward_backward_func)
 
 
 @functools.cache
@@ -93,14 +88,14 @@ def watch_arguments(options: Options) -> None:
     def set_global_variables(stock: Callable[..., Any], args: Any, *rest: Any, **keywords: Any) -> Any:
         settings = options.resolve({})
         if settings.enabled:
-            _judge(args, settings.chunks)
+            refuse_or_tell(lambda: _judge(args, settings.chunks))
             name_run(args)
             if is_joining():
                 with unopened(args):
                     return stock(args, *rest, **keywords)
         return stock(args, *rest, **keywords)
 
-    _rebind(ARGUMENTS, "set_global_variables", set_global_variables)
+    rebind(ARGUMENTS, "set_global_variables", set_global_variables)
 
 
 def watch_groups(options: Options) -> None:
@@ -125,7 +120,7 @@ def watch_groups(options: Options) -> None:
             _place_chunks()
         return returned
 
-    _rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
+    rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
 
 
 def _place_chunks() -> None:
@@ -133,32 +128,11 @@ def _place_chunks() -> None:
     from megatron_recycle.backends.megatron import vshape
     vshape.install()
     for (module, name), function in vshape.bound().items():
-        _rebind(module, name, function)
+        rebind(module, name, function)
 
 
-def _judge(arguments: Any, chunks: int) -> None:
+def _judge(arguments: Any, chunks: int) -> list[str]:
     from megatron_recycle.backends.megatron.training import check_arguments, keep_batch
-    launched = Launched.read()
-    try:
-        check_version()
-        lines = check_arguments(arguments, chunks) + keep_batch(arguments, launched.microbatches)
-    except UnsupportedError as error:
-        if launched.run_dir is not None or not launched.local_rank:
-            print(error, file=sys.stderr, flush=True)
-        else:
-            time.sleep(_HEARD)
-        raise SystemExit(_REFUSED) from None  # no traceback: nothing is wrong with the script
-    if not launched.rank and not is_joining():
-        for line in (*lines, *unknown(arguments)):
-            get_logger().info("megatron-recycle: %s", line)
-
-
-def _rebind(module: str, name: str, function: Callable[..., Any]) -> None:
-    """Put ``function``, which is given the original one first, in that one's place in all modules that have it."""
-    now = getattr(sys.modules[module], name)
-    stock = getattr(now, _STOCK, now)
-    bound = functools.partial(function, stock)
-    setattr(bound, _STOCK, stock)
-    for found in list(sys.modules.values()):
-        if getattr(found, "__dict__", {}).get(name) is now:
-            setattr(found, name, bound)
+    check_version()
+    return [*check_arguments(arguments, chunks), *keep_batch(arguments, Launched.read().microbatches),
+            *unknown(arguments)]

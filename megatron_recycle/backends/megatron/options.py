@@ -153,6 +153,31 @@ OF_THE_LOOP = (
 )
 """Options of Megatron-LM's training loop."""
 
+OF_BRIDGE = (
+    Option("use_decentralized_pg", "process groups that parallel_state does not know would not be renewed after a "
+           "failure; leave dist.use_decentralized_pg out"),
+    Option("use_megatron_fsdp", "parameters are sharded; leave dist.use_megatron_fsdp out"),
+    Option("use_torch_fsdp2", "parameters are sharded; leave dist.use_torch_fsdp2 out"),
+    Option("dataloader_type", "a global batch is taken at once, by each rank for itself; use single or cyclic",
+           lambda kind: kind not in (None, "single", "cyclic")),
+    Option("packed_sequence_specs", "lengths of sequences are added up over ranks that may be gone; leave it out",
+           _given),
+    Option("rampup_batch_size", "it is not supported under Bridge yet; leave train.rampup_batch_size out", _given),
+    Option("exit_signal_handler_for_dataloader", "leave it out: data is read by the workers themselves"),
+    Option("custom_manager_class", "checkpoints of a manager of your own are not supported; leave it out", _given),
+    Option("also_save_hf_checkpoint", "its weights are gathered from ranks that may be gone; leave it out, and convert "
+           "a checkpoint afterwards"),
+    Option("ckpt_format", "use torch_dist", lambda kind: kind not in (None, "torch_dist")),
+    Option("non_persistent_ckpt_type", "it needs all workers; use global", lambda kind: kind == "local"),
+    Option("enabled", "this plugin does that; leave inprocess_restart, nvrx_straggler and tensor_inspect out"),
+    Option("num_epochs", "give train.train_iters", _given),
+    # What follows changes no result.
+    Option("async_save", "checkpoints are written at once under Bridge", becomes=False),
+    Option("log_memory_to_tensorboard", "it is compared over stages, which would wait for each other", becomes=False),
+    Option("train_sync_interval", "the plugin waits for the device itself", _given, None),
+)
+"""Options of Megatron-Bridge's loop."""
+
 ALL_AT_ONCE = Option("async_save", "it is there for --ckpt-format torch_dist; checkpoints are written at once",
                      becomes=False)
 """Of the loop, where no checkpoint can be written beside training."""

@@ -130,6 +130,28 @@ LOOP: Sequence[Private] = (
 )
 """Of Megatron-LM: its training loop, which is beside the core in a checkout, and since 0.17 in that package too."""
 
+BRIDGE_TESTED: Mapping[Release, tuple[str, Release]] = {(0, 6): ("0.6.2", (0, 19))}
+"""First two numbers of each supported Megatron-Bridge -> the one that the tests ran with, and the core it is for."""
+BRIDGE: Sequence[Private] = (
+    Private("megatron.bridge.package_info", "__version__"),
+    Private("megatron.bridge.training.setup", "setup _should_load_checkpoint"),
+    Private("megatron.bridge.training.train", "train train_step get_num_microbatches get_rerun_state_machine "
+            "flop_utils"),
+    Private("megatron.bridge.training.checkpointing", "save_checkpoint load_checkpoint update_num_microbatches "
+            "get_checkpoint_name get_checkpoint_train_state_filename get_checkpoint_tracker_filename print_rank_0 "
+            "cleanup_old_non_persistent_checkpoint wandb_utils mlflow_utils comet_utils _NON_PERSISTENT_CKPT_SUBDIR"),
+    Private("megatron.bridge.training.utils.train_utils", "training_log reduce_max_stat_across_model_parallel_group"),
+    Private("megatron.bridge.training.utils.flop_utils", "num_floating_point_operations"),
+    Private("megatron.bridge.training.state", "TrainState.step TrainState.consumed_train_samples "
+            "TrainState.skipped_train_samples TrainState.consumed_valid_samples "
+            "TrainState.floating_point_operations_so_far GlobalState.train_state GlobalState.cfg GlobalState.timers"),
+    Private("megatron.bridge.utils.common_utils", "print_rank_last"),
+    Private("megatron.bridge.training.utils.wandb_utils", "on_save_checkpoint_success"),
+    Private("megatron.bridge.training.utils.mlflow_utils", "on_save_checkpoint_success"),
+    Private("megatron.bridge.training.utils.comet_utils", "on_save_checkpoint_success"),
+)
+"""Of Megatron-Bridge."""
+
 ENGINE: Sequence[Private] = (
     Private("transformer_engine.pytorch.module.linear", "Linear.wgrad_store Linear.fuse_wgrad_accumulation"),
     Private("transformer_engine.pytorch.module.layernorm_linear", "LayerNormLinear.wgrad_store "

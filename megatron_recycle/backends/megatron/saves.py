@@ -7,7 +7,8 @@ Megatron's modules are the living ones' groups and a folder beside the checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -103,7 +104,7 @@ class LoopSaves:
         self._background.drop()  # of a try that a failure has ended
         with (self._saving(save, folder, iteration, passing, save.name, save.whole),
               _set(arguments, async_save=beside), self._background.collecting(self._stock) as requests):
-            _forget_old_groups(self._loop, [*given, *keywords.values()])
+            forget_old_groups([*given, *keywords.values()])
             # Newer loops name the groups, which have members that may be gone.
             self._save(iteration, *given, **{name: self._schedule.group_now(value) for name, value in keywords.items()})
             for request in requests:
@@ -124,7 +125,7 @@ class LoopSaves:
                 whole: Callable[[str], None]) -> Iterator[None]:
         with (save.each_writes(str(place_of(folder, iteration))), self._schedule.among_peers(save.generation.groups),
               nullcontext() if passing else self._schedule.saving(iteration),
-              _failures_named(save), aside(self._stock, folder, iteration, name, whole)):
+              failures_named(save), aside(self._stock, folder, iteration, name, whole)):
             yield
 
     def _folder(self, passing: bool) -> str:
@@ -143,10 +144,11 @@ def _needs_all(arguments: Any, passing: bool) -> str | None:
     return "--non-persistent-ckpt-type local" if passing and arguments.non_persistent_ckpt_type == "local" else None
 
 
-def _forget_old_groups(loop: Any, arguments: Sequence[Any]) -> None:
-    """Megatron keeps how it saves, with the group that shares the writing, from one checkpoint to the next: not with
-    other members."""
-    group = loop.mpu.get_data_parallel_group(with_context_parallel=True)
+def forget_old_groups(arguments: Iterable[Any]) -> None:
+    """Megatron keeps how it saves, with the group that shares the writing, from one checkpoint to the next, among the
+    ``arguments`` of its function: not with other members."""
+    state: Any = sys.modules["megatron.core.parallel_state"]
+    group = state.get_data_parallel_group(with_context_parallel=True)
     for context in (argument for argument in arguments if isinstance(argument, dict)):
         if context.get(_OF_GROUP) is not group:
             context.pop("save_strategy", None)
@@ -154,7 +156,7 @@ def _forget_old_groups(loop: Any, arguments: Sequence[Any]) -> None:
 
 
 @contextmanager
-def _failures_named(save: Save) -> Iterator[None]:
+def failures_named(save: Save) -> Iterator[None]:
     """A block in which an error of Megatron's that is no Exception becomes one, if it is no failure of ``save``'s."""
     try:
         yield

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
+from megatron_recycle.backends.megatron import bridge, te
 from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.backends.megatron import setup as megatron_setup
-from megatron_recycle.backends.megatron import te
 from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.megatron.chunks import placement
 from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
@@ -65,6 +65,8 @@ class RecycleSchedule:
         self._last: LastCheckpoint | None
         self._back: Callable[[str, str], int] | None
         self._microbatches = 0
+        self._loop: Any = bridge if bridge.trains() else megatron_training
+        """Asked for what depends on the loop around."""
         self._late: tuple[LateNumber, ...] = ()
         self._spoke = False
         self._data, self._gaps = LateSource(), Gaps()
@@ -85,7 +87,7 @@ class RecycleSchedule:
             SystemExit: the job cannot go on; the message says why and what to do.
         """
         if not self._microbatches:
-            self._start(model if isinstance(model, list) else [model], megatron_training.largest(num_microbatches))
+            self._start(model if isinstance(model, list) else [model], self._loop.largest(num_microbatches))
         check_call(keywords)
         own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
         given = None if own_data else data_iterator
@@ -253,21 +255,23 @@ class RecycleSchedule:
         changed = check_supported(models, config, optimizer, self._settings.chunks)
         changed += overflows_earlier(models, optimizer, self._settings.reduction)
         v_shaped = self._settings.chunks > 1
-        self._kept = megatron_groups.Kept(models)
-        place = _place(microbatches, placement(_stages(), len(models), v_shaped))
-        megatron_training.tell_validations()
+        self._kept = megatron_groups.Kept(models, self._loop.collections())
+        place = _place(microbatches, self._loop.backend(), placement(_stages(), len(models), v_shaped))
+        if not bridge.trains():
+            megatron_training.tell_validations()
         lends = self._settings.lend_layers if self._settings.lend == "auto" and _stages() > 1 else 0
-        self._stage = MegatronStage(models, optimizer, microbatches, megatron_setup.settings(), lends, v_shaped)
-        self._last = megatron_training.last_checkpoint(
+        alike = bridge.settings() if bridge.trains() else megatron_setup.settings()
+        self._stage = MegatronStage(models, optimizer, microbatches, alike, lends, v_shaped)
+        self._last = self._loop.last_checkpoint(
             self._settings.emergency_checkpoint, self._among_those_left, self._number, self._gaps,
             lambda: self._stage.scaling.skipped)
-        self._back = megatron_training.way_back()
+        self._back = self._loop.way_back()
         if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
             raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "
                                    "--recycle-emergency-checkpoint DIR")
         self.session = Session(place, self._settings, self._options, self._stage.device)
         if self.session.rank == 0:
-            told = megatron_training.told()
+            told = self._loop.told()
             for line in (line for line in changed if line not in told):
                 get_logger().info("megatron-recycle: %s", line)
         self.splitter = te.splitter_for(models, self._settings.split_backward)
@@ -279,7 +283,7 @@ class RecycleSchedule:
             self._stage.distributed.where = self._shards
         self._detached = megatron_groups.Detached(place, self._kept)
         megatron_groups.adapt_timers(self._detached, self.speaks)
-        megatron_training.take_over(self.session, self)
+        self._loop.take_over(self.session, self)
         self._microbatches = microbatches
 
 
@@ -287,9 +291,9 @@ def _stages() -> int:
     return int(parallel_state.get_pipeline_model_parallel_world_size())
 
 
-def _place(microbatches: int, placement: tuple[int, ...]) -> Place:
+def _place(microbatches: int, backend: str | None, placement: tuple[int, ...]) -> Place:
     """Where this process is, and the ranks of every position, as all ranks tell it (one that joins: as they told it at
-    the start). ``placement``: of the model's chunks."""
+    the start). ``backend``: that the loop asks for; ``placement``: of the model's chunks."""
     stages, pipelines = _stages(), parallel_state.get_data_parallel_world_size()
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
     part = parallel_state.get_tensor_model_parallel_rank()
@@ -300,4 +304,4 @@ def _place(microbatches: int, placement: tuple[int, ...]) -> Place:
     ranks = {Worker(pipeline, stage): tuple(rank_of[pipeline, stage, index] for index in range(
         parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
     return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
-                 backend=megatron_training.backend() or backend_for(mine.device), placement=placement)
+                 backend=backend or backend_for(mine.device), placement=placement)

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_recycle.backends.megatron import back
 from megatron_recycle.backends.megatron.last import Training
-from megatron_recycle.backends.megatron.training import CHECKPOINTS, LOOP
+from megatron_recycle.backends.megatron.training import CHECKPOINTS, LOOP, loop_in_use
 from megatron_recycle.backends.megatron.version import is_supported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.readable import started_again
@@ -55,10 +55,8 @@ def install(options: Options) -> None:
     setup = options.setup
     if setup is None:
         return
-    timers: Any = sys.modules["megatron.core.timers"].Timers
     loop.load_checkpoint = _over(loop.load_checkpoint, lambda stock: _loading(stock, setup))
-    # How long others took for their set-up is no news for one that joins, and too much to keep for many ranks.
-    timers._get_elapsed_time_all_ranks = _over(timers._get_elapsed_time_all_ranks, lambda stock: _apart(stock, setup))
+    keep_timers_apart(setup)
     if is_joining():
         # These write the past, or count this process' own start.
         loop.write_args_to_tensorboard = lambda: None
@@ -69,11 +67,17 @@ def install(options: Options) -> None:
 def settings() -> dict[str, Any]:
     """The Megatron-LM arguments that all workers must have alike, by the names of its flags; to be asked when the first
     iteration begins. Empty if its loop is not loaded."""
-    if LOOP not in sys.modules:
+    if (loop := loop_in_use()) is None:
         return {}
-    arguments = vars(sys.modules[LOOP].get_args())
+    arguments = vars(loop.get_args())
     flags = {f"--{name.replace('_', '-')}": arguments.get(name) for name in _ALIKE}
     return {**flags, **{words: arguments.get(name) for name, words in _BEGINNING.items()}}
+
+
+def keep_timers_apart(setup: SetUp) -> None:
+    """How long others took for their set-up is no news for one that joins, and too much to keep for many ranks."""
+    timers: Any = sys.modules["megatron.core.timers"].Timers
+    timers._get_elapsed_time_all_ranks = _over(timers._get_elapsed_time_all_ranks, lambda stock: _apart(stock, setup))
 
 
 def _over(now: Any, make: Callable[[Any], Any]) -> Any:
@@ -112,7 +116,7 @@ def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
         arguments = loop.get_args()
 
         def load() -> dict[str, Any]:
-            before, schedule_before = _plain(vars(arguments)), _state(opt_param_scheduler)
+            before, schedule_before = plain(vars(arguments)), _state(opt_param_scheduler)
             with setup.apart():
                 chosen = back.readable(sys.modules[CHECKPOINTS], arguments) if started_again() else None
                 if chosen is not None:
@@ -120,11 +124,11 @@ def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
                 iteration, operations = stock(ddp_model, optimizer, opt_param_scheduler, *rest, **keywords)
                 if chosen is not None:
                     arguments.ckpt_step = before["ckpt_step"]
-            after, schedule = _plain(vars(arguments)), _state(opt_param_scheduler)
+            after, schedule = plain(vars(arguments)), _state(opt_param_scheduler)
             changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
             return {"iteration": int(iteration), "operations": operations, "arguments": changed,
                     "schedule": None if schedule == schedule_before else schedule,
-                    "groups": [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]}
+                    "groups": [] if optimizer is None else [plain(group) for group in optimizer.param_groups]}
 
         found = setup.note("load_checkpoint", load)
         if is_joining():
@@ -139,11 +143,11 @@ def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
     return load_checkpoint
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Entries of ``values`` that JSON can hold."""
     return {name: value for name, value in values.items()
             if isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(one, _PLAIN) for one in value))}
 
 
 def _state(scheduler: Any) -> dict[str, Any] | None:
-    return None if scheduler is None else _plain(scheduler.state_dict())
+    return None if scheduler is None else plain(scheduler.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
     MegatronOptimizer,
 )
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_recycle.backends.hidden_state import statistics
 from megatron_recycle.backends.megatron import te, vshape
@@ -59,7 +61,7 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
     found += [f"{name} around the model: wrap it in megatron.core.distributed.DistributedDataParallel"
               for name in {type(model).__name__: None for model in models
                            if not isinstance(model, DistributedDataParallel)}]
-    if config.finalize_model_grads_func not in (None, finalize_model_grads):
+    if not _is_stocks(config.finalize_model_grads_func):
         found.append("a finalize_model_grads_func of your own: gradients are final when the plugin has reduced them")
     found += [f"a {name} of your own: the plan decides when gradients are reduced; leave it unset"
               for name in foreign_synchronisation(config, models)]
@@ -91,10 +93,42 @@ def overflows_earlier(models: Sequence[Any], optimizer: MegatronOptimizer, reduc
 
 def check_call(keywords: Mapping[str, Any]) -> None:
     """Raises UnsupportedError if forward_backward_func() is called with what cannot be kept correct."""
-    for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection",
-                 "force_all_reduce"):
+    for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "force_all_reduce"):
         if keywords.get(name):
             raise UnsupportedError(f"forward_backward_func({name}=...) is not supported yet; leave it out")
+    for name, standard in (("p2p_communicator", _communicates), ("pg_collection", _is_standard)):
+        given = keywords.get(name)
+        if given is not None and not standard(given):
+            raise UnsupportedError(
+                f"forward_backward_func({name}=...) has process groups of its own, which nobody would renew after a "
+                "failure: make them by parallel_state.initialize_model_parallel() "
+                "(ProcessGroupCollection.use_mpu_process_groups(); under Megatron-Bridge dist.use_decentralized_pg "
+                "false), or leave it out")
+
+
+def _communicates(communicator: Any) -> bool:
+    """Whether it is core's own between the stages of `parallel_state`'s pipelines: the plugin sends what it would."""
+    kind = type(communicator)
+    return (kind.__name__ == "P2PCommunicator" and kind.__module__.startswith("megatron.core.")
+            and communicator.pp_group is parallel_state.get_pipeline_model_parallel_group())
+
+
+def _is_standard(collection: Any) -> bool:
+    """Whether its groups are `parallel_state`'s, as they are now."""
+    def groups(holder: Any) -> list[Any]:
+        values = [value for value in vars(holder).values() if value is not None]
+        return [one for value in values for one in (value if isinstance(value, list) else [value])]
+
+    known = set(map(id, groups(parallel_state)))
+    return isinstance(collection, ProcessGroupCollection) and all(id(one) in known for one in groups(collection))
+
+
+def _is_stocks(finalize: Any) -> bool:
+    """Whether it is core's function that reduces gradients, among the standard groups if it names any."""
+    if isinstance(finalize, partial) and not finalize.args and {*finalize.keywords} <= {"pg_collection"}:
+        given = finalize.keywords.get("pg_collection")
+        return finalize.func is finalize_model_grads and (given is None or _is_standard(given))
+    return finalize is None or finalize is finalize_model_grads
 
 
 def _sizes() -> SimpleNamespace:

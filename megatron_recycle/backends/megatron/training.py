@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -39,6 +39,16 @@ from megatron_recycle.runtime.comm.handles import Groups
 
 LOOP = "megatron.training.training"
 CHECKPOINTS = "megatron.training.checkpointing"
+
+
+def loop_in_use() -> Any:
+    """Megatron-LM's module, if it is its loop that trains; None: it is another, which may have imported it."""
+    loop: Any = sys.modules.get(LOOP)
+    if loop is not None:
+        with suppress(AssertionError):  # it has been given no arguments
+            loop.get_args()
+            return loop
+    return None
 
 
 class PluginSchedule(SavingSchedule, Protocol):
@@ -75,9 +85,9 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
 def told() -> list[str]:
     """The lines that the loop's user has read by now (`check_arguments`) and that another look at the same options
     would bring again: those of options that are off under this plugin and keep their value."""
-    if LOOP not in sys.modules:
+    if (loop := loop_in_use()) is None:
         return []
-    return apply(ANYWHERE, [SimpleNamespace(**vars(sys.modules[LOOP].get_args()))])[1]
+    return apply(ANYWHERE, [SimpleNamespace(**vars(loop.get_args()))])[1]
 
 
 def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
@@ -95,9 +105,9 @@ def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
 def largest(microbatches: int) -> int:
     """The micro-batches of a pipeline in the largest iteration of a job that begins with ``microbatches``: with
     --rampup-batch-size those of the last ones, and of evaluations."""
-    if LOOP not in sys.modules:
+    if (loop := loop_in_use()) is None:
         return microbatches
-    arguments = sys.modules[LOOP].get_args()
+    arguments = loop.get_args()
     if arguments.rampup_batch_size is None:
         return microbatches
     return int(arguments.global_batch_size // (arguments.micro_batch_size * arguments.data_parallel_size))
@@ -105,7 +115,7 @@ def largest(microbatches: int) -> int:
 
 def backend() -> str | None:
     """The process groups' backend that Megatron-LM's arguments ask for; None if its loop is not loaded."""
-    return None if LOOP not in sys.modules else str(sys.modules[LOOP].get_args().distributed_backend)
+    return None if (loop := loop_in_use()) is None else str(loop.get_args().distributed_backend)
 
 
 def last_checkpoint(wanted: str | None,
@@ -114,7 +124,7 @@ def last_checkpoint(wanted: str | None,
                     skipped: Callable[[], Collection[int]]) -> LastCheckpoint | None:
     """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
     The arguments are those of `LastCheckpoint`."""
-    loop: Any = sys.modules.get(LOOP)
+    loop = loop_in_use()
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
@@ -148,12 +158,17 @@ def way_back() -> Callable[[str, str], int] | None:
     """Loads one of the loop's own checkpoints of this job into what it trains (`back.load`), and returns how many steps
     the job had made by then; before `take_over`. None: they do not hold all that training needs, or another loop
     trains."""
-    loop: Any = sys.modules.get(LOOP)
+    loop = loop_in_use()
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     if beginning is None or not back.possible(loop.get_args()):
         return None
     passed = PassedOver(loop.get_args().iterations_to_skip, int(beginning.iteration))
     return lambda place, name: passed.trained(back.load(loop, sys.modules[CHECKPOINTS], beginning, place, name))
+
+
+def collections() -> tuple[Any, ...]:
+    """Of process groups, that the loop keeps beside the models'."""
+    return ()
 
 
 def _pass_over(loop: Any, log: Callable[[], Any]) -> None:
@@ -191,7 +206,7 @@ def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[
 
 def take_over(session: Session, schedule: PluginSchedule) -> None:
     """Rebind the loop's names, if it is loaded."""
-    loop: Any = sys.modules.get(LOOP)
+    loop = loop_in_use()
     if loop is None:
         return
     saves = LoopSaves(loop, sys.modules[CHECKPOINTS], session, schedule)

@@ -31,19 +31,25 @@ def release() -> Release:
 
 
 def is_supported() -> bool:
-    """Whether this backend is written for it. Only then its private names are used."""
-    return release()[:2] in TESTED
+    """Whether this backend is written for it, and for the loop beside it. Only then private names of both are used."""
+    return release()[:2] in TESTED and not _is_mixed()
+
+
+def _is_mixed() -> bool:
+    """Whether Megatron-LM's loop, where that is loaded, is of another version."""
+    loop = of_the_loop()
+    return loop is not None and loop[:2] != release()[:2]
 
 
 def check_version() -> None:
     """Raises UnsupportedError that names the installed version if it is not one this was written for, or if
     Megatron-LM's loop, where that is loaded, is of another."""
-    if not is_supported():
+    if release()[:2] not in TESTED:
         raise UnsupportedError(
             f"megatron-core {installed()} is not supported: the schedule's parts that the plugin builds on differ "
             f"between versions; install megatron-core {' or '.join(TESTED.values())}")
-    loop = of_the_loop()
-    if loop is not None and loop[:2] != release()[:2]:
+    if _is_mixed():
+        loop = of_the_loop() or ()
         raise UnsupportedError(
             f"megatron-core {installed()} with Megatron-LM {'.'.join(map(str, loop))} is not supported: its training "
             f"loop is written for the core of its own version; check out core_v{TESTED[release()[:2]]} of Megatron-LM, "

@@ -1,0 +1,306 @@
+"""Megatron-Bridge's training loop, which has the place of Megatron-LM's in its recipes, and NeMo's since it calls it.
+
+The loop asks core for a schedule as Megatron-LM's does (`hook`), and hands groups and a communicator of its own making
+to it: they are the standard ones, or are refused (`support.check_call`). What its loop asks other ranks in an iteration
+is known here; who speaks, and what is written, follows from who is left. Its configuration has Megatron-LM's options
+under the same names, in several parts (`options`).
+
+The functions with which `schedule` asks its loop are those of `training`. Nothing of Megatron is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from megatron_recycle.backends.megatron.bridge_saves import BridgeSaves, LastBridgeCheckpoint
+from megatron_recycle.backends.megatron.last import LastCheckpoint
+from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
+from megatron_recycle.backends.megatron.passed import Gaps
+from megatron_recycle.backends.megatron.private import BRIDGE_TESTED
+from megatron_recycle.backends.megatron.rebinding import rebind
+from megatron_recycle.backends.megatron.refusing import refuse_or_tell
+from megatron_recycle.backends.megatron.setup import keep_timers_apart, plain
+from megatron_recycle.backends.megatron.training import PluginSchedule
+from megatron_recycle.backends.megatron.version import check_version, release
+from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.private import release_of
+from megatron_recycle.backends.session import Session
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.standalone import is_joining
+from megatron_recycle.runtime.setup_record import SetUp
+
+TRAIN = "megatron.bridge.training.train"
+SETUP = "megatron.bridge.training.setup"
+CHECKPOINTS = "megatron.bridge.training.checkpointing"
+PARTS = ("model", "ddp", "optimizer", "scheduler", "train", "validation", "checkpoint", "logger", "rng", "dist",
+         "dataset", "rerun_state_machine", "profiling", "ft", "inprocess_restart", "nvrx_straggler", "straggler",
+         "tensor_inspect")
+"""Of Bridge's configuration, that hold options."""
+_ALIKE = (("train", "train_iters global_batch_size micro_batch_size exit_interval"),
+          ("validation", "eval_interval eval_iters"), ("rng", "seed"),
+          ("dataset", "seq_length split dataloader_type random_seed reset_position_ids reset_attention_mask "
+                      "eod_mask_loss"),
+          ("optimizer", "optimizer lr min_lr decoupled_lr weight_decay clip_grad adam_beta1 adam_beta2 adam_eps"),
+          ("scheduler", "lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction start_weight_decay "
+                        "end_weight_decay"),
+          ("model", "attention_dropout hidden_dropout calculate_per_token_loss"))
+"""What decides what an iteration computes, beside the model's, which its parameters show."""
+_COUNTERS = ("step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples",
+             "floating_point_operations_so_far")
+
+
+@dataclass
+class _Job:
+    """What this process trains with Bridge's loop.
+
+    Attributes:
+        told: lines on options that were set otherwise.
+        parts: arguments of the loop's `train`, by name; none before.
+        counters: of its state, when training began.
+        steps: of the learning rate's scheduler then, in samples.
+        schedule: the plugin's, once it has begun.
+    """
+
+    told: tuple[str, ...] = ()
+    parts: Mapping[str, Any] | None = None
+    counters: Mapping[str, float] | None = None
+    steps: int = 0
+    schedule: PluginSchedule | None = None
+
+
+_job = _Job()
+
+
+def trains() -> bool:
+    """Whether it is Bridge's loop that trains in this process."""
+    return _job.parts is not None
+
+
+def watch_setup(options: Options) -> None:
+    """Judge a configuration before Bridge builds anything of it; have a process that joins go through the same set-up
+    as those of the job's start. Bridge's module of its set-up has just been loaded; again: with other options."""
+
+    def setup(stock: Callable[..., Any], state: Any, *rest: Any, **keywords: Any) -> Any:
+        settings = options.resolve({})
+        if settings.enabled:
+            refuse_or_tell(lambda: _judge(state.cfg, settings))
+        return stock(state, *rest, **keywords)
+
+    rebind(SETUP, "setup", setup)
+    if options.setup is None or not is_supported():
+        return
+    record = options.setup
+    rebind(SETUP, "_should_load_checkpoint", lambda stock, *given: record.note(
+        "should_load_checkpoint", lambda: bool(stock(*given))))
+    rebind(CHECKPOINTS, "load_checkpoint", lambda stock, *given, **keywords: _loading(
+        record, stock, inspect.signature(stock).bind(*given, **keywords)))
+    keep_timers_apart(record)
+
+
+def watch_training(options: Options) -> None:
+    """Rebind what Bridge's loop, which has just been imported, calls; again: with other options."""
+    if not is_supported():
+        return  # it is refused when it is set up
+
+    def training(stock: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+        if options.resolve({}).enabled:
+            _job.parts = inspect.signature(stock).bind(*given, **keywords).arguments
+            state = _job.parts["global_state"].train_state
+            _job.counters = {name: getattr(state, name) for name in _COUNTERS}
+            _job.steps = _job.parts["scheduler"].num_steps
+        return stock(*given, **keywords)
+
+    def train_step(stock: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+        schedule = _job.schedule
+        # All that it asks others for is known here, and stages need not wait for each other.
+        with nullcontext() if schedule is None else schedule.alone():
+            returned = stock(*given, **keywords)
+        if _job.schedule is not None and _job.parts is not None:
+            _count_nominal(_job.parts["global_state"])
+        return returned
+
+    rebind(TRAIN, "train", training)
+    rebind(TRAIN, "train_step", train_step)
+
+
+def is_supported() -> bool:
+    """Whether this backend is written for the Bridge that is loaded, and for the core that it is used with."""
+    version = release_of(_version())
+    return BRIDGE_TESTED.get(version[:2], ("", ()))[1] == release()[:2]
+
+
+def _version() -> str:
+    try:
+        return str(import_module("megatron.bridge.package_info").__version__)
+    except (ImportError, AttributeError):
+        return ""
+
+
+def _judge(configuration: Any, settings: RecycleConfig) -> list[str]:
+    """Judge the whole ``configuration``, and set in it what is to be set otherwise; returns lines on that. Raises
+    UnsupportedError."""
+    check_version()
+    if not is_supported():
+        raise UnsupportedError(
+            f"Megatron-Bridge {_version() or '(without a version)'} with megatron-core {'.'.join(map(str, release()))} "
+            "is not supported; install " + " or ".join(
+                f"megatron-bridge {tested} with megatron-core {'.'.join(map(str, core))}"
+                for tested, core in BRIDGE_TESTED.values()))
+    parts = [part for name in PARTS if (part := getattr(configuration, name, None)) is not None]
+    model = configuration.model
+    parts += [model.transformer] if hasattr(model, "transformer") else []
+    refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *OF_BRIDGE), parts)
+    if getattr(configuration, "peft", None) is not None:
+        refused.append("peft: frozen parameters are not supported under Bridge yet; train all of them")
+    train, validation = configuration.train, configuration.validation
+    refused += [f"eval_{name} {given} where {name} is {getattr(train, name)}: an evaluation has training's batches; "
+                "leave it out" for name in ("global_batch_size", "micro_batch_size")
+                if (given := getattr(validation, f"eval_{name}", None)) not in (None, getattr(train, name))]
+    if settings.chunks > 1:
+        refused.append("chunks 2 under Megatron-Bridge: use its virtual pipelines "
+                       "(model.virtual_pipeline_model_parallel_size)")
+    if refused:
+        raise UnsupportedError(message(refused))
+    _job.told = tuple(changed)
+    return changed
+
+
+def _loading(record: SetUp, stock: Callable[..., Any], given: inspect.BoundArguments) -> tuple[int, Any]:
+    """In place of `load_checkpoint`: loads at the job's start, and notes what that has changed beside model and
+    optimizer; one that joins changes that alone."""
+    state, optimizer = given.arguments["state"], given.arguments["optimizer"]
+    scheduler = given.arguments["opt_param_scheduler"]
+
+    def load() -> dict[str, Any]:
+        with record.apart():
+            iteration, operations = stock(*given.args, **given.kwargs)
+        return {"iteration": int(iteration), "operations": operations,
+                "counters": {name: getattr(state.train_state, name) for name in _COUNTERS},
+                "schedule": None if scheduler is None else plain(scheduler.state_dict()),
+                "groups": [] if optimizer is None else [plain(group) for group in optimizer.param_groups]}
+
+    found = record.note("load_checkpoint", load)
+    if is_joining():
+        for name, value in found["counters"].items():
+            setattr(state.train_state, name, value)
+        checkpoints: Any = sys.modules[CHECKPOINTS]
+        checkpoints.update_num_microbatches(consumed_samples=state.train_state.consumed_train_samples, verbose=False)
+        for group, values in zip([] if optimizer is None else optimizer.param_groups, found["groups"], strict=True):
+            group.update(values)
+        if scheduler is not None:
+            scheduler.load_state_dict(found["schedule"])
+    return found["iteration"], found["operations"]
+
+
+def _count_nominal(state: Any) -> None:
+    """The loop adds up lengths of sequences where they are computed, for its figures of floating-point operations: as
+    many as each pipeline has are counted instead, so that all workers tell the same."""
+    train: Any = sys.modules[TRAIN]
+    samples = state.cfg.train.micro_batch_size * train.get_num_microbatches()
+    length = state.cfg.dataset.seq_length
+    state._flops_seqlen_sum, state._flops_seqlen_sq_sum = samples * length, samples * length ** 2
+
+
+# ---- what the schedule asks its loop for, as `training` answers it
+
+
+def told() -> list[str]:
+    """Lines that the user has read."""
+    return list(_job.told)
+
+
+def largest(microbatches: int) -> int:
+    """The micro-batches of a pipeline in the largest iteration: batches do not grow under Bridge (`options`)."""
+    return microbatches
+
+
+def backend() -> str | None:
+    """The process groups' backend that the configuration asks for."""
+    return str(_configuration().dist.distributed_backend)
+
+
+def settings() -> dict[str, Any]:
+    """What all workers must have alike, by its name in the configuration."""
+    found = {f"{part}.{name}": getattr(getattr(_configuration(), part), name, None)
+             for part, names in _ALIKE for name in names.split()}
+    assert _job.counters is not None
+    return found | {f"{name} when training began": value for name, value in _job.counters.items()
+                    if name != "floating_point_operations_so_far"}
+
+
+def last_checkpoint(wanted: str | None, among: Callable[[Groups], AbstractContextManager[None]],
+                    microbatches: Callable[[int], int], gaps: Gaps,
+                    skipped: Callable[[], Collection[int]]) -> LastCheckpoint:
+    """As `training.last_checkpoint`."""
+    assert _job.parts is not None and _job.counters is not None
+    return LastBridgeCheckpoint(sys.modules[TRAIN], sys.modules[CHECKPOINTS], _job.parts, _job.counters, _job.steps,
+                                wanted, among, microbatches, gaps, skipped)
+
+
+def way_back() -> None:
+    """There is none yet: a stage that is lost ends the job with a last checkpoint."""
+    return
+
+
+def collections() -> Iterator[Any]:
+    """Of process groups, that the loop keeps."""
+    assert _job.parts is not None
+    yield _job.parts["pg_collection"]
+
+
+def take_over(session: Session, schedule: PluginSchedule) -> None:
+    """Rebind the loop's names."""
+    _job.schedule = schedule
+    saves = BridgeSaves(sys.modules[CHECKPOINTS], session, schedule)
+    rebind(CHECKPOINTS, "save_checkpoint", saves.save)
+
+    def print_rank_last(_: Any, text: str) -> None:
+        if schedule.speaks():
+            print(f"{text}{schedule.log_part()}" if " iteration " in text and text.rstrip().endswith("|") else text,
+                  flush=True)
+
+    rebind("megatron.bridge.utils.common_utils", "print_rank_last", print_rank_last)
+    # All stages have the same.
+    rebind("megatron.bridge.training.utils.train_utils", "reduce_max_stat_across_model_parallel_group",
+                lambda _, stat, mp_group=None: stat)
+    rebind("megatron.bridge.training.utils.train_utils", "training_log", _log_of_training(session))
+
+
+def _log_of_training(session: Session) -> Callable[..., bool]:
+    """In place of the loop's `training_log`: nothing is written of iterations that the others have had."""
+
+    def training_log(stock: Callable[..., bool], *given: Any, **keywords: Any) -> bool:
+        if not session.catches_up:
+            return stock(*given, **keywords)
+        arguments = inspect.signature(stock).bind(*given, **keywords).arguments
+        logger, state = arguments["config"].logger, arguments["global_state"]
+        names = ("log_interval", "tensorboard_log_interval")
+        before = {name: getattr(logger, name) for name in names}
+        for name in names:
+            setattr(logger, name, sys.maxsize)
+        try:
+            stock(*given, **keywords)  # adds up an iteration's numbers for the line of its interval
+        finally:
+            for name, value in before.items():
+                setattr(logger, name, value)
+        if state.train_state.step % logger.log_interval == 0:
+            arguments["total_loss_dict"].clear()
+        state.timers("interval-time").elapsed(reset=True)
+        return bool(arguments["report_memory_flag"])
+
+    return training_log
+
+
+def _configuration() -> Any:
+    assert _job.parts is not None
+    return _job.parts["global_state"].cfg
+
+
