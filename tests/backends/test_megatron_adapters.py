@@ -13,13 +13,12 @@ from tests.harness import Hold, Job
 from tests.references import calm_run
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.night]
 
 ADAPTED: Mapping[str, Any] = {"pipelines": 2, "stages": 2, "iterations": 6, "adapted": True,
                               "settings": {"reduction": "exact"}}
 
 
-@pytest.mark.night
 @pytest.mark.parametrize("options", [(), ("--untied", "--bf16"), ("--bf16", "--distributed-optimizer")])
 def test_without_failures_adapters_have_the_bits_of_cores_own_schedule(options):
     arguments = {**ADAPTED, "options": ("--dropout", "0", *options)}
@@ -39,8 +38,7 @@ def test_without_failures_adapters_have_the_bits_of_cores_own_schedule(options):
 
 
 @pytest.mark.parametrize(("worker", "rank", "options"), [
-    ("0:0", 0, ()), *[pytest.param(*case, marks=pytest.mark.night) for case in [
-        ("1:1", 3, ("--untied", "--bf16")), ("0:1", 2, ("--bf16", "--distributed-optimizer"))]]])
+    ("0:0", 0, ()), ("1:1", 3, ("--untied", "--bf16")), ("0:1", 2, ("--bf16", "--distributed-optimizer"))])
 def test_a_killed_worker_is_taken_over_and_comes_back_to_frozen_layers_and_adapters(worker, rank, options):
     arguments = {**ADAPTED, "options": options}
     calm = calm_run(megatron_job.train, 4, arguments)

@@ -20,7 +20,6 @@ from tests.backends import test_megatron_lm as gpt
 pytestmark = gpt.pytestmark
 checkout, text, comes_back = gpt.checkout, gpt.text, gpt.comes_back
 
-ANOTHER = str(Path(__file__).with_name("script_for_gpt.py"))
 ONE = ("--pipeline-model-parallel-size", "1")
 FP16 = ("--fp16", "--initial-loss-scale", str(2**19), "--loss-scale-window", "2",
         "--accumulate-allreduce-grads-in-fp32")
@@ -42,8 +41,6 @@ KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
     "multi-token prediction, shards, chunks": (
         "0:1", 4, (*PREDICTING, *UNTIED, "--num-virtual-stages-per-pipeline-rank", "2", "--calculate-per-token-loss",
                    *gpt.SHARDED)),
-    "multi-token prediction, one stage, sequence parallel": (
-        "1:0.0", 4, (*PREDICTING, *ONE, *TWO_PARTS, "--sequence-parallel", "--bf16")),
 }
 """Who is killed, of how many processes."""
 BY_DAY = next(iter(KINDS))
@@ -59,17 +56,16 @@ def test_trains_through_a_failure_as_stock_which_goes_on_from_its_checkpoint(
 
 
 def through_a_failure(options: Sequence[str], victim: str, processes: int, checkout: Path, tmp_path: Path,
-                      saved_after: int = 4, again: Sequence[str] = ("5", "6"),
-                      through: Sequence[str] = ()) -> tuple[str, str]:
+                      saved_after: int = 4, again: Sequence[str] = ("5", "6")) -> tuple[str, str]:
     """A job whose ``victim`` dies in its third iteration prints what stock prints, and stock goes on from what it has
     saved after so many iterations: with those of ``again``. Returns what both print."""
     options, saved = (*options, "--ckpt-format", "torch_dist"), tmp_path / "checkpoints"
-    stock = gpt.stock(checkout, *options, processes=processes, through=through)
+    stock = gpt.stock(checkout, *options, processes=processes)
     expected = gpt.losses(stock)
     script = tmp_path / "script.chaos"
     script.write_text(f"kill {victim} --at-iteration 2 --phase backward\n")
     printed = gpt.recycled(tmp_path / "killed", checkout, *options, "--save", str(saved), "--save-interval",
-                           str(saved_after), processes=processes, chaos=script, through=through)
+                           str(saved_after), processes=processes, chaos=script)
     alive = processes // (2 if "--tensor-model-parallel-size" in options else 1)
     assert f"| live: {alive - 1}/{alive} |" in printed
     found = gpt.losses(printed)
@@ -80,7 +76,7 @@ def through_a_failure(options: Sequence[str], victim: str, processes: int, check
     assert predicted(printed) == pytest.approx(predicted(stock), rel=1e-4)
     assert len(predicted(stock)) == (2 * gpt.ITERATIONS if "--mtp-num-layers" in options else 0)
     (saved / "latest_checkpointed_iteration.txt").write_text(str(saved_after))
-    restarted = gpt.stock(checkout, *options, "--load", str(saved), processes=processes, through=through)
+    restarted = gpt.stock(checkout, *options, "--load", str(saved), processes=processes)
     rates = {iteration: left_out(stock)[iteration][:2] for iteration in again}  # its first line counts for two
     assert {iteration: numbers[:2] for iteration, numbers in left_out(restarted).items()} == rates
     losses = gpt.losses(restarted)
@@ -167,7 +163,7 @@ def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkou
     """Its losses are means over pipelines, and all of its stages read masks, those in the middle too."""
     monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
-    through = [ANOTHER, "bert"]
+    through = [str(Path(__file__).with_name("bert_for_gpt.py"))]
     options = ("--data-path", str(sentences), "--attention-backend", "local", "--vocab-size", "127", "--spec", "local",
                *more)
     expected = means(gpt.stock(checkout, *options, processes=processes, through=through))
@@ -178,17 +174,6 @@ def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkou
     assert means(printed).keys() == expected.keys() and len(expected) == gpt.ITERATIONS
     for iteration, values in expected.items():
         assert means(printed)[iteration] == pytest.approx(values, rel=1e-4)
-
-
-@pytest.mark.night
-@pytest.mark.parametrize(("processes", "victim", "more"), [(2, "1:0", ("--bf16",)), (4, "0:0.1", TWO_PARTS)])
-def test_t5_trains_through_a_failure_as_stock(processes, victim, more, checkout, sentences, tmp_path, monkeypatch):
-    """It has no pipelines of several stages, in stock."""
-    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
-    options = ("--data-path", str(sentences), "--attention-backend", "local", "--vocab-size", "127", *ONE,
-               "--encoder-num-layers", "2", "--num-layers", "2", "--decoder-seq-length", "24", *more)
-    through_a_failure(options, victim, processes, checkout, tmp_path, through=[ANOTHER, "t5"])
 
 
 def means(printed: str) -> dict[str, list[float]]:
