@@ -416,4 +416,4 @@ def closing_table(launcher: Launcher) -> None:
     lives = sorted(launcher.processes.lives, key=lambda worker: worker.rank)
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]
     print_table(launcher.summary, rows, launcher.message, launcher.informed, late=launcher.job.joining,
-                failed=launcher.ending.end is None or bool(launcher.ending.end["status"]))
+                failed=launcher.ending.end is None or bool(launcher.ending.end.status))
