@@ -46,7 +46,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         r"events cannot be written", r"events are written", r"old events cannot be moved",
         r"journal .* cannot be written", r"a plan could not be kept", r"a plan that is in use cannot be read",
         r"events so far cannot be read", r"what was measured before cannot be read", r"what it prints is lost",
-        r"the log .* cannot be written",
+        r"the log .* cannot be written", r"cannot be opened on the worker",
     ),
     "refused-connections": (r"refused a connection", r"without this job's token", r"others can read the token"),
     "unreachable": (

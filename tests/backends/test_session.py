@@ -18,7 +18,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.job_status import Telling
 from megatron_recycle.membership import Process
-from megatron_recycle.membership.announcements import Ended
+from megatron_recycle.membership.protocol import End
 from megatron_recycle.membership.standing import Standing
 from megatron_recycle.membership.verdict import StepMode, Verdict
 from megatron_recycle.plan import Grid, Worker
@@ -123,7 +123,7 @@ def test_a_callback_of_the_script_is_told_of_a_loss_when_the_call_is_over_and_of
         session.train()
     assert [event["event"] for event in told] == ["lost", "resumed", "last_copy"]
     assert told[0]["workers"] == ["1:1"] and session.status().degraded and session.status().last_copies == (1,)
-    session.agent.ended = Ended(0, "the job has finished")
+    session.agent.ended = End(0, "the job has finished")
     session.finish()
     assert told[-1]["event"] == "ended" and told[-1]["status"] == 0
 

@@ -7,7 +7,8 @@ from typing import Any, cast
 import pytest
 
 from megatron_recycle.control.telling import Telling
-from megatron_recycle.membership.messages import FROM_LAUNCHER, WireError, check
+from megatron_recycle.membership.inputs import FROM_LAUNCHER
+from megatron_recycle.membership.protocol import Explains, WireError
 from megatron_recycle.observe.schema import fault
 from tests.membership.cluster import Cluster
 
@@ -32,8 +33,7 @@ class Job:
         self.telling = Telling(lambda event: self.events.append(dict(event)), cast(Any, self.launchers), told)
 
     def explain(self, pid: int = 1003) -> None:
-        message = {"type": "explains", "rank": 3, "pid": pid, "causes": [CAUSE], "gpu": "", "repair": "scontrol ..."}
-        self.telling.explained(check(message, FROM_LAUNCHER), self.state)
+        self.telling.explained(Explains(3, pid, (CAUSE,), "", "scontrol ..."), self.state)
 
     def lose(self, rank: int, generation: int, **fields: Any) -> None:
         member = next(one for one in self.state.members.values() if one.rank == rank)
@@ -57,8 +57,8 @@ def test_a_launcher_that_repeats_itself_after_a_reconnect_is_passed_on_once():
 
 
 def test_a_cause_that_is_no_text_is_refused():
-    with pytest.raises(WireError, match="a cause is no text"):
-        check({"type": "explains", "rank": 3, "pid": 1, "causes": [{}], "gpu": "", "repair": ""}, FROM_LAUNCHER)
+    with pytest.raises(WireError, match="causes"):
+        FROM_LAUNCHER.read({"type": "explains", "rank": 3, "pid": 1, "causes": [{}], "gpu": "", "repair": ""})
 
 
 def test_workers_of_a_host_that_fail_together_count_once_and_one_that_stays_not_at_all():

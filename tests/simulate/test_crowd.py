@@ -86,4 +86,4 @@ def test_whole_pipelines_by_policy(policy: str):
     job = crowd(policy=policy)
     job.lose(["0:1"], False, 100.0, 3)
     assert job.training and job.state.generation == 2
-    assert list(job.state.go["without"]) == ([] if policy == "drop" else [0])  # type: ignore[index]
+    assert list(job.state.go.without) == ([] if policy == "drop" else [0])
