@@ -163,7 +163,7 @@ class Attempt:
         for action in kept.done:
             result = results_in(self._program.plan, self._site.place.me, action)
             if result is not None:
-                self._deliver(*result, kept.log[result[1]])
+                self._deliver(*result, kept.log[action])
 
     def __enter__(self) -> Attempt:
         return self
@@ -306,7 +306,7 @@ class Attempt:
         """What ``action`` has made goes to whoever reads it, if anybody does."""
         result = results_in(self._program.plan, self._site.place.me, action)
         if result is not None:
-            self._keeping.made(result[1], tensors)
+            self._keeping.made(action, tensors)
             with self._keeping.telling():
                 self._deliver(*result, tensors)
 

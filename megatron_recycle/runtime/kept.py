@@ -21,14 +21,15 @@ import torch
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.report import KeptReport
-from megatron_recycle.plan import Action, Message, Plan, Worker
+from megatron_recycle.plan import Action, Plan, Worker
 from megatron_recycle.runtime.comm.messages import Meta
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.place import Place
 
-Log = Mapping[Message, Sequence[torch.Tensor]]
-"""The tensors of messages that a worker has made, whether or not anybody has read them."""
+Log = Mapping[Action, Sequence[torch.Tensor]]
+"""The tensors of a worker's messages, whether or not anybody has read them, by the action that has made each: where a
+worker has several chunks, two of its messages may have one name."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Keeping:
         self.chain, self.wanted, self.sound = chain, wanted, wanted and sound
         self.torn = False
         self.used: Action | None = None
-        self.log: dict[Message, Sequence[torch.Tensor]] = {}
+        self.log: dict[Action, Sequence[torch.Tensor]] = {}
         self.over: GenerationOver | None = None
 
     def done(self) -> None:
@@ -136,10 +137,10 @@ class Keeping:
         if self.over is not None:
             raise self.over
 
-    def made(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """An action has made ``message``."""
+    def made(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """``action`` has made a message of these."""
         if self.wanted:
-            self.log[message] = [tensor.detach() for tensor in tensors]
+            self.log[action] = [tensor.detach() for tensor in tensors]
 
     @contextmanager
     def telling(self) -> Iterator[None]:

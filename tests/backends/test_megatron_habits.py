@@ -105,9 +105,9 @@ def stage() -> Any:
 
 def test_what_loss_functions_report_is_told_of_training_and_evaluation_apart():
     one = stage()
-    trained = one._report({"loss": torch.tensor([3.0, 2.0]), "aux": 1}, 2.0)
+    trained = one._report({"loss": torch.tensor([3.0, 2.0]), "aux": 1}, 2.0, {})
     with torch.no_grad():
-        evaluated = one._report({"accuracy": torch.tensor(0.5)}, 0.0)
+        evaluated = one._report({"accuracy": torch.tensor(0.5)}, 0.0, {})
     told = one.reports(torch.tensor([trained], dtype=torch.float64), False)
     assert {key: value.tolist() for key, value in told[0].items()} == {"loss": [3.0, 2.0], "aux": [1.0]}
     told = one.reports(torch.tensor([evaluated], dtype=torch.float64), True)
@@ -116,7 +116,7 @@ def test_what_loss_functions_report_is_told_of_training_and_evaluation_apart():
 
 def test_a_micro_batch_that_is_left_out_does_not_pull_the_mean_of_a_reported_number_down():
     one = stage()
-    row = one._report({"loss": 3.0}, 0.0)
+    row = one._report({"loss": 3.0}, 0.0, {})
     told = one.reports(torch.tensor([row, [0.0] * len(row), row], dtype=torch.float64), False)
     assert [report["loss"].item() for report in told] == [3.0, 3.0] and len(row) == one.report_width
     nothing, = one.reports(torch.zeros(1, len(row), dtype=torch.float64), False)
@@ -131,9 +131,9 @@ def test_reports_that_could_be_mixed_up_are_refused(values, words):
     from megatron_recycle.errors import UnsupportedError
 
     one = stage()
-    one._report({"loss": 1.0, "aux": 1.0}, 0.0)
+    one._report({"loss": 1.0, "aux": 1.0}, 0.0, {})
     with pytest.raises(UnsupportedError, match=words):
-        one._report(values, 0.0)
+        one._report(values, 0.0, {})
 
 
 @pytest.mark.parametrize("own", [True, False])
