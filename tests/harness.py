@@ -33,6 +33,7 @@ from megatron_recycle.control import Coordinator, Timeouts
 from megatron_recycle.control.journal import Journal
 from megatron_recycle.control.measured import Conclusions, Profiles
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.protocol import Measured
 from megatron_recycle.membership.state import Member, State
 from tests.labels import check_label
 from tests.moments import Arrivals, Moment
@@ -226,8 +227,8 @@ class Job:
         assert ready.wait(60)
         return started[0]
 
-    def _measure(self, state: State, member: Member, message: Mapping[str, Any]) -> Conclusions | None:
-        self.measured.append({"worker": member.worker, **message})
+    def _measure(self, state: State, member: Member, message: Measured) -> Conclusions | None:
+        self.measured.append({"worker": member.worker, **message.to_json()})
         return self._profiles.take(state, member, message) if self.profiled else None
 
     def _emit(self, event: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def check(args: argparse.Namespace) -> None:
     if args.page is not None:
         address(args.page, "--page")
         if find_spec("aiohttp") is None:
-            raise ConfigError("--page needs aiohttp: `pip install 'megatron-recycle[page]'`")
+            raise ConfigError("--page needs aiohttp: `pip install aiohttp`")
     if args.metrics_sd is not None and args.metrics is None:
         raise ConfigError("--metrics-sd says where --metrics is served: give both")
     if args.textfile is not None and args.textfile.suffix != ".prom":

@@ -45,6 +45,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     found.load_checkpoint = load_checkpoint
     found.train = lambda: None
+    found.dummy_train_step = lambda data_iterator: None
     monkeypatch.setitem(sys.modules, LOOP, found)
     monkeypatch.setitem(sys.modules, "megatron.core.timers",
                         SimpleNamespace(Timers=SimpleNamespace(_get_elapsed_time_all_ranks=lambda *_: None)))
