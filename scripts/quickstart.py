@@ -265,7 +265,7 @@ def draw(outcome: Outcome, path: Path) -> None:
         kept = PlanFolder(outcome.folder / "plans").load(digests[-1])
         if kept is None:
             raise JobFailed(f"the plan {digests[-1]} of generation {generation} was not kept")
-        return Plan.from_json(kept)
+        return Plan.from_file(kept)
 
     first = failures(outcome)[0]
     before, after = in_use(first["generation"] - 1), in_use(first["generation"])
