@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec.structs import replace
+
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
@@ -181,14 +183,14 @@ def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
 
 
 def test_a_host_whose_workers_have_failed_too_often_gets_no_place_and_others_do() -> None:
-    cluster = Joins().lost()
-    cluster.state = cluster.state.with_(description={**cluster.state.description, "max_failures_per_host": 2})
+    cluster, unlimited = Joins().lost(), Joins().lost().state
+    cluster.state = unlimited.with_(description=replace(unlimited.job, max_failures_per_host=2))
     places, failures = Reservations(Offered({})), {"n3": 2, "n4": 1}
     refused = free_places(cluster.state, places, 1, 0.0, "n3", failures)
-    assert refused["refusal"] == "workers of n3 have failed in it too often (max_failures_per_host)"
-    assert refused["again_s"] == 0 and not places.kept
-    assert free_places(cluster.state, places, 1, 0.0, "n4", failures)["ranks"] == [3]
-    assert not failed_too_often(cluster.state.with_(description={}), failures), "by default there is no limit"
+    assert refused.refusal == "workers of n3 have failed in it too often (max_failures_per_host)"
+    assert refused.again_s == 0 and not places.kept
+    assert free_places(cluster.state, places, 1, 0.0, "n4", failures).ranks == (3,)
+    assert not failed_too_often(unlimited, failures), "by default there is no limit"
 
 
 def test_the_next_coordinator_keeps_the_places_that_were_promised() -> None:

@@ -87,7 +87,7 @@ def test_what_is_kept_to_undo_a_step_is_one_copy():
     """P7."""
     for result in undisturbed(SHAPE).values():
         state = sum(tensor.nbytes for tensor in result.state.values())
-        assert 0 < result.memory["kept"]["undo"] <= state
+        assert 0 < result.memory.kept["undo"] <= state
 
 
 @pytest.mark.parametrize("phase", ["forward", "reduced", "stepped"])

@@ -37,7 +37,7 @@ def test_without_failures_the_model_is_the_one_of_a_whole_optimizer():
         for name, tensor in result.state.items():
             assert tensor.equal(whole[rank].state[name]), name
         assert len(result.shards) == 2
-        ours, theirs = (of[rank].memory["kept"] for of in (sharded, whole))
+        ours, theirs = (of[rank].memory.kept for of in (sharded, whole))
         assert theirs["gradient"] * 0.5 < ours["gradient"] < theirs["gradient"] * 0.8, "two of three shards"
         assert ours["sums"] == theirs["sums"]
 
