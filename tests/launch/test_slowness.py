@@ -111,7 +111,7 @@ def test_a_slow_worker_is_reported_and_removed_only_if_the_user_asks(limit: floa
 
 
 def test_measurements_that_cannot_be_used_cost_nobody_the_connection(tmp_path: Path) -> None:
-    def unusable(state: State, member: Member, message: Mapping[str, Any]) -> Conclusions | None:
+    def unusable(state: State, member: Member, message: Measured) -> Conclusions | None:
         raise ArithmeticError(f"{member.worker} has measured nonsense")
 
     with service(tmp_path, measure=unusable) as running:
@@ -121,7 +121,7 @@ def test_measurements_that_cannot_be_used_cost_nobody_the_connection(tmp_path: P
         running.await_event("started")
         workers = running.coordinator.server.workers
         connection = workers["2:1/0"]
-        agents["2:1"].measured(**told())
+        agents["2:1"].measured(told().iterations, (), None)
         agents["2:1"].event("rolled_back", iteration=1, actions=0)
         running.await_event("rolled_back", worker="2:1")
         assert workers["2:1/0"] is connection
