@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.protocol import Measured
 from megatron_recycle.membership.state import Member, State
+from megatron_recycle.membership.worker_events import RolledBack
 from megatron_recycle.plan import Worker
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, agent, service
@@ -123,7 +123,7 @@ def test_measurements_that_cannot_be_used_cost_nobody_the_connection(tmp_path: P
         connection = workers["2:1/0"]
         agents["2:1"].measured(told().iterations, (), None)
         agents["2:1"].event("rolled_back", iteration=1, actions=0)
-        running.await_event("rolled_back", worker="2:1")
+        agents["2:1"].event(RolledBack(iteration=1, actions=0))
         assert workers["2:1/0"] is connection
         for one in agents.values():
             one.close()
