@@ -122,8 +122,8 @@ def test_measurements_that_cannot_be_used_cost_nobody_the_connection(tmp_path: P
         workers = running.coordinator.server.workers
         connection = workers["2:1/0"]
         agents["2:1"].measured(told().iterations, (), None)
-        agents["2:1"].event("rolled_back", iteration=1, actions=0)
         agents["2:1"].event(RolledBack(iteration=1, actions=0))
+        running.await_event("rolled_back", worker="2:1")
         assert workers["2:1/0"] is connection
         for one in agents.values():
             one.close()
