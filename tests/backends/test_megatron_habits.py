@@ -96,10 +96,12 @@ def test_habits_that_would_train_something_else_are_refused_at_that_moment(habit
 
 
 def stage() -> Any:
+    from megatron_recycle.backends.megatron.predicting import Predictions
     from megatron_recycle.backends.megatron.stage import MegatronStage
 
     found: Any = object.__new__(MegatronStage)
     found._keys, found.device = {}, torch.device("cpu")
+    found._predictions, found.report_width, found.microbatches = Predictions(None), 10, 1
     return found
 
 
