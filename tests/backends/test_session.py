@@ -21,6 +21,7 @@ from megatron_recycle.membership import Process
 from megatron_recycle.membership.protocol import End
 from megatron_recycle.membership.standing import Standing
 from megatron_recycle.membership.verdict import StepMode, Verdict
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.place import Place
 
@@ -129,6 +130,7 @@ def test_a_callback_of_the_script_is_told_of_a_loss_when_the_call_is_over_and_of
 
 
 def test_what_needs_all_is_left_out_while_one_is_missing_and_is_no_error_when_cut_short(session, monkeypatch, caplog):
+    monkeypatch.setattr(get_logger(), "propagate", True)  # to caplog
     worker = started(session)
     worker.members = worker.members[1:]
     assert session.together("save()", pytest.fail, "nothing") == "nothing" and worker.done == []  # not in its thread
