@@ -14,14 +14,15 @@ import torch
 
 from megatron_recycle.control import planning
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Costs, Message, Problem, Worker, passes_on
+from megatron_recycle.plan import Action, Costs, Grid, Message, Problem, Worker, passes_on, results_in
+from megatron_recycle.planner import quick
 from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.comm import reduction as reductions
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.accumulate import Layout
-from megatron_recycle.runtime.kept import Kept
+from megatron_recycle.runtime.kept import Keeping, Kept
 from megatron_recycle.runtime.stage import Tie
 from tests.memory.job import Job, Result, Shape, check
 from tests.memory.scenes import SHAPES
@@ -435,3 +436,15 @@ def test_with_nccls_rules_no_stage_is_closed_before_the_commit():
     with job:
         check(job, job.wait(), {"1:1"})
     assert {process.worker.standing.closed for process in job.processes.values()} == {-1}
+
+
+def test_two_messages_of_one_name_are_both_kept():
+    """A message's name has its reader's chunk: with a V, a worker's two forwards of a micro-batch may have one."""
+    plan = quick(Problem(Grid(2, (2, 2)), Costs.uniform(4, 1, 1, 1), placement=(0, 1, 1, 0)))
+    me, keeping = Worker(0, 1), Keeping(1, True, True)
+    first, second = (Action("F", 0, 0, chunk) for chunk in (0, 1))
+    names = [results_in(plan, me, action) for action in (first, second)]
+    assert names[0] is not None and names[1] is not None and names[0][1] == names[1][1] and names[0][0] != names[1][0]
+    for number, action in enumerate((first, second)):
+        keeping.made(action, [torch.tensor(number)])
+    assert [keeping.log[action][0].item() for action in (first, second)] == [0, 1]
