@@ -226,16 +226,19 @@ def _abort_while_enqueuing(at: Rank, lock: threading.Lock, locked: bool) -> None
         at.meet(f"connected {number}")
         guarded = Guarded(group)
         thread = at.abort_in(random.uniform(0.0, 0.05), guarded if locked else group)
+        operation, posted = (group.send if at.rank == 0 else group.recv), []
         try:
             while thread.is_alive() and not guarded.over:
+                # No more than a job has under way: a full queue of the device blocks who adds to it.
+                if posted and not posted[-1].is_completed():
+                    continue
                 for tensor in tensors:
-                    operation = group.send if at.rank == 0 else group.recv
                     if not locked:
-                        operation([tensor], 1 - at.rank, 0)
+                        posted = [operation([tensor], 1 - at.rank, 0)]
                         continue
                     with lock:
                         if not guarded.over:
-                            operation([tensor], 1 - at.rank, 0)
+                            posted = [operation([tensor], 1 - at.rank, 0)]
         except RuntimeError as error:
             outcome = text(error)
         thread.join(20)
@@ -329,44 +332,3 @@ def left_and_drained(at: Rank) -> None:
         pending.wait()
     at.sync()
     at.tell(right=[float(tensor[0]) for tensor in tensors] == [0.0, 1.0, 2.0, 3.0])
-
-
-def shrink_at_rest(at: Rank) -> None:
-    """Rank 2 leaves a communicator on which nothing is under way; the others go on with what is left of it."""
-    group, backend = at.group(), at.library.backend
-    backend.connect(group)
-    at.total(group)
-    at.meet("connected")
-    can = backend.shrinks(group)
-    at.tell(can=can)
-    if at.rank == 2 or not can:
-        at.meet("over")
-        return
-    begun = time.monotonic()
-    left = backend.shrink(group, [2], "check/shrunk", ends=False)
-    at.tell(shrink_s=since(begun))
-    at.tell(right=at.total(left) == 2 and (left.rank(), left.size()) == (at.rank, 2))
-    tensor = at.tensor(SMALL, 5.0 if at.rank == 0 else 0.0)
-    at.transfer(left, tensor)
-    backend.destroy(group)
-    at.tell(right=float(tensor[0]) == 5.0 and at.total(left) == 2, shrink_and_use_s=since(begun))
-    at.meet("over")
-
-
-def shrink(at: Rank) -> None:
-    """Rank 2 is killed while the others wait for it: they go on with what is left of their communicator."""
-    group = at.group()
-    at.library.backend.connect(group)
-    at.total(group)
-    at.meet("connected")
-    if at.rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    group.allreduce([at.tensor(SMALL, 1.0)])
-    time.sleep(2)
-    begun = time.monotonic()
-    left = at.library.backend.shrink(group, [2], "check/shrunk", ends=True)
-    at.tell(shrink_s=since(begun))
-    total = at.tensor(SMALL, 1.0)
-    left.allreduce([total]).wait()
-    at.sync()
-    at.tell(right=float(total[0]) == 2, shrink_and_use_s=since(begun))

@@ -69,7 +69,7 @@ class Check:
         return (self.program.__doc__ or "").strip().splitlines()[0]
 
     def verdict(self, statuses: Sequence[int | None], told: Sequence[Facts]) -> str:
-        """How it came out, by each rank's exit status (None: it was still running) and facts."""
+        """How it came out, by each rank's status (None: its program was still running) and facts."""
         judged = self.judged or tuple(range(self.size))
         if not all(told[rank].get("begun") for rank in judged):
             return "does not begin"
@@ -89,8 +89,8 @@ def environment(check: Check, rank: int, environ: Mapping[str, str]) -> dict[str
 
 
 def run_rank(check: Check, rank: int, port: int, facts: Path, cpu: bool) -> None:
-    """In a rank's process: run the program, and end without looking back. It also ends with who started it, whose end
-    of its standard input is closed then."""
+    """In a rank's process: run the program, and wait to be ended. It also ends with who started it, whose end of its
+    standard input is closed then."""
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -109,7 +109,9 @@ def run_rank(check: Check, rank: int, port: int, facts: Path, cpu: bool) -> None
     at.meet("begun")
     tell(begun=True)
     check.program(at)
-    os._exit(0)  # no destructors: they are not what is looked at
+    # It stays until all ranks are through: NCCL's sockets lose what is still on its way when their process ends.
+    tell(over=True)
+    threading.Event().wait()
 
 
 def run_check(check: Check, cpu: bool) -> Facts:
@@ -150,10 +152,11 @@ class _Process:
 
     @property
     def ended(self) -> bool:
-        return self._child.poll() is not None
+        return self.status() is not None
 
     def status(self) -> int | None:
-        return self._child.poll()
+        """Its exit status, 0 once its program is over; None before."""
+        return 0 if self.facts().get("over") else self._child.poll()
 
     def facts(self) -> Facts:
         """All that it told, the last of each name; a line that is being written does not count yet."""

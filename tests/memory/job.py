@@ -279,8 +279,7 @@ class Job:
         self.ranks = {worker: tuple(range(rank, rank + shape.parts)) for worker, rank in first.items()}
         self.names = Place(Worker(0, 0), self.grid, self.ranks, "gloo").names
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
-        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), shrinks=seed % 4 != 3,
-                            first_pairs=first_pairs)
+        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), first_pairs=first_pairs)
         self.control = Control(len(self.names), seed + 1, slow, moves=moves)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []

@@ -94,7 +94,7 @@ def posting_ahead(patch: pytest.MonkeyPatch) -> None:
 def waits_see_no_abort(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Comm, "is_aborted", lambda self: False)
     patch.setattr(Groups, "counting", lambda self, what: contextlib.nullcontext())
-    patch.setattr(InMemory, "shrinks", lambda self, group: False)  # what could be would be left, and not aborted
+    patch.setattr(Groups, "_spared", lambda self: [])
 
 
 def gradients_count_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -129,8 +129,8 @@ def watchdog() -> str:
 def in_the_agents_thread(patch: pytest.MonkeyPatch) -> None:
     made = InMemory.__init__
 
-    def quick(self: InMemory, ordered: bool, shrinks: bool = False) -> None:
-        made(self, ordered, shrinks)
+    def quick(self: InMemory, ordered: bool) -> None:
+        made(self, ordered)
         self.quick = True
 
     patch.setattr(InMemory, "__init__", quick)

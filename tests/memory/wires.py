@@ -40,7 +40,7 @@ class Wires(Fabric):
     Args:
         at: see above; may kill.
         busy_aborts: an abort waits for the device, and so for the process' other communicators with something pending,
-            until they are being aborted, too.
+            until they are being aborted, too. So does the making of one.
         first_uses: a communicator is not made when it is asked for but at its first operation, which waits for all
             members' and can be freed by nobody.
         first_pairs: two members are connected at their first transfer in each direction, inside of which the thread
@@ -65,6 +65,12 @@ class Wires(Fabric):
         return super().end(process, key, rank, size, table, **options)
 
     def connected(self, comm: Comm) -> bool:
+        end: End = comm._group
+        with self._time.lock:
+            if end.board.ordered and self._busy_aborts and (busy := [
+                    other for other in end.process.ends if other.board.ordered and self._pending(other)]):
+                self._wait(end, f"making {end.board.name}, that {busy[0].board.name} keeps waiting")
+                return False
         return self._first_uses or super().connected(comm)
 
     def post(self, operation: Operation) -> None:

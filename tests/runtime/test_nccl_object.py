@@ -13,7 +13,7 @@ import torch
 
 from megatron_recycle.plan import Message
 from megatron_recycle.runtime.comm import backend as backends
-from megatron_recycle.runtime.comm.backend import Backend, Nccl
+from megatron_recycle.runtime.comm.backend import Nccl
 from megatron_recycle.runtime.comm.waits import Exits, Left, Wait
 from tests.runtime.test_transport import COUNT, DOWN, Plain, transport
 
@@ -88,18 +88,6 @@ def test_only_transfers_are_bounded_in_multiprocessors(cuda: Nccl, monkeypatch: 
     assert cuda.options(False, limit) is None
     made = cuda.options(True, limit)
     assert made.config.max_ctas == 8 and made._timeout == limit
-
-
-def test_a_group_shrinks_only_where_torch_and_nccl_can(cuda: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    def group(**can: bool) -> Any:
-        return SimpleNamespace(_get_backend=lambda device: SimpleNamespace(**can))
-
-    monkeypatch.setattr(backends, "c10d", SimpleNamespace(_register_pg_in_world=None))
-    assert cuda.shrinks(group(supports_shrinking=True))
-    assert not cuda.shrinks(group(supports_shrinking=False)) and not cuda.shrinks(group())
-    monkeypatch.setattr(backends, "c10d", SimpleNamespace())
-    assert not cuda.shrinks(group(supports_shrinking=True)), "an older torch"
-    assert not Backend().shrinks(group(supports_shrinking=True))
 
 
 def test_receives_are_posted_ahead_and_what_has_arrived_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.ledger import Ledger, agree
 from megatron_recycle.runtime.comm.rendezvous import heard, meet
-from megatron_recycle.runtime.comm.reuse import Fate, Rested, Turn, fate
+from megatron_recycle.runtime.comm.reuse import Rested, Turn, goes_on
 from megatron_recycle.runtime.comm.tags import SLICES
 from megatron_recycle.runtime.place import Place
 from tests.fakes.network import Killed, MemoryNetwork
@@ -37,9 +39,9 @@ KINDS = pytest.mark.parametrize("ordered", [False, True], ids=["gloo's rules", "
 class Job:
     """Its processes, and the generations that they build."""
 
-    def __init__(self, ordered: bool, seed: int = 0, kills: Sequence[Asked] = (), shrinks: bool = True) -> None:
+    def __init__(self, ordered: bool, seed: int = 0, kills: Sequence[Asked] = ()) -> None:
         self.deaths = Deaths(kills, lambda process: str(WORKERS[process.rank]))
-        self.fabric = Wires(seed, self.deaths.at, ordered=ordered, shrinks=shrinks, first_pairs="free")
+        self.fabric = Wires(seed, self.deaths.at, ordered=ordered, first_pairs="free")
         self.networks = {worker: MemoryNetwork(self.fabric, rank) for worker, (rank,) in RANKS.items()}
         self.groups: dict[Worker, Groups] = {}
         self.rested: dict[Worker, Rested] = {}
@@ -123,7 +125,7 @@ def test_stages_that_stay_keep_theirs_when_one_comes_in_and_when_one_leaves(orde
     third = job.begin(five)
     for worker, groups in third.items():
         assert (worker.stage == 0) == (groups.stage.ledger is second[worker].stage.ledger)
-        assert groups.world.identity == ("g2-3/world.0" if ordered else "g3/world.0"), "NCCL can leave a member out"
+        assert groups.world.identity == "g3/world.0"
         assert groups.world.rank == five.index(worker) and groups.world.names == tuple(map(str, five))
     job.check()
 
@@ -187,11 +189,10 @@ def test_who_is_stuck_in_one_that_was_left_is_freed_by_an_abort(
     assert framework.over and one.stage.ledger.gone and list(one.park().said()) == []
 
 
-@pytest.mark.parametrize("shrinks", [True, False], ids=["can shrink", "cannot"])
 @KINDS
 @pytest.mark.parametrize("seed", seeds(25))
 def test_whoever_dies_wherever_the_others_are_and_again_while_they_decide(
-        seed: int, ordered: bool, shrinks: bool) -> None:
+        seed: int, ordered: bool) -> None:
     """Nothing of one generation ever meets anything of another one's: every sum is right, and all come to them.
 
     Each has done a part of what all do in their stage, and waits, or does not; then it is told that it is over. One
@@ -199,7 +200,7 @@ def test_whoever_dies_wherever_the_others_are_and_again_while_they_decide(
     that one is used.
     """
     draw = random.Random(seed)
-    job = Job(ordered, seed, shrinks=shrinks)
+    job = Job(ordered, seed)
     job.begin(WORKERS)
     for _ in range(draw.choice([1, 1, 2, 3])):
         if len(job.live) < 4:
@@ -290,16 +291,28 @@ def test_what_is_not_known_to_be_over_is_not_told() -> None:
     assert begun(lambda ledger: setattr(ledger, "gone", True)) is None
 
 
-def test_all_who_ask_hear_the_same_fate() -> None:
-    words = [["here", "keeps:g1/stage:2/0,1/0,0", "shrinks:g1/stage"], ["here", "keeps:g1/stage:2/0,0/1,0"]]
+def test_the_memory_of_what_is_under_way_is_given_to_nobody_else() -> None:
+    """After a failure all have let go of it, and NCCL may still write to it."""
+    ledger, over, tensor = Ledger(), list[bool](), torch.zeros(1)
+    held = weakref.ref(tensor)
+    ledger.watch(SimpleNamespace(is_completed=lambda: bool(over)), [tensor])
+    del tensor
+    assert held() is not None and not ledger.idle
+    over.append(True)
+    assert ledger.idle
+    ledger.watch(SimpleNamespace(is_completed=lambda: False), [])
+    assert held() is None
+
+
+def test_all_who_ask_hear_the_same() -> None:
+    words = [["here", "keeps:g1/stage:2/0,1/0,0"], ["here", "keeps:g1/stage:2/0,0/1,0"]]
     two = ["0:0", "1:0"]
-    assert fate("g1/stage", two, two, words) is Fate.KEPT
-    assert fate("g1/stage", two, two, [words[0], words[0]]) is Fate.MADE_AGAIN, "the one's transfer is under way"
-    assert fate("g1/stage", two, two, [words[0], ["here"]]) is Fate.MADE_AGAIN
-    assert fate("g1/stage", two, [*two, "2:0"], [*words, words[0]]) is Fate.MADE_AGAIN, "one comes in"
-    assert fate("g1/stage", [*two, "2:0"], two, words) is Fate.MADE_AGAIN, "one of them cannot shrink it"
-    assert fate("g1/stage", [*two, "2:0"], two, [words[0], words[0]]) is Fate.SHRUNK
-    assert fate("g2/stage", two, two, words) is Fate.MADE_AGAIN
+    assert goes_on("g1/stage", two, two, words)
+    assert not goes_on("g1/stage", two, two, [words[0], words[0]]), "the one's transfer is under way"
+    assert not goes_on("g1/stage", two, two, [words[0], ["here"]])
+    assert not goes_on("g1/stage", two, [*two, "2:0"], [*words, words[0]]), "one comes in"
+    assert not goes_on("g1/stage", [*two, "2:0"], two, words), "one has gone"
+    assert not goes_on("g2/stage", two, two, words)
 
 
 def test_a_try_that_was_left_behind_takes_nothing_any_more() -> None:
@@ -315,36 +328,46 @@ def test_a_try_that_was_left_behind_takes_nothing_any_more() -> None:
     assert rested.take(new, "stage0.0", "generation 3", one.stage.names, lambda: [words] * 3) is not None
 
 
-def test_a_try_that_was_left_behind_gives_up_nothing_that_the_next_one_goes_on_with(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has found that something is under way on one that is to be made again, and then the next one comes."""
+def test_a_try_that_was_left_behind_gives_up_nothing_that_the_next_one_goes_on_with() -> None:
+    """It has heard that one is to be made again, and then the next one comes."""
     one = Job(ordered=True).begin(WORKERS)[Worker(0, 0)]
     one.rest()
-    rested, looks, goes_on = one.park(), threading.Event(), threading.Event()
-    words, of, names = list(rested.said()), one.stage.ledger, one.stage.names
+    rested, hears, goes_on = one.park(), threading.Event(), threading.Event()
+    words, wanted = list(rested.said()), {"stage0.0": one.stage.names}
+    ends: list[BaseException] = []
 
-    def idle(ledger: Ledger) -> bool:
-        if ledger is of:
-            looks.set()
-            goes_on.wait(60)
-        return False
-
-    monkeypatch.setattr(Ledger, "idle", property(idle))
-    ends: list[BaseException | Comm | None] = []
+    def hear(name: str) -> list[list[str]]:
+        hears.set()
+        goes_on.wait(60)
+        return [[]] * 3
 
     def left_behind(turn: Turn) -> None:
         try:
-            ends.append(rested.take(turn, "stage0.0", "generation 2", names, lambda: [[]] * 3))
+            rested.clear(turn, "generation 2", wanted, hear)
         except GenerationOver as error:
             ends.append(error)
 
     old = threading.Thread(target=left_behind, args=[rested.turn()])
     old.start()
-    assert looks.wait(60)
-    kept = rested.take(rested.turn(), "stage0.0", "generation 3", names, lambda: [words] * 3)
+    assert hears.wait(60)
+    new = rested.turn()
+    rested.clear(new, "generation 3", wanted, lambda name: [words] * 3)
+    kept = rested.take(new, "stage0.0", "generation 3", one.stage.names, lambda: [words] * 3)
     goes_on.set()
     old.join(60)
-    assert kept is not None and not kept.ledger.gone and isinstance(ends[0], GenerationOver)
+    assert kept is not None and not kept.ledger.gone and len(ends) == 1
+
+
+def test_what_is_to_be_made_again_has_been_aborted_before_anything_is_made() -> None:
+    """An abort of NCCL's waits for all that is under way on the device, and nobody can launch meanwhile."""
+    one = Job(ordered=True).begin(WORKERS)[Worker(0, 0)]
+    one.rest()
+    rested = one.park()
+    turn = rested.turn()
+    words = list(rested.said())
+    rested.clear(turn, "generation 2", {"stage0.0": one.stage.names}, lambda name: [words] * 3)
+    assert one.world.ledger.gone and not one.stage.ledger.gone
+    assert one.control.backend.quick and not one.control.ledger.gone, "others need not be waited for"
 
 
 def test_gloo_goes_on_with_one_in_which_a_sum_was_left() -> None:

@@ -18,9 +18,11 @@ from megatron_recycle.runtime.comm.threads import Threads
 
 _LONGEST_ABORT = 10.0
 """Seconds that a library which may hang in an abort gets for it."""
+STUCK = (f"the communication library has not aborted a communicator within {_LONGEST_ABORT:.0f} s, and may never do: "
+         "this process ends; `recycle run --max-restarts` starts it again")
 _LONGEST_LEAVE = 2.0
 """Seconds within which whoever waits in a communicator has left it, if it is not stuck somewhere else."""
-_STUCK = 1
+_STATUS = 1
 """Exit status of a process that an abort has not freed."""
 _LONGEST_RETIRE = 5.0
 """Seconds that the end of the process waits for communicators to be torn down."""
@@ -35,7 +37,7 @@ def end_process(text: str) -> None:
     """End this process, in which a thread cannot be freed: what it hangs in, nothing else gets it out of."""
     get_logger().critical("megatron-recycle: %s", text)
     logging.shutdown()
-    os._exit(_STUCK)
+    os._exit(_STATUS)
 
 
 def abort(comms: Sequence[Comm], threads: Threads) -> list[threading.Thread]:
@@ -56,7 +58,7 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading
     """Tear ``comms`` down in a thread of ``threads``, once ``aborting`` have ended: it takes gloo up to a second, and
     nobody needs it done."""
     def destroy() -> None:
-        if not _ended(aborting):
+        if not ended(aborting):
             get_logger().warning("megatron-recycle: an abort takes more than %d s; what was connected stays so until "
                                  "this process ends", _LONGEST_ABORT)
             return
@@ -64,6 +66,14 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading
             comm.destroy()
 
     threads.start("recycle-retire", destroy, _LONGEST_RETIRE)
+
+
+def ended(aborting: Sequence[threading.Thread]) -> bool:
+    """Whether these have ended within the time that an abort may take, counted from now."""
+    limit = time.monotonic() + _LONGEST_ABORT
+    for thread in aborting:
+        thread.join(max(0.0, limit - time.monotonic()))
+    return not any(thread.is_alive() for thread in aborting)
 
 
 class Ending:
@@ -103,14 +113,15 @@ class Ending:
         if self.spared and not self._settled.is_set():
             self.threads.start("recycle-leave-watch", self._watch_spared, _LONGEST_LEAVE + _LONGEST_ABORT)
 
-    def park(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]]) -> Collection[Comm]:
-        """Those that may go on: nobody waits in them. All others are torn down, after `abort`."""
+    def park(self, comms: Sequence[Comm],
+             spare: Callable[[], Collection[Comm]]) -> tuple[Collection[Comm], Sequence[threading.Thread]]:
+        """Those that may go on: nobody waits in them; and the threads that abort others, which are torn down then."""
         if self.rests:
-            return comms
+            return comms, ()
         self._abort(comms, spare)
-        kept = self._settle()
-        retire([comm for comm in comms if comm not in kept], self.threads, self._aborting or ())
-        return kept
+        kept, aborting = self._settle(), self._aborting or ()
+        retire([comm for comm in comms if comm not in kept], self.threads, aborting)
+        return kept, aborting
 
     def retire(self, comms: Sequence[Comm]) -> None:
         """As `retire`, after `abort`."""
@@ -144,14 +155,5 @@ class Ending:
             self._watch()
 
     def _watch(self) -> None:
-        if not _ended(self._aborting or ()):
-            self._stuck(f"the communication library has not aborted a communicator within {_LONGEST_ABORT:.0f} s, and "
-                        "may never do: this process ends; `recycle run --max-restarts` starts it again")
-
-
-def _ended(aborting: Sequence[threading.Thread]) -> bool:
-    """Whether these have ended within the time that an abort may take, counted from now."""
-    limit = time.monotonic() + _LONGEST_ABORT
-    for thread in aborting:
-        thread.join(max(0.0, limit - time.monotonic()))
-    return not any(thread.is_alive() for thread in aborting)
+        if not ended(self._aborting or ()):
+            self._stuck(STUCK)

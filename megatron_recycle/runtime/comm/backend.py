@@ -7,14 +7,13 @@ torch knows it by.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.tags import ABORT
@@ -28,7 +27,8 @@ NCCL_MAX_CTAS in the environment comes before it."""
 class Work(Protocol):
     """A library's operation under way, as torch shows it."""
 
-    def is_completed(self) -> bool: ...
+    def is_completed(self) -> bool:
+        """Whether it is over; NCCL's says so too once a member is known to be dead, while the device still waits."""
 
     def wait(self, limit: timedelta = ...) -> Any: ...
 
@@ -107,15 +107,6 @@ class Backend:
     def arrived(self, tensor: torch.Tensor) -> None:
         """``tensor``, made `ahead`, has been received, and this thread's computations use it from now on."""
 
-    def shrinks(self, group: Any) -> bool:
-        """Whether members can be left out of ``group`` without making it again."""
-        return False
-
-    def shrink(self, group: Any, gone: Sequence[int], name: str, ends: bool) -> Any:
-        """``group`` without its ranks ``gone``, known under ``name``; all others come here. ``ends``: something may be
-        under way, for instance with those who are gone, and ends. Raises what the library raises, RuntimeError."""
-        raise NotImplementedError
-
     def begin_batch(self, group: Any) -> None:
         """Begin a batch: operations that are posted on ``group`` from now on start together when it ends."""
 
@@ -167,7 +158,7 @@ class Gloo(Backend):
 
 
 class Nccl(Backend):
-    """NVIDIA's library for tensors on GPUs. By its sources and torch's; none of this has run on a GPU."""
+    """NVIDIA's library for tensors on GPUs."""
 
     ordered, host, quick, lazy = True, False, False, True
     partner_cost = 0.15  # of a communicator of two (NVIDIA/nccl issue 1605); nobody has published a bare connection
@@ -209,28 +200,6 @@ class Nccl(Backend):
     def arrived(self, tensor: torch.Tensor) -> None:
         # So that it is not given out again, under the other stream, before this one is done with it.
         tensor.record_stream(torch.cuda.current_stream())
-
-    def shrinks(self, group: Any) -> bool:
-        # NCCL 2.27 and later; and torch has to have the parts that its own shrink_group() is made of. That function
-        # itself takes a group without a device for one of tensors in CPU memory.
-        return hasattr(c10d, "_register_pg_in_world") and bool(
-            getattr(group._get_backend(_gpu()), "supports_shrinking", False))
-
-    def shrink(self, group: Any, gone: Sequence[int], name: str, ends: bool) -> Any:
-        flag = c10d.SHRINK_ABORT if ends else c10d.SHRINK_DEFAULT
-        left = group._get_backend(_gpu()).shrink(list(gone), flag, None)
-        kind, store = c10d._world.pg_map[group]
-        store = dist.PrefixStore(f"{name}/", store)
-        ranks = [rank for rank, place in sorted(c10d._world.pg_group_ranks[group].items()) if place not in gone]
-        made = dist.ProcessGroup(store, left.rank(), left.size())
-        made._register_backend(_gpu(), dist.ProcessGroup.BackendType.NCCL, left)
-        made._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
-        made._set_group_name(c10d.GroupName(name))
-        c10d._register_pg_in_world(
-            pg=made, backend_name=kind, store=store, group_name=c10d.GroupName(name),
-            backend_config=c10d._world.pg_backend_config[group],
-            rank_mapping={rank: place for place, rank in enumerate(ranks)})
-        return made
 
     def begin_batch(self, group: Any) -> None:
         group._start_coalescing(_gpu())

@@ -7,7 +7,7 @@ pending counts, even if the library says that it went well: NCCL does, and leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -233,7 +233,7 @@ class Comm:
                 for pending, own in started:
                     pending._work = own if together is None else together
                 if self.backend.ordered and together is not None:
-                    self.ledger.watch(together)
+                    self.ledger.watch(together, [pending.tensor for pending, _ in started])
             with failing_ends(what, self.is_aborted):
                 pass
 
@@ -242,25 +242,9 @@ class Comm:
         """Whether another generation may go on with it, as far as is known here."""
         return bool(self.identity) and not self.ledger.lent and not self.ledger.gone
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether members can be left `out <without>` of it."""
-        return self.backend.shrinks(self._group)
-
     def again(self, of: str) -> Comm:
         """The same communicator for another generation, ``of``: nothing that was done here counts there."""
         return Comm(self._group, self.backend, self.table, of, self.names, self.identity, self.ledger)
-
-    def without(self, gone: Collection[str], of: str, ends: bool = False) -> Comm:
-        """The same communicator without the members ``gone``, where the library can do that (`shrinks`); all others
-        come here. It is another one from then on, and this one is of no more use. ``ends``: something may be under way
-        here, which ends. Raises GenerationOver."""
-        numbers = [number for number, name in enumerate(self.names) if name in gone]
-        path, _, name = self.identity.rpartition("/")
-        identity = f"{path}-{'-'.join(map(str, numbers))}/{name}"
-        with failing_ends(f"{of}: going on without {', '.join(sorted(gone))}", lambda: self.ledger.gone):
-            group = self.backend.shrink(self._group, numbers, identity, ends)
-        return Comm(group, self.backend, self.table, of, [name for name in self.names if name not in gone], identity)
 
     def is_aborted(self) -> bool:
         return self.aborted
@@ -304,5 +288,5 @@ class Comm:
                     self._batch.append((pending, work))
                     pending._work = _NOT_STARTED
                 elif self.backend.ordered:
-                    self.ledger.watch(work)
+                    self.ledger.watch(work, [pending.tensor])
         return pending

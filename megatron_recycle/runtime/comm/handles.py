@@ -116,22 +116,14 @@ class Groups:
         if self.levelling is not None:
             self.abort(level=not given_up())
             self.levelling.wait(given_up)
-        return Rested(self.ending.park(self.all(), self._spared), self.ending.threads, self.ending.rests)
+        kept, aborting = self.ending.park(self.all(), self._spared)
+        return Rested(kept, self.ending.threads, self.ending.rests, aborting)
 
     def _spared(self) -> list[Comm]:
-        """Those to be left instead of aborted. A stage may have lost nobody; NCCL's of all workers can be shrunk.
-
-        An abort waits for all that is under way on the device, and so does the making of a communicator. So of NCCL's
-        only one with something under way may be left, that of the transfers, which is seen to before all others; and
-        nobody may be inside of it.
-        """
-        stages = [comm for comm in dict.fromkeys((self.stage, self.stage_control))
-                  if comm.can_stay and (comm.backend.quick or comm.ledger.idle)]
-        rest = self.stage in stages and self.siblings is None and not self.world.ledger.busy
-        if self.world.can_stay and not self.world.backend.quick and (rest or self.world.ledger.idle) and (
-                self.world.shrinks):
-            stages.append(self.world)
-        return stages
+        """Those to be left instead of aborted: a stage may have lost nobody. An abort of NCCL's waits for all that is
+        under way on the device, so of NCCL's only one with nothing under way may be left."""
+        return [comm for comm in dict.fromkeys((self.stage, self.stage_control))
+                if comm.can_stay and (comm.backend.quick or comm.ledger.idle)]
 
     def reopen(self) -> None:
         """Transfers are waited for again, after the way out of such waits has been taken."""

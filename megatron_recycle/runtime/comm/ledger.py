@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Protocol
 
+import torch
+
 from megatron_recycle.runtime.comm.waits import Left
 
 
@@ -38,7 +40,7 @@ class Ledger:
         self._sums = 0
         self._sent, self._received = Counter[int](), Counter[int]()
         self._open = 0
-        self._works = deque[_Work]()
+        self._works = deque[tuple[_Work, Sequence[torch.Tensor]]]()
 
     def asking(self) -> _Asking:
         """A block in which the library is asked for something: if that fails, the communicator is of no use."""
@@ -57,11 +59,13 @@ class Ledger:
         with self.lock:
             self._open -= 1
 
-    def watch(self, work: _Work) -> None:
-        """``work`` has been begun, after all before it; under the lock."""
-        while self._works and self._works[0].is_completed():
+    def watch(self, work: _Work, tensors: Sequence[torch.Tensor]) -> None:
+        """``work`` on ``tensors`` has been begun, after all before it; under the lock. They are held until it is over:
+        NCCL may still write to them when everybody else has let go of them after a failure, and the next generation
+        would get their memory."""
+        while self._works and self._works[0][0].is_completed():
             self._works.popleft()
-        self._works.append(work)
+        self._works.append((work, tensors))
 
     @property
     def busy(self) -> bool:
@@ -74,7 +78,7 @@ class Ledger:
     @property
     def idle(self) -> bool:
         """Whether all that was to be watched is over, and nobody is beginning anything."""
-        return not self.busy and all(work.is_completed() for work in [*self._works])
+        return not self.busy and all(work.is_completed() for work, _ in [*self._works])
 
     def begun(self, size: int, rests: bool) -> str | None:
         """What has been begun among ``size`` members, for `agree`; None: it cannot go on. ``rests``: it is known that

@@ -19,7 +19,7 @@ from megatron_recycle.runtime.comm.comm import Comm, failing_ends
 from megatron_recycle.runtime.comm.default_group import World
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.rendezvous import heard, job_store, meet, new_group, unless_interrupted
-from megatron_recycle.runtime.comm.reuse import Rested, Turn
+from megatron_recycle.runtime.comm.reuse import Rested, Turn, Words
 from megatron_recycle.runtime.comm.tags import CONTROL, FRAMEWORK, STAGE, WORLD, Table
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -94,22 +94,41 @@ class Make(Protocol):
         """A communicator of global ``ranks``, ascending; ``host``: for tensors in CPU memory."""
 
 
+def computing(place: Place, members: Sequence[Worker]) -> dict[str, list[int]]:
+    """A generation's communicators for tensors where this process computes: global ranks by name, in the order in which
+    they are made."""
+    me, part, ranks = place.me, place.part, place.ranks
+    own = {ranks[worker][part]: worker for worker in members}
+    return {f"world.{part}": sorted(own),  # the first one: see `Groups._spared`
+            f"stage{me.stage}.{part}": [rank for rank in sorted(own) if own[rank].stage == me.stage],
+            **({f"worker{me}": list(ranks[me])} if place.parts > 1 else {})}
+
+
 def assemble(generation: int, place: Place, members: Sequence[Worker], make: Make, threads: Threads) -> Groups:
     """The handles of a generation. ``make`` is called for one after the other, in the same order by all members."""
     me, part, ranks = place.me, place.part, place.ranks
     ordered = tuple(sorted(members, key=lambda worker: ranks[worker][part]))
-    own = {worker: ranks[worker][part] for worker in ordered}
     everyone = sorted(rank for worker in members for rank in ranks[worker])
-    peers = [rank for worker, rank in own.items() if worker.stage == me.stage]
-    world = make(f"world.{part}", list(own.values()), WORLD)  # the first one: see `Groups._spared`
-    stage = make(f"stage{me.stage}.{part}", peers, STAGE)
+    peers = [ranks[worker][part] for worker in ordered if worker.stage == me.stage]
+    world, stage, *siblings = [make(name, numbers, table) for (name, numbers), table in zip(
+        computing(place, members).items(), (WORLD, STAGE, FRAMEWORK), strict=False)]
     return Groups(
         members=ordered, world=world, stage=stage,
-        siblings=make(f"worker{me}", ranks[me]) if place.parts > 1 else None,
+        siblings=siblings[0] if siblings else None,
         control=make("control", everyone, CONTROL, host=True),
-        control_ranks={worker: everyone.index(rank) for worker, rank in own.items()},
-        stage_control=stage if stage.backend.host else make(f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
+        control_ranks={worker: everyone.index(ranks[worker][part]) for worker in ordered},
+        stage_control=stage if stage.backend.host else make(
+            f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
         ending=Ending(threads), control_siblings=[everyone.index(rank) for rank in ranks[me]])
+
+
+def clear(rested: Rested, turn: Turn, generation: int, place: Place, members: Sequence[Worker],
+          heard: Callable[[Sequence[int]], Words]) -> None:
+    """As `Rested.clear`, for `assemble`."""
+    wanted, names = computing(place, members), place.names
+    rested.clear(turn, f"generation {generation}", {name: [names[rank] for rank in ranks]
+                                                    for name, ranks in wanted.items()},
+                 lambda name: heard(wanted[name]))
 
 
 def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
@@ -139,6 +158,7 @@ def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker]
 
     try:
         with failing_ends(f"generation {generation}: connecting"):
+            clear(rested, turn, generation, place, members, lambda ranks: heard(store, ranks))
             return assemble(generation, place, members, make, threads)
     except GenerationOver:
         retire(built, threads, abort(built, threads))  # those that stood before one failed

@@ -57,8 +57,6 @@ class Rules(Protocol):
 
     def abort(self, end: End) -> None: ...
 
-    def shrink(self, end: End, gone: Sequence[int], name: str, ends: bool) -> End: ...
-
 
 class Operation:
     """One send, receive or sum of one end, as a library's work."""
@@ -70,7 +68,7 @@ class Operation:
 
     def is_completed(self) -> bool:
         self.end.rules.poll(self)
-        return self.over
+        return self.over or self.end.broken
 
     def wait(self, limit: timedelta | None = None) -> None:
         self.leave_by(WayOut())
@@ -141,6 +139,11 @@ class End:
         self.batch: list[Operation] | None = None
         self.sums = 0
 
+    @property
+    def broken(self) -> bool:
+        """Whether NCCL has heard of a member's death: it then calls all completed that is under way."""
+        return self.board.ordered and any(end.process.dead for end in self.board.ends.values())
+
     def rank(self) -> int:
         return self._rank
 
@@ -171,9 +174,8 @@ class End:
 class InMemory(Backend):
     """How these ends are spoken to."""
 
-    def __init__(self, ordered: bool, shrinks: bool = False) -> None:
+    def __init__(self, ordered: bool) -> None:
         self.ordered, self.host, self.quick, self.lazy = ordered, not ordered, not ordered, ordered
-        self._shrinks = shrinks
 
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         assert isinstance(work, (Operation, Together))
@@ -181,12 +183,6 @@ class InMemory(Backend):
 
     def abort(self, group: End) -> None:
         group.rules.abort(group)
-
-    def shrinks(self, group: End) -> bool:
-        return self._shrinks
-
-    def shrink(self, group: End, gone: Sequence[int], name: str, ends: bool) -> End:
-        return group.rules.shrink(group, gone, name, ends)
 
     def destroy(self, group: End) -> None:
         pass

@@ -31,12 +31,11 @@ class Fabric:
     Args:
         seed: decides which messages are late, and what of a dead process' messages still arrives.
         ordered: NCCL's rules, but for what travels in CPU memory.
-        shrinks: whether members can be left out of a communicator with these rules.
         limit: seconds without any event after which everybody who waits is told `Stuck`.
     """
 
-    def __init__(self, seed: int = 0, *, ordered: bool = False, shrinks: bool = True, limit: float = 30.0) -> None:
-        self.ordered, self._shrinks = ordered, ordered and shrinks
+    def __init__(self, seed: int = 0, *, ordered: bool = False, limit: float = 30.0) -> None:
+        self.ordered = ordered
         self._time = Schedule(seed, limit, self._report)
         self._flights = self._time.flights
         self._boards: dict[tuple[str, str], Board] = {}
@@ -61,7 +60,7 @@ class Fabric:
                 end.closed.update(rank for rank, other in board.ends.items() if other.process.dead or other.aborted)
             process.ends.append(end)
             self._time.wake(board)
-        backend = InMemory(ordered, ordered and self._shrinks)
+        backend = InMemory(ordered)
         return Comm(end, backend, table, of, names, "/".join(key) if key[0] else "")
 
     @property
@@ -98,17 +97,6 @@ class Fabric:
         """What each of ``ranks``, who have met, has said."""
         with self._time.lock:
             return [self._said[prefix, rank] for rank in ranks]
-
-    def shrink(self, end: End, gone: Sequence[int], name: str, ends: bool) -> End:
-        """The end of the communicator ``name``, which is that of ``end`` without the ranks ``gone``; ``ends``: what is
-        under way there ends."""
-        if ends:
-            Fabric.abort(self, end)  # as it is, and not as a test has it: it waits for nothing else on the device
-        left = [rank for rank in range(end.size()) if rank not in gone]
-        prefix, _, own = name.rpartition("/")
-        made: End = self.end(end.process, (prefix, own), left.index(end.rank()), len(left), end.table,
-                             host=not end.board.ordered).group
-        return made
 
     def die(self, process: Host) -> None:
         """``process`` is no more. Its messages under way arrive, or are lost; the ends of its connections notice by and

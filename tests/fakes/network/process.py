@@ -10,7 +10,7 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.comm.network import assemble
+from megatron_recycle.runtime.comm.network import assemble, clear
 from megatron_recycle.runtime.comm.reuse import Rested, Turn
 from megatron_recycle.runtime.comm.tags import FRAMEWORK, Table
 from megatron_recycle.runtime.comm.threads import Threads
@@ -74,6 +74,7 @@ class MemoryNetwork(Host):
                     raise GenerationOver("a newer generation was announced while this one was being connected")
             return made
 
+        clear(rested, turn, generation, place, members, lambda ranks: self._fabric.heard(prefix, ranks))
         return assemble(generation, place, members, make, self.threads)
 
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
