@@ -358,6 +358,7 @@ def _go(state: State, now: float) -> Step:
         closing=None if state.closing is None else state.closing.message,
         left_out=state.left_out,
         keepers=guarding.keepers(state),
+        closes=redo.closes(state),
         without=policies.left_out(state),
         carried=carry,
     )

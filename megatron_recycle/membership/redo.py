@@ -7,6 +7,7 @@ dead worker has done is lost: its peers run it again, with inputs from their nei
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,6 +92,18 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
         return ()
     return ({"event": "repeated", "t": now, "generation": state.generation, "iteration": resume.next,
              "workers": _closed(state, resume)},)
+
+
+def closes(state: State) -> bool:
+    """Whether scripts may leave an iteration before it is committed.
+
+    A message is kept by its maker, and by its reader as what became of it. A host that has two stages may take both,
+    and scripts would have to run again what they have left: where that never happens (`left_for_good`), they wait.
+    """
+    stages = defaultdict[str, set[int]](set)
+    for name, member in state.members.items():
+        stages[member.host].add(Process.parse(name).worker.stage)
+    return len(stages) == 1 or not left_for_good(state) or all(len(each) == 1 for each in stages.values())
 
 
 def left_for_good(state: State) -> bool:

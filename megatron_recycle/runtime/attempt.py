@@ -78,7 +78,7 @@ def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     With lent layers a stage would need parameters of another one's that has stepped.
     """
     program = generation.program_of(iteration)
-    return site.closes and generation.groups.world.backend.host and not program.terms.crossings and _may_keep(
+    return site.closes and generation.closes and generation.groups.world.backend.host and not program.terms.crossings and _may_keep(
         site, generation, program, iteration)
 
 

@@ -163,6 +163,7 @@ class Generation:
         rest: of an iteration that goes on where it stood; None: there is none.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
+        closes: whether scripts may leave an iteration before all have committed it.
         shared: of the last two attempts. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
     """
@@ -175,18 +176,20 @@ class Generation:
     course: Course
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
+    closes: bool = True
     rest: Course | None = None
     shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,
-           exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None) -> Generation:
+           exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None,
+           closes: bool = True) -> Generation:
         """A new one, that follows ``plan``."""
         carried, hit = scope.carried, scope.hit(plan)
         rest = None if carried is None else Course.of(
             replace(carried.plan.without(hit), done=carried.done), groups.me, exact, stage, cuts)
         return cls(epoch, prefix, tries, scope, groups, Course.of(plan, groups.me, exact, stage, cuts),
-                   Transport(groups, stage.device), keepers or {}, rest)
+                   Transport(groups, stage.device), keepers or {}, closes, rest)
 
     @property
     def program(self) -> Program:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from megatron_recycle.runtime.compute.deferral import task_now
+from megatron_recycle.runtime.compute.split import DeferredLinear
 
 WIDTH = 64
 WITHIN = 0.002
@@ -64,16 +65,20 @@ class Process:
 PROCESS = Process()
 
 
-class WeightLater:
-    """A weight gradient that is not computed yet, as the runtime's queue takes it."""
+class WeightLater(DeferredLinear):
+    """A weight gradient that is not computed yet: sleeps."""
 
-    def __init__(self, layer: Emulated, number: int, gradient: torch.Tensor) -> None:
-        self.weight, self.bias, self.fused = layer.weight, None, None
-        self.inputs = self.output_gradient = gradient
-        self._layer, self._number = layer, number
+    layer: Emulated
+    number: int
+
+    @classmethod
+    def of(cls, layer: Emulated, number: int, gradient: torch.Tensor) -> WeightLater:
+        later = cls(gradient, gradient, layer.weight, None)
+        later.layer, later.number = layer, number
+        return later
 
     def contributions(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        yield self.weight, self._layer.weight_gradient(self._number)
+        yield self.layer.weight, self.layer.weight_gradient(self.number)
 
 
 class Emulated(nn.Module):
@@ -108,7 +113,7 @@ class _Sleep(torch.autograd.Function):
         queue = None if splitter is None else splitter.deferral.queue_for(ctx.made_in)
         if queue is None:
             return gradient.clone(), ctx.layer.weight_gradient(ctx.number), None
-        queue.deferred.append(WeightLater(ctx.layer, ctx.number, gradient))
+        queue.deferred.append(WeightLater.of(ctx.layer, ctx.number, gradient))
         return gradient.clone(), None, None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -317,6 +317,24 @@ def test_with_exact_the_job_ends_then_if_there_is_no_checkpoint():
     assert "scripts have left it, for which reduction exact does not run it again" in end and "iteration 1 " in end
     assert job.control.state.ended[2], "the script may be started again"
     assert not job.after_leaving
+
+
+def test_with_exact_nobody_leaves_an_iteration_that_the_loss_of_one_host_would_take_back():
+    """Each pipeline has a host, of which one is lost: 1:0 before it has reduced, with 1:1, whose gradient it has used.
+    By then the last stage has reduced, and its messages are used, but its scripts wait for the commit."""
+    held, hosts = Moment("1:0", "reduce", 1), tuple((name, f"host{name[0]}") for name in ANNEALS.workers)
+    job = Job(replace(ANNEALS, hosts=hosts), holds=[held])
+    with job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        first = [process.thread for process in job.processes.values() if process.name in ("0:0", "2:0")]
+        quiet = deque([False], maxlen=20)  # looks, at each of which the others wait and nothing is under way
+        job.wait_for(lambda: quiet.append(bool(job.fabric.stuck(first))) or (len(quiet) == 20 and all(quiet)), "a rest")
+        assert {len(each.result.losses) for each in last} == {1} and all(each.worker.stepper.pending for each in last)
+        job.kills |= {Moment("1:1", "recovering", 1), Moment("1:1", "recovering", 2)}
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0", "1:1"})
+    assert not {"repeated", "restored"} & {event["event"] for event in job.control.events}
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
