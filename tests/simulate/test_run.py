@@ -35,18 +35,20 @@ def test_without_failures_iterations_follow_one_another():
 
 
 def test_one_failure_for_ever():
-    """Before it the fault-free plan, a stall, the makespan of the plan without the worker, then its period. The stall
-    begins when the longest action is over that may be under way."""
+    """Before it the fault-free plan, a stall, the rest of the iteration by the plan without the worker, whose two peers
+    do again what it had done, then that plan's period. The stall begins when the longest action is over that may be
+    under way."""
     stalls, stall = Stalls(exit=2.0, save=0), 2.0 + JOB.longest_action
     before, after = PLANS.rerouted(()), PLANS.rerouted([Worker(0, 0)])
     at = before.makespan + 10 * before.period + 0.4 * before.period  # in the middle of the twelfth iteration
     outcome = run(Recycling(stalls), trace(Outage(at, float("inf"), "host0"), duration=1000), commits=True)
-    assert outcome.spent["redone"] == pytest.approx(0.4 * before.period)
+    assert outcome.spent["redone"] == pytest.approx(0.4 / 2 * before.period)
     assert outcome.spent["recovery"] == pytest.approx(stall) and stall > 2.0
-    assert outcome.commits[11] == pytest.approx(at + stall + after.makespan)
-    assert outcome.commits[12] == pytest.approx(at + stall + after.makespan + after.period)
-    assert outcome.iterations == 11 + 1 + int((1000 - at - stall - after.makespan) / after.period)
-    assert outcome.survived == 1 and outcome.fatal == 0 and outcome.lost == pytest.approx(0.4)
+    rest = (1 - 0.4 / 2) * after.period
+    assert outcome.commits[11] == pytest.approx(at + stall + rest)
+    assert outcome.commits[12] == pytest.approx(at + stall + rest + after.period)
+    assert outcome.iterations == 11 + 1 + int((1000 - at - stall - rest) / after.period)
+    assert outcome.survived == 1 and outcome.fatal == 0 and outcome.lost == pytest.approx(0.4 / 2)
 
 
 def test_a_worker_comes_back_at_the_end_of_an_iteration():
@@ -55,7 +57,8 @@ def test_a_worker_comes_back_at_the_end_of_an_iteration():
     alone, all_ = PLANS.rerouted([Worker(0, 0)]), PLANS.rerouted(())
     outcome = run(Recycling(stalls), trace(Outage(0.001, 20.0, "host0"), duration=100), commits=True)
     promised = next(index for index, end in enumerate(outcome.commits) if end > 25.0)
-    boundary = 0.001 + JOB.longest_action + alone.makespan + (promised + 1) * alone.period
+    rest = (1 - 0.001 / 2 / all_.makespan) * alone.period
+    boundary = 0.001 + JOB.longest_action + rest + (promised + 1) * alone.period
     assert outcome.commits[promised + 1] == pytest.approx(boundary)
     assert outcome.commits[promised + 2] == pytest.approx(boundary + 3.0 + all_.makespan)
     assert outcome.commits[promised + 3] == pytest.approx(boundary + 3.0 + all_.makespan + all_.period)

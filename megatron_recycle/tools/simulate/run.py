@@ -181,7 +181,7 @@ class Run:
         if answer.back:
             self._go_back()
         elif answer.again:
-            self._redo()
+            self._redo(answer.again)
         if answer.saved:
             self._kept = (self.iterations, self.samples, self.spent.get(USEFUL, 0.0))
         if answer.course is not None:
@@ -194,12 +194,14 @@ class Run:
             heapq.heappush(self._wakes, (self.now + seconds, next(self._number), token))
         self._told(self.now)
 
-    def _redo(self) -> None:
+    def _redo(self, share: float = 1.0) -> None:
+        """This share of what is done of the iteration in flight is done again."""
         if self._elapsed:
-            self.lost += self._elapsed / self._length
-            self._spend(REDONE, self._elapsed)
-        self._elapsed = 0.0
-        self._length = self._course.first
+            self.lost += share * self._elapsed / self._length
+            self._spend(REDONE, share * self._elapsed)
+        self._elapsed *= 1 - share
+        if share == 1:
+            self._length = self._course.first
 
     def _go_back(self) -> None:
         """To the last saved point: what was useful since was not."""

@@ -70,7 +70,7 @@ class Bamboo:
         self._creating |= set(change.gained)
         wakes = tuple((self.constants.creation, unit) for unit in change.gained)
         if fatal:
-            return replace(self._meet(self.constants.fatal), fatal=True, back=self.constants.rolls_back, again=True,
+            return replace(self._meet(self.constants.fatal), fatal=True, back=self.constants.rolls_back, again=1.0,
                            wakes=wakes)
         if not hit:
             return Answer(wakes=wakes)

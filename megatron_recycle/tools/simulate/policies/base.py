@@ -39,7 +39,7 @@ class Answer:
     Attributes:
         course: None: as before.
         pauses: causes and seconds in which nothing is computed, one after the other.
-        again: the iteration in flight is begun anew; otherwise what is done of it stays done.
+        again: the share of what is done of the iteration in flight that is done again; 1: it is begun anew.
         back: training goes back to the last `saved` point.
         saved: the point of now is what a later `back` leads to.
         fatal: the job could not go on in its processes.
@@ -51,7 +51,7 @@ class Answer:
 
     course: Course | None = None
     pauses: tuple[tuple[str, float], ...] = ()
-    again: bool = False
+    again: float = 0.0
     back: bool = False
     saved: bool = False
     fatal: bool = False

@@ -82,7 +82,7 @@ class Oobleck:
             return Answer(STANDS, back=True, fatal=True)
         if fatal:
             return Answer(self._course(), ((RESTART, self.constants.restart),), back=True, fatal=True)
-        return Answer(self._course(), ((RECONFIGURE, self._meeting()),), again=True, survived=1)
+        return Answer(self._course(), ((RECONFIGURE, self._meeting()),), again=1.0, survived=1)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         if token == "save":

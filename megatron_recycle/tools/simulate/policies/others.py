@@ -31,6 +31,7 @@ class ReCycle(Recycling):
     """
 
     name = "recycle-published"
+    again = "all"
 
     def _figures(self, policy: str, failed: list[Worker]) -> Figures:
         if self.dealt is not None:
@@ -133,7 +134,7 @@ class TorchFT:
             return Answer(wakes=wakes, survived=int(bool(lost)))
         if not self._whole:
             return Answer(STANDS, back=True, fatal=True, wakes=wakes)
-        return Answer(self._course(), ((RECOVERY, self.stall),), again=True, survived=1, wakes=wakes)
+        return Answer(self._course(), ((RECOVERY, self.stall),), again=1.0, survived=1, wakes=wakes)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         if token == "save":

@@ -13,10 +13,10 @@ are left are put together anew then, whole pipelines first, and it costs as much
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from megatron_recycle.checkpoint_period import young_daly
 from megatron_recycle.control.moves import moves_of
@@ -89,7 +89,8 @@ class Recycling:
     Attributes:
         product: the setting `policy`.
         moves: whether healthy workers change their stage where that pays off.
-        anew: whether the iteration in flight is begun anew after a loss.
+        again: the work of the iteration in flight that is done again after a loss: all of it, that of the lost workers
+            by what is left of their stage (neighbours and peers keep the rest), or nothing.
         same_batch: whether a life with fewer pipelines has the same global batch.
         elastic: the job begins with any whole pipelines that are there, deals the global batch to any number of them,
             and starts anew with other ones whenever it can; otherwise as in this module's head.
@@ -98,7 +99,7 @@ class Recycling:
     name: ClassVar[str] = "ours"
     product: ClassVar[PolicyName] = "reroute"
     moves: ClassVar[bool] = True
-    anew: ClassVar[bool] = True
+    again: ClassVar[Literal["all", "lost", "nothing"]] = "lost"
     same_batch: ClassVar[bool] = True
     elastic: ClassVar[bool] = False
 
@@ -137,6 +138,7 @@ class Recycling:
         self._due = {name: unit for name, unit in self._due.items() if name not in gone}
         gone |= {to for to, unit in self._moving.items() if unit in change.lost}
         before, self._agreed = self.members.state.generation, False
+        again = self._again(self.members.state.members, gone)
         self.members.lose(gone, change.whole_host, change.at, iteration)
         if self.members.asked.end is not None:
             return self._end_of_life()
@@ -145,7 +147,16 @@ class Recycling:
             return self._and(Answer())
         # Survivors stop between two actions, and hear of a process's end at once.
         stall = self.stalls.host if change.whole_host else self.stalls.exit + self.setting.job.longest_action
-        return self._and(Answer(self._course(), ((RECOVERY, stall),), again=self.anew, survived=1))
+        return self._and(Answer(self._course(), ((RECOVERY, stall),), again=again, survived=1))
+
+    def _again(self, members: Iterable[str], gone: Collection[str]) -> float:
+        """The share of the iteration's part that is done by now that the loss of ``gone`` costs, as time: the hit stage
+        makes it longer, whose workers do alike what the lost ones have done."""
+        if self.again != "lost":
+            return float(self.again == "all")
+        stages = [[name in gone for name in members if Worker.parse(name).stage == stage]
+                  for stage in {Worker.parse(name).stage for name in gone}]
+        return max((min(1.0, sum(lost) / max(1, lost.count(False))) for lost in stages), default=0.0)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         if token == "save":
@@ -234,7 +245,7 @@ class Recycling:
         if self._whole_pipelines(len(self._live())) <= self.pipelines:
             return Answer()
         answer = self._next_life(self._live())
-        return replace(answer, saved=True, pauses=((CHECKPOINT, self.stalls.save), *answer.pauses), again=True)
+        return replace(answer, saved=True, pauses=((CHECKPOINT, self.stalls.save), *answer.pauses), again=1.0)
 
     # Processes that come in
 
@@ -363,6 +374,7 @@ class Dropping(Recycling):
     """`policy: drop`: hit pipelines are left out, the others take their micro-batches."""
 
     name = "drop"
+    again = "all"
     product = "drop"
     moves = False
 
@@ -372,6 +384,7 @@ class RollBack(Recycling):
     in flight is begun anew."""
 
     name = "rollback"
+    again = "all"
     product = "rollback"
     moves = False
 
@@ -382,7 +395,7 @@ class LossyForward(Recycling):
     name = "lossy-forward"
     product = "lossy_forward"
     moves = False
-    anew = False
+    again = "nothing"
 
 
 class CheckpointRestart(Recycling):
