@@ -104,7 +104,8 @@ def test_only_the_owners_token_asks_and_commands(tmp_path: Path) -> None:
         ask(running.address, TOKEN, "status")
 
 
-@pytest.mark.parametrize("command", [["stop"], ["drain", "n1", "--run"], ["out", "1:1", "--run"], ["stacks"]])
+@pytest.mark.parametrize("command", [["stop"], ["drain", "n1", "--run"], ["out", "1:1", "--run"], ["stacks"],
+                                     ["out", "1:1"]])
 def test_a_wrong_run_or_token_is_one_line(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
                                           ) -> None:
     (tmp_path / "events.jsonl").write_text("")

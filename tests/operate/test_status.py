@@ -82,6 +82,13 @@ def test_the_last_copy_of_a_stage_is_at_risk_and_says_what_its_loss_costs() -> N
     assert "go back to the checkpoint of iteration 30, 12 iterations are lost" in looked(saved).next_end
 
 
+def test_a_worker_brought_back_on_the_only_machine_is_on_no_other_host() -> None:
+    """Its launcher counts as a host of its own, and the machine is still the only one."""
+    workers = {name: {"host": "vm/7" if name == "1:0" else "vm/0"} for name in NAMES}
+    found = looked([*began(), *commits(START, 0, 20, 1.0)], told={"workers": workers})
+    assert found.level is Level.HEALTHY and "all workers are on host vm, whose loss ends the job" in found.next_end
+
+
 def test_a_host_that_has_come_to_hold_a_stage_is_at_risk() -> None:
     events = [*began(hosts=3), *commits(START, 0, 5, 1.0)]
     assert looked(events).fatal_hosts == []

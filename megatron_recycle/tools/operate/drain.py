@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
+from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate import orders
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle drain`."""
-    parser.add_argument("host", metavar="HOST", help="its name, as `recycle status` shows it; n3/2 or n3 or 2")
+    parser.add_argument("host", nargs="+", metavar="HOST", help="its name, as `recycle status` shows it: n3/2 or n3 or "
+                        "2; the run's folder may come first")
     orders.add_order(parser, 300.0, named=False)
 
 
 def run(args: argparse.Namespace) -> int:
     """Drain the host; returns 0 once its workers have left. Raises RecycleError."""
-    return orders.lose(args, "leave", [], args.host)
+    *run, host = args.host
+    if len(run) + (args.run is not None) > 1:
+        raise ConfigError(f"{' '.join(args.host)}: name one run and one host")
+    args.run = Path(run[0]) if run else args.run
+    return orders.lose(args, "leave", [], host)

@@ -58,7 +58,14 @@ class Facts:
 
     @property
     def hosts(self) -> dict[str, str]:
-        """The host of each process that is a member now."""
+        """The host of each process that is a member now. A launcher that brings workers back counts as a host of its
+        own (``n3/7`` beside ``n3/0``): not where there is one machine only."""
+        found = self._hosts
+        machines = {host.partition("/")[0] for host in found.values()}
+        return dict.fromkeys(found, machines.pop()) if len(machines) == 1 < len(set(found.values())) else found
+
+    @property
+    def _hosts(self) -> dict[str, str]:
         if self.told is not None:
             return {name: one["host"] for name, one in self.told["workers"].items()}
         if self.state is not None and self.state.members:
