@@ -1,8 +1,10 @@
-"""How many seeds a random campaign tries: a few by day, three times as many at night, or CAMPAIGN_SEEDS."""
+"""What is tried by day, and what at night only: seeds of random campaigns, and rows of large tables."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,4 +15,11 @@ def seeds(usual: int) -> list[Any]:
     tests/memory``."""
     if chosen := os.environ.get("CAMPAIGN_SEEDS"):
         return [*range(int(chosen))]
-    return [*range(usual), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(usual, 3 * usual))]
+    return [*range(usual), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(usual, 6 * usual))]
+
+
+def rows(*values: Iterable[Any], every: int) -> list[Any]:
+    """All combinations of ``values``, one of ``every`` by day; if ``every`` divides none of their counts, each value is
+    met by day."""
+    return [row if number % every == 0 else pytest.param(*row, marks=pytest.mark.night)
+            for number, row in enumerate(product(*values))]

@@ -78,7 +78,7 @@ def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     With lent layers a stage would need parameters of another one's that has stepped.
     """
     program = generation.program_of(iteration)
-    closes = site.closes and generation.closes and generation.groups.world.backend.host
+    closes = site.closes and generation.scope.closes and generation.groups.world.backend.host
     return closes and not program.terms.crossings and _may_keep(site, generation, program, iteration)
 
 

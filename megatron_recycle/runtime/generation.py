@@ -103,17 +103,19 @@ class Course(NamedTuple):
 
 @dataclass(frozen=True)
 class Scope:
-    """What of the grid's micro-batches is run.
+    """What of the grid's micro-batches is run, and until when scripts wait for it.
 
     Attributes:
         left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
         without: pipelines whose micro-batches are not run; the mean is over those that are.
         carried: what of a generation's first iteration goes on where it stood; None: nothing.
+        closes: whether scripts may leave an iteration before all have committed it.
     """
 
     left_out: Sequence[tuple[int, str]] = ()
     without: frozenset[int] = frozenset()
     carried: Carried | None = None
+    closes: bool = True
 
     def carried_in(self, iteration: int) -> Carried | None:
         """What of ``iteration`` goes on where it stood."""
@@ -163,7 +165,6 @@ class Generation:
         rest: of an iteration that goes on where it stood; None: there is none.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
-        closes: whether scripts may leave an iteration before all have committed it.
         shared: of the last two attempts. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
     """
@@ -176,20 +177,18 @@ class Generation:
     course: Course
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
-    closes: bool = True
     rest: Course | None = None
     shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,
-           exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None,
-           closes: bool = True) -> Generation:
+           exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None) -> Generation:
         """A new one, that follows ``plan``."""
         carried, hit = scope.carried, scope.hit(plan)
         rest = None if carried is None else Course.of(
             replace(carried.plan.without(hit), done=carried.done), groups.me, exact, stage, cuts)
         return cls(epoch, prefix, tries, scope, groups, Course.of(plan, groups.me, exact, stage, cuts),
-                   Transport(groups, stage.device), keepers or {}, closes, rest)
+                   Transport(groups, stage.device), keepers or {}, rest)
 
     @property
     def program(self) -> Program:

@@ -212,11 +212,11 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
                       site.current.rested)
     site.current.rested = None
     scope = Scope(go.left_out, frozenset(go.without),
-                  None if go.carried is None else Carried.read(go.carried))
+                  None if go.carried is None else Carried.read(go.carried), go.closes)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
                                Plan.from_file(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
-                               cuts(site.stage, groups, go.resume, begun=False), go.closes)
+                               cuts(site.stage, groups, go.resume, begun=False))
     carried = scope.carried
     goes_on = carried is not None and (site.place.me in carried.done or site.place.me.stage in go.resume.closed)
     taken_up = carried.iteration if carried is not None and goes_on else None

@@ -89,8 +89,8 @@ def test_a_worker_killed_in_the_last_iteration(undisturbed):
 
 
 def test_a_worker_killed_when_the_scripts_of_others_have_destroyed_their_process_groups(undisturbed):
-    """As many scripts end: torch does not know any group then, and the recovery makes new ones all the same. Those of the
-    killed worker's own stage have not returned, since it is not closed."""
+    """As many scripts end: torch does not know any group then, and the recovery makes new ones all the same. Those of
+    the killed worker's own stage have not returned, since it is not closed."""
     hold = Hold("0:1", "stepped", ITERATIONS - 1)
     others = {rank for rank in range(PIPELINES * STAGES) if rank != PIPELINES}
     with Job(gpt_job.train, PIPELINES * STAGES, {**EXACT, "tidy": True}, [hold]) as job:

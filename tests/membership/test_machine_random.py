@@ -708,7 +708,7 @@ def campaign(kind: type[Jobs], seed: int, acts: Sequence[Act] = ACTS, steps: int
     return job
 
 
-@pytest.mark.parametrize("tens", seeds(12))
+@pytest.mark.parametrize("tens", seeds(6))
 def test_seeded_campaigns(tens: int) -> None:
     for seed in range(5 * tens, 5 * tens + 5):
         campaign(Protocol, seed)

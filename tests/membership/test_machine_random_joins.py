@@ -181,7 +181,7 @@ ACTS: tuple[base.Act, ...] = (
 )
 
 
-@pytest.mark.parametrize("tens", seeds(8))
+@pytest.mark.parametrize("tens", seeds(4))
 def test_seeded_campaigns_with_joins_and_leaves(tens: int) -> None:
     for seed in range(6 * tens, 6 * tens + 6):
         base.campaign(Joins, seed, ACTS, 120)

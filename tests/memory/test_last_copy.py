@@ -142,7 +142,7 @@ def test_evaluations_and_checkpoints_that_are_done_are_not_done_again():
     assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 3"]
 
 
-@pytest.mark.parametrize("seed", seeds(10))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_random_last_copies(seed):
     """Any job, any two moments; the coordinator may die on the way."""
     draw = random.Random(seed)

@@ -190,7 +190,7 @@ def test_survivors_of_a_second_failure_lose_nothing_while_layers_are_lent(worker
     assert lost == [0, 0], lost
 
 
-@pytest.mark.parametrize("seed", seeds(14))
+@pytest.mark.parametrize("seed", seeds(7))
 def test_random_campaign(seed, lends):
     """As that of jobs that lend nothing, every third of stages with several chunks; and the script does this and that
     between iterations."""
@@ -207,7 +207,7 @@ def test_random_campaign(seed, lends):
     scene.run(seed)
 
 
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_random_campaign_of_plans_that_lend(seed, plans_lend):
     """Further failures interrupt iterations with lent layers, of which only lost work is run again."""
     draw = random.Random(seed)

@@ -21,7 +21,7 @@ from tests.memory.model import Data, SmallStage, batch
 from tests.memory.scenes import PHASES
 from tests.memory.test_last_copy import check_ends_well
 from tests.memory.wires import Asked
-from tests.seeds import seeds
+from tests.seeds import rows, seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
@@ -133,14 +133,13 @@ def lost(job: Job) -> list[int]:
     return [event["redone"] for event in job.control.events if event["event"] == "reconciled"]
 
 
-@pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-@pytest.mark.parametrize(("worker", "phase", "nth"), [
-    ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "weight", 0), ("1:0", "forward", 3)])
-def test_survivors_keep_what_all_their_parts_have_done(
-        worker: str, phase: str, nth: int, reduction: str, part: int):
+@pytest.mark.parametrize(("moment", "reduction", "part"), rows([
+    ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "weight", 0), ("1:0", "forward", 3)], ["exact", "fast"],
+    [0, 1], every=3), ids=str)
+def test_survivors_keep_what_all_their_parts_have_done(moment: tuple[str, str, int], reduction: str, part: int):
     """But for a forward of each whose backward one part has begun, and the other one cannot. With `fast` that may be a
     full backward, which takes the share of its worker with it."""
+    worker, phase, nth = moment
     job = interrupted(ANNEALS.with_settings(reduction=reduction), Moment(f"{worker}.{part}", phase, 1, nth))
     (stopped,) = [event for event in job.control.events if event["event"] == "stopped"]
     done = sum(report["actions"] for name, report in stopped["reports"].items() if name.endswith(".0"))

@@ -27,6 +27,7 @@ from megatron_recycle.runtime.stage import Tie
 from tests.memory.job import Job, Result, Shape, check
 from tests.memory.scenes import SHAPES
 from tests.moments import Moment
+from tests.seeds import rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
@@ -184,9 +185,8 @@ def test_no_code_of_the_script_runs_for_an_iteration_that_it_has_left(shape, see
     assert not [event for event in job.control.events if event["event"] == "repeated"]
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
-@pytest.mark.parametrize("sizes", [(4, 2), (2, 3), (2, 6, 4)], ids=str)
-@pytest.mark.parametrize("phase", ["forward", "backward", "reduce", "stepped"])
+@pytest.mark.parametrize(("phase", "sizes", "reduction"), rows(
+    ["forward", "backward", "reduce", "stepped"], [(4, 2), (2, 3), (2, 6, 4)], ["exact", "fast"], every=5), ids=str)
 def test_an_iteration_of_another_batch_size_goes_on_where_it_stood(phase, sizes, reduction):
     """Survivors lose nothing of it, and the last stage's scripts may have left it."""
     shape = replace(ANNEALS, microbatches=sizes[0], sizes=sizes).with_settings(reduction=reduction)

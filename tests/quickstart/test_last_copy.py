@@ -107,7 +107,8 @@ def test_both_workers_of_a_stage_are_killed_and_all_go_back(tmp_path: Path, guar
 
 
 @pytest.mark.parametrize(("shape", "deaths", "lost"), [
-    (("--nproc", "3", "--stages", "1"), {1: (10, ["2:0"])}, "stage 0 has lost shard 1 of its optimizer state"),
+    pytest.param(("--nproc", "3", "--stages", "1"), {1: (10, ["2:0"])},
+                 "stage 0 has lost shard 1 of its optimizer state", marks=pytest.mark.night),
     pytest.param(("--nproc", "4"), {2: (3, []), 3: (10, [])}, None, marks=pytest.mark.night)])
 def test_both_that_hold_a_shard_are_killed_and_all_go_back(tmp_path: Path, shape, deaths, lost):
     """Under ZeRO-1: twins die at once, and the one that is left loads all shards; or a whole stage dies, one worker

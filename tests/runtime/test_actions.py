@@ -29,7 +29,7 @@ from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Lay
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.computed import Computed
-from megatron_recycle.runtime.generation import Current, Program
+from megatron_recycle.runtime.generation import Current, Program, Scope
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
 from megatron_recycle.runtime.lent.terms import HOME
@@ -138,7 +138,7 @@ class Alone:
         self.generation: Any = SimpleNamespace(
             groups=SimpleNamespace(me=FIRST, siblings=None, levelling=None, together=nullcontext, counting=nullcontext,
                                    world=SimpleNamespace(backend=SimpleNamespace(host=True))),
-            transport=self, shared=[], scope=SimpleNamespace(carried_in=lambda _: None, poisoned=lambda _: ()),
+            transport=self, shared=[], scope=Scope(),
             program_of=lambda _: program, left_out_of=lambda _: 0,
             reduction_of=lambda _: SimpleNamespace(place=lambda pipeline, microbatch: (WHOLE, 0)))
 

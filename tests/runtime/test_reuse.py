@@ -190,7 +190,7 @@ def test_who_is_stuck_in_one_that_was_left_is_freed_by_an_abort(
 
 
 @KINDS
-@pytest.mark.parametrize("seed", seeds(25))
+@pytest.mark.parametrize("seed", seeds(15))
 def test_whoever_dies_wherever_the_others_are_and_again_while_they_decide(
         seed: int, ordered: bool) -> None:
     """Nothing of one generation ever meets anything of another one's: every sum is right, and all come to them.
