@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave",
 
 _PART = 1 << 22
 """Bytes that are read at once."""
+_LIBRARY = re.compile(r"\[[^\]\s]*\.cc:\d+\] |[.] This is typically caused by .*")
+"""The source file and the advice in an error of gloo."""
 _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")
 
 
@@ -237,13 +240,13 @@ class EventReader:
 def format_event(record: dict[str, Any]) -> str:
     """One line for people: `recycle: suspected generation=1 worker=1:1 kind=exit ms=21.3`.
 
-    Fields that are None are left out. Large objects and lists (plans, membership) stay in the file; the line shows how
-    many entries they have.
+    Fields that are None or empty lists are left out. Large objects and lists (plans, membership) stay in the file; the
+    line shows how many entries they have. Of an error of communication the line has no file of the library.
     """
     keys = [key for key in _LEADING if key in record]
     keys += [key for key in record if key not in _LEADING and key not in ("t", "event")]
-    keys = [key for key in keys if record[key] is not None]
-    return " ".join([f"recycle: {record['event']}", *(f"{key}={_short(record[key])}" for key in keys)])
+    keys = [key for key in keys if record[key] is not None and record[key] != []]
+    return " ".join([f"recycle: {record['event']}", *(f"{key}={_shown(key, record[key])}" for key in keys)])
 
 
 def _append(file: int, line: bytes) -> None:
@@ -282,6 +285,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return [_plain(item) for item in sorted(value, key=str)]
     return value
+
+
+def _shown(key: str, value: Any) -> str:
+    doing = value.get("doing") if key == "progress" and isinstance(value, dict) else None
+    if isinstance(doing, dict) and isinstance(doing.get("what"), str):
+        return one_line(f"{doing.get('state')} {doing['what']}")
+    if key == "error":
+        return one_line(_LIBRARY.sub("", str(value)))
+    return _short(value)
 
 
 def _short(value: Any) -> str:

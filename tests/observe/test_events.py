@@ -93,6 +93,18 @@ def test_a_line_names_who_is_out_and_leaves_out_what_is_not_known():
     assert line == "recycle: decided generation=2 out=[1:1(exit),2:0(frozen)] members=<9>"
 
 
+def test_a_line_says_what_a_worker_did_and_how_its_peers_noticed():
+    doing = {"state": "waiting", "what": "F1.0", "number": 3067, "for_s": 0.0, "limit_s": 10.6}
+    line = format_event({"event": "suspected", "t": 1.0, "worker": "1:1", "kind": "exit", "copies": [],
+                         "progress": {"iteration": 69, "action": "F1.0", "doing": doing}})
+    assert line == "recycle: suspected worker=1:1 kind=exit progress=waiting F1.0"
+    said = ("receiving activations or gradients from 1:1 failed: [/w/gloo/transport/tcp/pair.cc:537] Read error "
+            "[127.0.0.1]:17320: Connection reset by peer. This is typically caused by a remote worker hanging. GLHF!")
+    assert format_event({"event": "hint", "t": 1.0, "error": said}) == (
+        "recycle: hint error=receiving activations or gradients from 1:1 failed: Read error [127.0.0.1]:17320: "
+        "Connection reset by peer")
+
+
 def test_what_a_worker_says_does_not_command_the_terminal():
     said = "\x1b[2J\x1b]0;owned\x07ValueError: \x1b[31msample 31\x1b[0m\r\x9b5n is\x08 bad\nrecycle: finished"
     line = format_event({"event": "hint", "t": 1.0, "error": said})

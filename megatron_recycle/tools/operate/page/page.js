@@ -170,8 +170,7 @@ function showSpeed(now) {
   }
   const usual = now.throughput.fault_free_s;
   if (usual) {
-    svg.append(make("line", {class: "axis usual", x1: left, x2: width - 8, y1: y(usual), y2: y(usual)}),
-               make("text", {x: width - 10, y: y(usual) - 4, "text-anchor": "end"}, "fault-free"));
+    svg.append(make("line", {class: "axis usual", x1: left, x2: width - 8, y1: y(usual), y2: y(usual)}));
   }
   for (const one of marks.slice(-60)) {
     const line = make("line", {class: one.event === "suspected" ? "mark" : "mark joined", x1: x(one.t), x2: x(one.t),
@@ -181,6 +180,9 @@ function showSpeed(now) {
   }
   svg.append(make("path", {class: "curve", d: rows.map(([t, , s], n) =>
     `${n ? "L" : "M"}${x(t).toFixed(1)} ${y(s).toFixed(1)}`).join("")}));
+  if (usual) {
+    svg.append(make("text", {class: "over", x: width - 10, y: y(usual) - 5, "text-anchor": "end"}, "fault-free"));
+  }
   svg.append(make("text", {x: left, y: height - 6}, clock(first)),
              make("text", {x: width - 8, y: height - 6, "text-anchor": "end"}, clock(last)));
   $("chart").replaceChildren(svg);
