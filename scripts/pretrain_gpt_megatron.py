@@ -131,11 +131,15 @@ def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
             model = Float16Module(config, model)
         models.append(DistributedDataParallel(config, data_parallel, model))
         models[-1].broadcast_params()
+    precise: dict[str, Any] = {}
+    if args.moments is not None:
+        moments = torch.bfloat16 if args.moments == "bf16" else torch.float32
+        precise = {"use_precision_aware_optimizer": True, "exp_avg_dtype": moments, "exp_avg_sq_dtype": moments}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay,
                         clip_grad=args.clip, log_num_zeros_in_grad=args.count_zeros, bf16=args.bf16,
                         fp16=args.fp16, loss_scale=args.loss_scale, initial_loss_scale=args.initial_loss_scale,
-                        loss_scale_window=4, hysteresis=2, params_dtype=dtype,
+                        loss_scale_window=4, hysteresis=2, params_dtype=dtype, **precise,
                         use_distributed_optimizer=args.distributed_optimizer), models)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
@@ -326,6 +330,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--per-token-loss", action="store_true")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
+    parser.add_argument("--moments", choices=("fp32", "bf16"),
+                        help="with --distributed-optimizer: the precision-aware one, with such moments")
     parser.add_argument("--distributed-optimizer", action="store_true", help="cut its state into shards")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--min-lr", type=float, help="decay to this (default: no decay)")

@@ -349,7 +349,7 @@ def test_means_over_pipelines_are_a_micro_batchs_own_and_have_no_place_in_a_grad
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
-    wrong = {"qk_clip": True, "use_precision_aware_optimizer": True, "transformer_impl": "inference_optimized",
+    wrong = {"qk_clip": True, "exp_avg_dtype": "fp8", "transformer_impl": "inference_optimized",
              "skip_train": True, "context_parallel_size": 2}
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):

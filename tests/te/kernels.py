@@ -303,6 +303,23 @@ def multi_tensor_adam(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Ten
             target.copy_(p)
 
 
+def multi_tensor_adam_param_remainder(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]],
+                                      *settings: Any) -> None:
+    """As `multi_tensor_adam`, where the fifth list has but the lower 16 bits of the copies of 32, as int16, and
+    parameters of bf16 have the upper ones, one more where the lower ones begin with a 1."""
+    *others, rests = lists
+    masters = []
+    for parameter, rest in zip(others[1], rests, strict=True):
+        high = parameter.view(torch.int16).to(torch.int32) - (rest < 0).to(torch.int32)
+        masters.append(((high << 16) | (rest.to(torch.int32) & 0xFFFF)).view(torch.float32))
+    multi_tensor_adam(chunk, overflow, [*others, masters], *settings)
+    for parameter, rest, master in zip(others[1], rests, masters, strict=True):
+        bits = master.view(torch.int32)
+        low = bits & 0xFFFF
+        rest.copy_(torch.where(low >= 0x8000, low - 0x10000, low).to(torch.int16))
+        parameter.view(torch.int16).copy_(((bits >> 16) + (rest < 0).to(torch.int32)).to(torch.int16))
+
+
 def multi_tensor_sgd(chunk: int, overflow: Tensor, lists: Sequence[Sequence[Tensor]], weight_decay: float,
                      momentum: float, dampening: float, rate: float, nesterov: bool, first: bool,
                      decay_after_momentum: bool, scale: float) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 2, 2, 4, 1
+MOMENTS = ("--distributed-optimizer", "--moments", "bf16")
 FP8 = ("--bf16", "--width", "32", "--length", "16", "--fp8")
 """Products in 8 bits, of sizes that they can have; a recipe follows."""
 FUSED = {"fused": True}
@@ -51,6 +52,24 @@ def test_without_failures_parameters_have_the_bits_of_core_s_own_schedule(
         assert not found
 
 
+@newest
+@pytest.mark.parametrize("options", [
+    MOMENTS, *[pytest.param(options, marks=pytest.mark.night) for options in [
+        ("--distributed-optimizer", "--moments", "fp32"), (*MOMENTS, "--grad-reduce-in-bf16"),
+        (*FP8, "tensorwise", *MOMENTS)]]], ids=str)
+def test_a_precision_aware_optimizer_makes_the_parameters_and_moments_of_core_s_own_schedule(
+        engine: Path, options: tuple[str, ...]):
+    arguments = job_of("--bf16", "--dropout", "0", "--clip", "0", *options, **FUSED)
+    size = PIPELINES * STAGES
+    theirs, ours = stock(engine, size, arguments), calm(engine, size, {**arguments, "settings": {}})
+    for rank in theirs:
+        assert not [name for name, value in theirs[rank].value["parameters"].items()
+                    if value.tobytes() != ours[rank].value["parameters"][name].tobytes()]
+        moments = [{(key, value.tobytes()) for state in results[rank].value["state"] for key, value in state.items()
+                    if key in ("exp_avg", "exp_avg_sq")} for results in (theirs, ours)]
+        assert moments[0] and moments[0] <= moments[1]
+
+
 @engines
 def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(engine: Path):
     arguments = job_of("--bf16", **FUSED)
@@ -75,6 +94,7 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(engine: Path):
         (("--bf16", "--clip", "0.05"), {"step": "staggered"}, Hold("1:0", "stepped", KILLED_IN)),
         (("--bf16", "--distributed-optimizer", "--clip", "0.05"), {"step": "staggered"},
          Hold("1:0", "stepped", KILLED_IN)),
+        (("--bf16", *MOMENTS, "--clip", "0.05"), {"step": "staggered"}, Hold("1:0", "stepped", KILLED_IN)),
         (("--bf16", "--interleave", "2"), {}, Hold("1:1", "backward", KILLED_IN, 3)),
         (("--fp16", "--initial-loss-scale", "1024"), {}, Hold("1:1", "backward", KILLED_IN, 2)),
         (("--bf16", "--qk-layernorm"), {}, Hold("0:1", "backward", KILLED_IN, 2))]]], ids=str)

@@ -20,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
 from megatron_recycle.backends.megatron.groups_of_optimizer import groups_of
+from megatron_recycle.backends.megatron.masters import masters_of
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
@@ -49,6 +50,7 @@ class Distributed:
         self.where: Callable[[], tuple[Cuts, Groups]]
         self._stock: Any = stock
         self._inner: Any = stock.optimizer
+        self._masters = masters_of(self._inner)
         own, count, instances = _rank(stock)
         self._ranges = [_ranges(stock, _Rank(shard, count)) for shard in range(count)]
         """By shard, as stock's `gbuf_ranges`."""
@@ -65,7 +67,8 @@ class Distributed:
         order = {parameter: number for number, parameter in enumerate(
             parameter for buffer in stock.buffers for parameter in buffer.param_index_map)}
         self.parameters = sorted(group_of, key=lambda parameter: (group_of[parameter], order[parameter]))
-        self.shards = ShardedOptimizer(self._inner, cut, (), least=instances, in_place=True)
+        self.shards = ShardedOptimizer(self._inner, cut, (), least=instances, in_place=True,
+                                       rounded=self._masters.rounded, state_bytes=self._masters.state_bytes)
         self.shards.take(own, tensors, numbers)
         self._plain = dict(vars(stock))
         stock.state_dict = lambda: self.view(self._any()).state_dict()
@@ -80,9 +83,9 @@ class Distributed:
         stock, tensors, numbers = self._stock, {}, []
         for number, (parameter, _) in enumerate(_in_order(self._ranges[own])):
             group, place = stock.model_param_group_index_map[parameter]
-            master = self._inner.param_groups[group]["params"][place]
-            tensors[f"{MASTER} {number}"] = master.detach()
-            state = self._inner.state.pop(master, {})
+            held = self._inner.param_groups[group]["params"][place]
+            state = self._inner.state.pop(held, {})
+            tensors[f"{MASTER} {number}"] = self._masters.taken(held, state)
             # Stock's loader gives one count of steps to all parameters, each of which would add to it.
             tensors.update({f"{key} {number}": value if value.dim() else value.clone() for key, value in state.items()
                             if isinstance(value, torch.Tensor)})
@@ -103,11 +106,14 @@ class Distributed:
         view: Any = object.__new__(DistributedOptimizer)
         inner: Any = object.__new__(type(self._inner))
         vars(inner).update(vars(self._inner))
-        ranges, slots, masters = self._ranges[shard], self.shards.slots(shard), self.shards.masters(shard)
-        inner.param_groups = [{**group, "params": [master for slot, master in zip(slots, masters)
+        ranges, slots = self._ranges[shard], self.shards.slots(shard)
+        shown = [self._masters.shown(_part(slot), master, self._inner.state.get(master))
+                 for slot, master in zip(slots, self.shards.masters(shard), strict=True)]
+        self._masters.show(inner)
+        inner.param_groups = [{**group, "params": [held for slot, (held, _) in zip(slots, shown)
                                                    if slot.group == number]}
                               for number, group in enumerate(self._inner.param_groups)]
-        inner.state = {master: self._inner.state[master] for master in masters if master in self._inner.state}
+        inner.state = {held: state for held, state in shown if state is not None}
         places: dict[nn.Parameter, tuple[int, int]] = {}
         for (parameter, _), slot in zip(_in_order(ranges), slots, strict=True):
             places[parameter] = slot.group, sum(group == slot.group for group, _ in places.values())
@@ -213,15 +219,22 @@ class Distributed:
         for master in self.shards.masters(shard):
             state = self._inner.state[master]
             for key in (key for key in _STATES if key not in state):
-                state[key] = torch.zeros_like(master.data)
+                state[key] = self._masters.zeros(key, master)
             if isinstance(self._inner, (torch.optim.Adam, torch.optim.AdamW)) and "step" not in state:
                 state["step"] = torch.tensor(0.0)
         cuts, groups = self.where()
         view = self.view(shard)
         view.distributed_optimizer_instance_id = cuts.holders[shard].index(groups.me)
         view.load_state_dict = lambda state_dict: None  # it has all that this would make
-        view._set_main_param_and_optimizer_states = lambda parameter, tensors: _set(view, parameter, tensors)
+        view._set_main_param_and_optimizer_states = lambda parameter, tensors: self._set(shard, parameter, tensors)
         return view
+
+    @torch.no_grad()
+    def _set(self, shard: int, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Stock's `_set_main_param_and_optimizer_states`; the count of steps is elsewhere."""
+        for slot, master in zip(self.shards.slots(shard), self.shards.masters(shard), strict=True):
+            if slot.pieces[0].parameter is parameter:
+                self._masters.set(master, _part(slot), {key: tensors[key] for key in ("param", *_STATES)})
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Stock's `load_state_dict`: counts of steps and, if they are in it, masters and moments. Settings of groups
@@ -247,23 +260,21 @@ class Distributed:
         """Stock's `load_parameter_state`, of what `_save` has written."""
         state = torch.load(filename, map_location="cpu", weights_only=False)
         for shard in self.shards.held:
-            view = self._to_load(shard)
+            self._to_load(shard)
             for number, buffer in enumerate(self._stock.buffers):
                 (world,), (buckets,), begin = state[number].values(), self._ranges[shard][number].values(), 0
                 for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
                     piece = begin + shard * (bucket.grad_data.numel() // self.shards.count)
                     for parameter, of in ranges["param_map"].items():
                         at = slice(piece + of["gbuf_local"].start, piece + of["gbuf_local"].end)
-                        _set(view, parameter, {key: world[key][at] for key in ("param", *_STATES)})
+                        self._set(shard, parameter, {key: world[key][at] for key in ("param", *_STATES)})
                     begin += bucket.numel_unpadded
 
 
-@torch.no_grad()
-def _set(view: Any, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Stock's `_set_main_param_and_optimizer_states`, of what ``tensors`` have: the count of steps is in no form."""
-    for key, own in view._get_main_param_and_optimizer_states(parameter).items():
-        if key in ("param", *_STATES):
-            own.data.copy_(tensors[key])
+def _part(slot: Slot) -> torch.Tensor:
+    """What the model has of a slot, which is a part of one parameter."""
+    (piece,) = slot.pieces
+    return piece.parameter.data.view(-1)[piece.start:piece.end]
 
 
 class _Rank:

@@ -45,6 +45,8 @@ def _given(value: Any) -> bool:
     return value is not None
 
 
+_SCALED = ("fp16", "fp8", "torch.float16", "torch.uint8")
+"""Types of an optimizer's state that have a scale beside them, by their names in arguments and in configurations."""
 ANYWHERE = (
     Option("context_parallel_size", "set context_parallel_size to 1", _several, title="context parallelism"),
     Option("hybrid_context_parallel", "samples would be cut between ranks by their length, each micro-batch anew; "
@@ -55,7 +57,11 @@ ANYWHERE = (
       for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")),
     Option("num_moe_experts", "use dense layers", title="experts"),
     Option("num_experts", "use dense layers", title="experts"),
-    Option("use_precision_aware_optimizer", "its state is not in fp32, and masters are inside of it; leave it off"),
+    *(Option(name, "only fp32 and bf16 have no scale of their own, which each shard would need; use bf16",
+             lambda kind: str(kind) in _SCALED)
+      for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
+    Option("main_params_dtype", "masters have 32 bits; leave it at fp32",
+           lambda kind: str(kind) in _SCALED),
     Option("reuse_grad_buf_for_mxfp8_param_ag", "gradients do not lie in Megatron's buffers; leave it off"),
     Option("param_name_patterns_for_fp32_local_accumulation", "gradients of one stage are summed in one type; set "
            "grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32) instead"),

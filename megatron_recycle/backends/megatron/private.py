@@ -158,6 +158,8 @@ ENGINE: Sequence[Private] = (
             "LayerNormLinear.fuse_wgrad_accumulation"),
     Private("transformer_engine.pytorch.module.grouped_linear", "GroupedLinear.wgrad_store "
             "GroupedLinear.fuse_wgrad_accumulation GroupedLinear.num_gemms"),
+    Private("transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam.name_to_dtype_map FusedAdam.master_weights "
+            "FusedAdam.use_decoupled_grad FusedAdam.store_param_remainders FusedAdam._scales"),
     Private("transformer_engine.pytorch.tensor.float8_tensor", "Float8CurrentScalingQuantizer.amax_reduction_group"),
     *(Private(f"transformer_engine.pytorch.tensor.storage.{module}", f"{kind}.get_data_tensors")
       for module, kind in (("float8_tensor_storage", "Float8TensorStorage"),

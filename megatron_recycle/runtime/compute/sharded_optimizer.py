@@ -90,6 +90,8 @@ class ShardedOptimizer:
         least: workers that are to have each shard, whatever `state_copies` says.
         in_place: whether a slot that is a part of one fp32 parameter is that parameter's own memory: what a script
             writes there counts.
+        rounded: of masters' values, those that parameters of a type get; None: as torch rounds.
+        state_bytes: that the optimizer keeps of each number; None: 4 for each of those that it is known to keep.
 
     Attributes:
         count: number of shards.
@@ -97,7 +99,9 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, cut: Cut, own: Iterable[int],
-                 wire: torch.dtype | None = None, least: int = 1, in_place: bool = False) -> None:
+                 wire: torch.dtype | None = None, least: int = 1, in_place: bool = False,
+                 rounded: Callable[[torch.Tensor, torch.dtype], torch.Tensor] | None = None,
+                 state_bytes: int | None = None) -> None:
         if type(optimizer).__name__ not in ELEMENTWISE:
             raise UnsupportedError(
                 f"optimizer {type(optimizer).__name__} is not known to step each element by itself, so that its state "
@@ -109,6 +113,8 @@ class ShardedOptimizer:
         self.least = least
         self._cut = cut
         self._in_place = in_place
+        self._state_bytes = state_bytes
+        self._rounded = rounded or (lambda values, kind: values)
         self.parameters: list[nn.Parameter] = list({id(piece.parameter): piece.parameter for shard in range(self.count)
                                                     for piece in self.pieces(shard)}.values())
         self._masters: dict[int, list[nn.Parameter]] = {}
@@ -175,7 +181,8 @@ class ShardedOptimizer:
         the optimizer keeps."""
         of_group = ELEMENTWISE[type(self.optimizer).__name__]
         in_model = self._in_place and all(parameter.dtype == torch.float32 for parameter in self.parameters)
-        return 4 * (max(map(of_group, self.optimizer.param_groups), default=0) + (not in_model))
+        kept = self._state_bytes or 4 * max(map(of_group, self.optimizer.param_groups), default=0)
+        return kept + (0 if in_model else 4)
 
     # ---- a step
 
@@ -213,7 +220,8 @@ class ShardedOptimizer:
         """Make the model's parameters what this worker's masters are."""
         for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
             for piece in slot.pieces:
-                _flat(piece).copy_(master.data[piece.offset:][:piece.end - piece.start])
+                values = master.data[piece.offset:][:piece.end - piece.start]
+                _flat(piece).copy_(self._rounded(values, piece.parameter.dtype))
 
     # ---- shards come and go
 
