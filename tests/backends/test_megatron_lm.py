@@ -268,7 +268,7 @@ def test_virtual_pipelines_train_through_a_failure_as_stock_which_goes_on_from_t
     found = losses(printed)
     assert found.keys() == expected.keys()
     for key, values in expected.items():
-        assert found[key] == pytest.approx(values, rel=1e-4), key
+        assert found[key] == pytest.approx(values, rel=1e-3 if more else 1e-4), key  # a digit of a norm in 16 bits
     (saved / "latest_checkpointed_iteration.txt").write_text("4")
     found = losses(stock(checkout, *options, "--load", str(saved)))
     for iteration in "56":

@@ -185,14 +185,21 @@ class Distributed:
         return found if return_on_all_ranks or peers[0] == me else None
 
     def _part(self, view: Any, shard: int, buffer: int, bucket: int, key: str, length: int) -> torch.Tensor:
-        """``key`` of all that lies in a shard's piece of a bucket; zeros where ``view`` is None."""
+        """``key`` of all that lies in a shard's piece of a bucket; zeros where ``view`` is None. It is in fp32, so that
+        masters are whole there."""
         part = torch.zeros(length // self.shards.count, dtype=torch.float32, device="cpu")
         if view is not None:
             (buckets,) = self._ranges[shard][buffer].values()
             for parameter, of in buckets[bucket]["param_map"].items():
-                part[of["gbuf_local"].start:of["gbuf_local"].end] = view._get_main_param_and_optimizer_states(
-                    parameter)[key].detach().cpu()
+                values = self._master(shard, parameter) if key == "param" else (
+                    view._get_main_param_and_optimizer_states(parameter)[key])
+                part[of["gbuf_local"].start:of["gbuf_local"].end] = values.detach().cpu()
         return part
+
+    def _master(self, shard: int, parameter: nn.Parameter) -> torch.Tensor:
+        """Of the part of ``parameter`` in a shard that this worker holds."""
+        return next(master for slot, master in zip(self.shards.slots(shard), self.shards.masters(shard))
+                    if slot.pieces[0].parameter is parameter)
 
     def _save(self, filename: str) -> None:
         """Stock's file of all shards, written by the first worker that is left."""
@@ -220,7 +227,7 @@ class Distributed:
             state = self._inner.state[master]
             for key in (key for key in _STATES if key not in state):
                 state[key] = self._masters.zeros(key, master)
-            if isinstance(self._inner, (torch.optim.Adam, torch.optim.AdamW)) and "step" not in state:
+            if _counts_in_state(self._inner) and "step" not in state:
                 state["step"] = torch.tensor(0.0)
         cuts, groups = self.where()
         view = self.view(shard)
@@ -232,9 +239,9 @@ class Distributed:
     @torch.no_grad()
     def _set(self, shard: int, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
         """Stock's `_set_main_param_and_optimizer_states`; the count of steps is elsewhere."""
-        for slot, master in zip(self.shards.slots(shard), self.shards.masters(shard), strict=True):
-            if slot.pieces[0].parameter is parameter:
-                self._masters.set(master, _part(slot), {key: tensors[key] for key in ("param", *_STATES)})
+        slot = next(slot for slot in self.shards.slots(shard) if slot.pieces[0].parameter is parameter)
+        self._masters.set(self._master(shard, parameter), _part(slot),
+                          {key: tensors[key] for key in ("param", *_STATES)})
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         """Stock's `load_state_dict`: counts of steps and, if they are in it, masters and moments. Settings of groups
@@ -242,7 +249,7 @@ class Distributed:
         steps = {group["step"] for group in state_dict["optimizer"]["param_groups"] if "step" in group}
         views = {shard: self._to_load(shard) for shard in self.shards.held}
         for step in steps:  # one
-            for group in (group for group in self._inner.param_groups if "step" in group):
+            for group in () if _counts_in_state(self._inner) else self._inner.param_groups:  # of no step yet, too
                 group["step"] = step
             for state in (state for state in self._inner.state.values() if "step" in state):
                 state["step"] = torch.tensor(float(step))
@@ -275,6 +282,11 @@ def _part(slot: Slot) -> torch.Tensor:
     """What the model has of a slot, which is a part of one parameter."""
     (piece,) = slot.pieces
     return piece.parameter.data.view(-1)[piece.start:piece.end]
+
+
+def _counts_in_state(inner: Any) -> bool:
+    """Whether an Adam counts steps for each parameter: torch's does, others' for each group."""
+    return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW))
 
 
 class _Rank:
