@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-INSIDE = "master_param"
+MASTER = "master_param"
 """Transformer Engine's name for a master in its state."""
 _SETTINGS = ("master_weights", "use_decoupled_grad", "store_param_remainders", "_scales")
 
@@ -58,7 +58,7 @@ class Masters:
         return values
 
 
-class Inside(Masters):
+class PrecisionAware(Masters):
     """As Transformer Engine's Adam may have them, with moments of 32 bits or bf16."""
 
     def __init__(self, inner: Any) -> None:
@@ -71,7 +71,7 @@ class Inside(Masters):
         inner._scales = defaultdict(lambda: defaultdict(lambda: torch.ones(1)))
 
     def taken(self, held: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        inside = state.pop(INSIDE, None)
+        inside = state.pop(MASTER, None)
         if inside is None or held.dtype == torch.float32:
             return held.detach().float()
         return whole(held.detach(), inside) if inside.dtype == torch.int16 else inside
@@ -81,7 +81,7 @@ class Inside(Masters):
         if not self._as_stock["master_weights"]:
             return super().shown(part, master, state)
         lower_half = self._remainders and part.dtype == torch.bfloat16
-        return part, state and {**state, INSIDE: remainder(master.data) if lower_half else master.data}
+        return part, state and {**state, MASTER: remainder(master.data) if lower_half else master.data}
 
     def show(self, view: Any) -> None:
         vars(view).update(self._as_stock)
@@ -100,7 +100,7 @@ class Inside(Masters):
 
 def masters_of(inner: Any) -> Masters:
     """How ``inner``, a Megatron optimizer's own one, has its masters; it has none inside any more."""
-    return Inside(inner) if hasattr(inner, "name_to_dtype_map") else Masters(inner)
+    return PrecisionAware(inner) if hasattr(inner, "name_to_dtype_map") else Masters(inner)
 
 
 # Transformer Engine cuts the 32 bits of a master in two: bf16 gets the upper half, one more if the lower half begins
