@@ -95,8 +95,9 @@ def test_the_quickstart_of_an_installed_wheel_runs_in_an_empty_folder(wheel: Pat
 
 def test_an_example_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["example", "deepspeed", str(tmp_path / "job")]) == 0
-    told = capsys.readouterr().out
-    assert told == f"recycle run --nproc 4 {tmp_path}/job/gpt_deepspeed.py --stages 2 --iterations 20\n"
+    told = capsys.readouterr()
+    assert told.out == f"recycle run --nproc 4 {tmp_path}/job/gpt_deepspeed.py --stages 2 --iterations 20\n"
+    assert f"wrote {tmp_path}/job/gpt_deepspeed.py" in told.err
     assert cli.main(["example", "deepspeed", str(tmp_path / "job")]) == 2
     assert "is there already: give another folder" in capsys.readouterr().err
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Copy an example's files and print the command that runs it; returns 0.
+    """Copy an example's files, say which on stderr, and print the command that runs it; returns 0.
 
     Raises:
         ConfigError: one of the files is there already, or the folder cannot be made.
@@ -48,5 +49,7 @@ def run(args: argparse.Namespace) -> int:
             shutil.copyfile(folder() / name, args.folder / name)
     except OSError as error:
         raise ConfigError(f"{args.folder} cannot be written: {error.strerror}") from error
+    wrote = ", ".join(str(args.folder / name) for name in files)
+    print(f"recycle example: wrote {wrote}, which starts by", file=sys.stderr)
     print(command.format(args.folder))
     return 0
