@@ -19,14 +19,15 @@ def told(job: Job, name: str) -> list[dict[str, Any]]:
 
 
 def check_agreed(job: Job, results: Any, died: Moment | None = None) -> None:
-    """All have been told alike which of the checkpoints there are. The event of one that a worker ``died`` beside may be
-    missing: the worker to record it may have learned from the others only that there is none."""
+    """All have been told alike which of the checkpoints there are. The event of one that a worker ``died`` beside may
+    be missing: the worker to record it may have learned from the others only that there is none."""
     full = [iteration in dict(job.shape.full) for iteration in job.shape.save]
     for rank, result in results.items():
         if result.status == 0:
             assert [why is not None for why in result.unsaved] == full, job.processes[rank].name
     assert {*job.disk.named} == {*job.shape.save} - {*dict(job.shape.full)}
-    recorded, expected = {event["iteration"] for event in told(job, "save_failed")}, {one - 1 for one, _ in job.shape.full}
+    expected = {one - 1 for one, _ in job.shape.full}
+    recorded = {event["iteration"] for event in told(job, "save_failed")}
     assert recorded <= expected
     assert expected - recorded <= (set() if died is None else {died.iteration - 1, died.iteration})
 
