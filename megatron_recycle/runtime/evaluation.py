@@ -8,7 +8,8 @@ only: these are at most one pass ahead, and give the others the table in the rec
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,6 +28,8 @@ LOSS_WIDTH = 2
 """Numbers that are reported of a micro-batch where the framework has none of its own: `loss_report`."""
 _FAILED = 0.5
 """Added to the number of a pass that was a checkpoint which could not be written."""
+_KNOWN, _RECORDED = 1, 2
+"""Given by a worker that knows why the last checkpoint could not be written, and by the one that has recorded it."""
 _UNKNOWN = "a checkpoint could not be written"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -57,6 +60,20 @@ def losses(table: torch.Tensor) -> torch.Tensor:
     return table[:, 0].to(_TYPES[int(table[0, 1])])
 
 
+@dataclass
+class _FailedSave:
+    """The last checkpoint that could not be written, as far as this worker knows why: the last iteration ``committed``
+    before it; how to ``record`` it, and whether this worker has `recorded` it."""
+
+    committed: int
+    record: Callable[[], None]
+    recorded: bool = False
+
+    def do(self) -> None:
+        self.record()
+        self.recorded = True
+
+
 class Evaluations:
     """The reports of the last pass, the same on all workers.
 
@@ -79,6 +96,7 @@ class Evaluations:
         self.table = torch.zeros(grid.total, width, dtype=torch.float64)
         self.history = History()
         self.failed: dict[int, str] = {}
+        self._failed_save: _FailedSave | None = None
 
     def of(self, number: int) -> torch.Tensor:
         """The table of pass ``number``, which is done; that of a later one if it is let go (`History`)."""
@@ -101,10 +119,14 @@ class Evaluations:
         groups.control.sum(table).wait()
         self._done(table)
 
-    def fail(self, why: str) -> None:
-        """The pass was a checkpoint, and there is none, as everybody has been told."""
+    def fail(self, why: str, record: Callable[[], None], first: bool) -> None:
+        """The pass was a checkpoint, and there is none, as everybody has been told. ``record`` writes that down: on the
+        ``first`` of those that could not write, unless a failure kept it from knowing (`reconcile`)."""
         self._standing.evaluate()
         self.failed[self._standing.evaluated] = why
+        self._failed_save = _FailedSave(self._standing.committed, record)
+        if first:
+            self._failed_save.do()
 
     def told(self) -> dict[str, Any]:
         """What passes have told so far, for a worker that comes in."""
@@ -129,10 +151,15 @@ class Evaluations:
 
     def reconcile(self, groups: Groups) -> None:
         """Bring workers that a failure kept from the end of a pass level with the others. Raises GenerationOver."""
-        counts = torch.zeros(groups.control.size, dtype=torch.float64)
-        me = groups.control.rank
-        counts[me] = self._standing.evaluated + _FAILED * (self._standing.evaluated in self.failed)
-        groups.control.sum(counts).wait()
+        told = torch.zeros(2, groups.control.size, dtype=torch.float64)
+        me, last = groups.control.rank, self._failed_save
+        told[0, me] = self._standing.evaluated + _FAILED * (self._standing.evaluated in self.failed)
+        if last is not None and last.committed == self._standing.committed:
+            told[1, me] = _RECORDED if last.recorded else _KNOWN
+        groups.control.sum(told).wait()
+        counts, known = told
+        if last is not None and _RECORDED not in known and me in (known == _KNOWN).nonzero()[:1]:
+            last.do()
         newest = int(counts.max())
         if counts.max() > newest:
             self.failed.setdefault(newest, _UNKNOWN)

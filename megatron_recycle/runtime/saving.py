@@ -240,13 +240,18 @@ def _give_up(site: Site, standing: Standing, generation: Generation, facts: Mapp
     """There is no such checkpoint, as all know. Raises SaveError if that is the job's end."""
     if error.noted >= 0 and facts is not None:  # it is whole, without a name: all may go back to it
         site.trainable.guard.save(error.noted)
-    ends = site.config.on_failed_save == "end"
-    if generation.groups.control.rank == error.first:
+    ends, committed = site.config.on_failed_save == "end", standing.committed
+
+    def record() -> None:
         more = f" ({error.many} workers could not write)" if error.many > 1 else ""
         get_logger().error("megatron-recycle: NO CHECKPOINT after iteration %d: %s%s. The one before stays the newest; "
-                           "%s", standing.committed, error, more,
+                           "%s", committed, error, more,
                            "the job ends (on_failed_save)" if ends else "training goes on")
-        site.agent.event(SaveFailed(standing.committed, str(error), error.many))
+        site.agent.event(SaveFailed(committed, str(error), error.many))
+
+    first = generation.groups.control.rank == error.first
     if ends:
+        if first:
+            record()
         raise SaveError(f"{error} (on_failed_save: end)")
-    site.asked.evaluations.fail(str(error))
+    site.asked.evaluations.fail(str(error), record, first)
