@@ -114,8 +114,8 @@ TRIALS = (
     Trial("megatron", 75, 2, 2),
     Trial("deepspeed", 75, 3, 2),
     Trial("megatron", 75, 3, 2),
-    Trial("deepspeed", 180),
-    Trial("megatron", 180),
+    Trial("deepspeed", 260),
+    Trial("megatron", 260),
 )
 
 
