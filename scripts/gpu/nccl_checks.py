@@ -33,6 +33,7 @@ _ABORT = "an abort frees whoever waits, and its result never counts (runtime/com
 _WATCHDOG = "the settings that the launcher makes (megatron_recycle/nccl_settings.py)"
 _CONNECT = "communicators are connected where nobody waits for them, in a thread that can be left behind"
 _PAIRS = "pairs are connected before anything depends on them (runtime/comm/first_transfers.py)"
+_OPEN = "what a transfer that raised has left open is ended at once (`unwind` in runtime/comm/backend.py)"
 _UNBOUND = "a default group that is bound to a device does not keep ours back (runtime/comm/rendezvous.py)"
 _SLOW = 60.0
 
@@ -73,6 +74,8 @@ CHECKS = (
     Check(ends.abort_while_enqueuing, "ends", "whether that lock is needed", limit=_SLOW, on_cpu=False),
     Check(ends.left_and_drained, "ends", "a wrong guess aborts nothing (runtime/draining.py)"),
     Check(ends.dead_peer, "ends", _WATCHDOG, limit=40, judged=(1,)),
+    Check(ends.transfer_after_an_error, "ends", _OPEN, size=3, limit=40, judged=(1, 2), on_cpu=False),
+    Check(ends.transfer_after_an_error_left_open, "wrong", _OPEN, size=3, limit=40, judged=(1,), on_cpu=False),
     Check(ends.dead_peer_torchs_settings, "fails", _WATCHDOG, limit=110, judged=(1,), torchs_settings=True,
           on_cpu=False),
     Check(ends.long_wait, "ends", _WATCHDOG, limit=40, judged=(1,)),

@@ -7,6 +7,8 @@ import random
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -264,6 +266,49 @@ def dead_peer(at: Rank) -> None:
     group.abort()
     at.sync()
     at.tell(abort_s=since(begun))
+
+
+def transfer_after_an_error(at: Rank) -> None:
+    """A send raises since its peer has died; the thread's next receive, of another group, after `Backend.unwind`."""
+    _receive_after_an_error(at, at.library.backend.unwind)
+
+
+def transfer_after_an_error_left_open(at: Rank) -> None:
+    """The same without: torch has left a group of NCCL's open, so that the receive is never started and seems over."""
+    _receive_after_an_error(at, lambda: None)
+
+
+def _receive_after_an_error(at: Rank, unwind: Callable[[], None]) -> None:
+    group, store = at.group(), at.store(60.0)
+    at.transfer(group, at.tensor(SMALL))
+    if at.rank == 0:
+        store.wait(["connected"], timedelta(seconds=60))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if at.rank == 1:
+        store.set("connected", "1")
+        at.tell(raised=_until_it_raises(lambda: group.send([at.tensor(SMALL)], 0, 0)))
+        unwind()
+        at.abort_in(0.0, group).join()
+    # As the runtime does, in a thread of its own: a group that is open in this one would not keep it back.
+    with ThreadPoolExecutor(1, initializer=at.library.backend.in_thread()) as pool:
+        other = pool.submit(at.group, [1, 2]).result()
+    if at.rank == 2:
+        other.send([at.tensor(SMALL, 7.0)], 0, 0).wait()
+        at.sync()
+    else:
+        tensor = at.tensor(SMALL)
+        at.wait(other.recv([tensor], 1, 0))
+        at.tell(right=float(tensor[0]) == 7.0, data=float(tensor[0]))
+
+
+def _until_it_raises(post: Callable[[], object]) -> str:
+    for _ in range(200):
+        try:
+            post()
+        except RuntimeError as error:
+            return text(error)
+        time.sleep(0.05)
+    return "nothing in ten seconds"
 
 
 def dead_peer_torchs_settings(at: Rank) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -203,6 +204,50 @@ def test_what_was_pending_at_an_abort_does_not_count_though_the_library_says_tha
     for each in pending:
         with pytest.raises(GenerationOver, match="the generation has been ended"):
             each.wait()
+
+
+class LeftOpen(Liar):
+    """torch's NCCL: a transfer that raises leaves a group open in its thread, and what is posted inside of one is only
+    noted, though its work says that it has gone well."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.started = list[str]()
+
+    def send(self, tensors: Sequence[torch.Tensor], *where: int) -> Liar:
+        self.opened += 1
+        raise RuntimeError("remote process exited")
+
+    def recv(self, tensors: Sequence[torch.Tensor], *where: int) -> Liar:
+        self.started += [] if self.opened else ["receive"]
+        return self
+
+
+class Unwinding(Plain):
+    def __init__(self, library: LeftOpen) -> None:
+        self._library = library
+
+    def unwind(self) -> None:
+        self._library.opened = 0
+
+    def begin_batch(self, group: LeftOpen) -> None:
+        group.opened += 1
+
+    def end_batch(self, group: LeftOpen) -> None:
+        if not group.opened:
+            raise RuntimeError("no group is open")
+        group.opened -= 1
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_what_a_thread_posts_after_an_operation_that_has_raised_is_started(batch: bool) -> None:
+    """On a GPU a survivor read a header that had never been received, in the generation after the failure."""
+    library = LeftOpen()
+    dead, living = (Comm(library, Unwinding(library), CONTROL) for _ in range(2))
+    with pytest.raises(GenerationOver), dead.batch() if batch else nullcontext():
+        dead.send(torch.zeros(1), 1, LOSSES[0])
+    living.receive(torch.zeros(1), 1, LOSSES[0])
+    assert library.started == ["receive"]
 
 
 def test_with_nccls_rules_an_abort_leaves_garbage_that_nobody_takes():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Message
 from megatron_recycle.runtime.comm import backend as backends
 from megatron_recycle.runtime.comm.backend import Nccl
@@ -77,6 +79,37 @@ def test_a_wait_is_for_a_stream_that_waits_and_can_be_left(cuda: Nccl, monkeypat
         cuda.wait(work, None, wait, False)
     comes.set()
     assert wait.begun
+
+
+def test_an_operation_is_over_once_the_device_has_passed_it_whatever_the_work_says(
+        cuda: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A work counts as completed once a member is known to be dead. On a GPU the stage's communicator was taken for
+    idle then, and not aborted with the others, whose abort waited for it for ever."""
+    work: Any = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
+    over = cuda.probe(work)
+    assert not over()
+    monkeypatch.setattr(Event, "over", True)
+    assert over()
+
+
+def test_all_groups_that_a_raised_operation_has_left_open_are_ended(cuda: Nccl,
+                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    remote_error, in_no_group = 6, 5
+    answers = [0, remote_error, in_no_group]
+    monkeypatch.setattr(backends, "_nccl", lambda: SimpleNamespace(ncclGroupEnd=lambda: answers.pop(0)))
+    cuda.unwind()
+    assert not answers
+    monkeypatch.setattr(backends, "_nccl", lambda: SimpleNamespace(ncclGroupEnd=lambda: 0))
+    with pytest.raises(RuntimeError, match="more than 8 groups"):
+        cuda.unwind()
+
+
+def test_a_torch_that_hides_its_nccl_is_refused_before_anything_is_posted(tmp_path: Path, cuda: Nccl,
+                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    backends._nccl.cache_clear()
+    with pytest.raises(UnsupportedError, match="libtorch_cuda.so"):
+        cuda.connect(None)
 
 
 def test_only_transfers_are_bounded_in_multiprocessors(cuda: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -295,12 +294,12 @@ def test_the_memory_of_what_is_under_way_is_given_to_nobody_else() -> None:
     """After a failure all have let go of it, and NCCL may still write to it."""
     ledger, over, tensor = Ledger(), list[bool](), torch.zeros(1)
     held = weakref.ref(tensor)
-    ledger.watch(SimpleNamespace(is_completed=lambda: bool(over)), [tensor])
+    ledger.watch(lambda: bool(over), [tensor])
     del tensor
     assert held() is not None and not ledger.idle
     over.append(True)
     assert ledger.idle
-    ledger.watch(SimpleNamespace(is_completed=lambda: False), [])
+    ledger.watch(lambda: False, [])
     assert held() is None
 
 

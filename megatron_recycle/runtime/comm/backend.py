@@ -6,19 +6,27 @@ torch knows it by.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.tags import ABORT
 from megatron_recycle.runtime.comm.waits import Wait
 
+_NO_GROUP = 5
+"""ncclInvalidUsage: what NCCL answers where a thread has no group open."""
+_DEEPEST = 8
+"""Groups that may be open in a thread, one in the other; torch opens two."""
 _WAITING_CTAS = 8
 """Thread blocks, each on a multiprocessor of its own, that one transfer may take: of 108 to 148 on GPUs of these years.
 NCCL_MAX_CTAS in the environment comes before it."""
@@ -107,6 +115,15 @@ class Backend:
     def arrived(self, tensor: torch.Tensor) -> None:
         """``tensor``, made `ahead`, has been received, and this thread's computations use it from now on."""
 
+    def probe(self, work: Work) -> Callable[[], bool]:
+        """Tells whether ``work``, which this thread has just begun, is over: nothing reads or writes its tensors any
+        more, whatever has become of its members. Never blocks."""
+        return work.is_completed
+
+    def unwind(self) -> None:
+        """An operation has raised in this thread: end whatever the library has left open of it there, so that it
+        starts what the thread posts from now on."""
+
     def begin_batch(self, group: Any) -> None:
         """Begin a batch: operations that are posted on ``group`` from now on start together when it ends."""
 
@@ -176,6 +193,23 @@ class Nccl(Backend):
         if not over.query():
             wait.aside(over.synchronize)
 
+    def probe(self, work: Work) -> Callable[[], bool]:
+        # Its own is_completed() says yes once a member is known to be dead, while the device still waits.
+        side, over = self._own("side"), torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(side):
+            work.wait()
+            over.record(side)
+        query: Callable[[], bool] = over.query
+        return query
+
+    def unwind(self) -> None:
+        # torch opens a group of NCCL's for each transfer, and leaves it open where the transfer raises. All that the
+        # thread posts afterwards would be noted there and never started, and its events come at once: a receive seems
+        # to be over, with anything in its tensor.
+        end = _nccl().ncclGroupEnd
+        if not any(end() == _NO_GROUP for _ in range(_DEEPEST)):
+            raise RuntimeError(f"NCCL has more than {_DEEPEST} groups open in one thread")
+
     def abort(self, group: Any) -> None:
         try:
             group.abort()
@@ -213,6 +247,7 @@ class Nccl(Backend):
         return lambda: torch.cuda.set_device(gpu)
 
     def connect(self, group: Any) -> None:
+        _nccl()  # which `unwind` must not be the first to miss
         # The group then has one communicator, and one queue for everything.
         group._get_backend(_gpu()).eager_connect_single_device(_gpu())
 
@@ -222,6 +257,19 @@ class Nccl(Backend):
             setattr(self._streams, name, torch.cuda.Stream())
         stream: torch.cuda.Stream = getattr(self._streams, name)
         return stream
+
+
+@functools.cache
+def _nccl() -> ctypes.CDLL:
+    """The NCCL that torch calls, be it a library of its own or a part of torch's. Raises UnsupportedError."""
+    path = Path(torch.__file__).with_name("lib") / "libtorch_cuda.so"
+    try:
+        library = ctypes.CDLL(str(path))
+        library.ncclGroupEnd.restype = ctypes.c_int
+    except (OSError, AttributeError) as error:
+        raise UnsupportedError(f"{path} does not show torch's NCCL, which has to be reset after a failure ({error}); "
+                               "use a build of torch for CUDA as on PyPI, or one that links to libnccl.so") from error
+    return library
 
 
 def _gpu() -> torch.device:

@@ -220,7 +220,7 @@ class Comm:
             started: list[tuple[Pending, Work]] = []
             with failing_ends(what, self.is_aborted):
                 pass
-            with failing_ends(what), self.ledger.asking():
+            with failing_ends(what), self._asking():
                 self.backend.begin_batch(self._group)
             self._batch = started
             try:
@@ -228,12 +228,12 @@ class Comm:
             finally:
                 # An abort meanwhile changes nothing: what another generation posts must not get into this batch.
                 self._batch = None
-                with failing_ends(what), self.ledger.asking():
+                with failing_ends(what), self._asking():
                     together = self.backend.end_batch(self._group)
                 for pending, own in started:
                     pending._work = own if together is None else together
                 if self.backend.ordered and together is not None:
-                    self.ledger.watch(together, [pending.tensor for pending, _ in started])
+                    self.ledger.watch(self.backend.probe(together), [pending.tensor for pending, _ in started])
             with failing_ends(what, self.is_aborted):
                 pass
 
@@ -282,11 +282,21 @@ class Comm:
     def _start(self, pending: Pending, start: Callable[[], Work]) -> Pending:
         with self.ledger.lock, failing_ends(pending, self.is_aborted):
             if not self.aborted:
-                with self.ledger.asking():
+                with self._asking():
                     pending.begun(work := start())
                 if self._batch is not None:
                     self._batch.append((pending, work))
                     pending._work = _NOT_STARTED
                 elif self.backend.ordered:
-                    self.ledger.watch(work, [pending.tensor])
+                    self.ledger.watch(self.backend.probe(work), [pending.tensor])
         return pending
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """A block in which the library is asked to begin something; under the lock, so that no abort has come yet."""
+        with self.ledger.asking():
+            try:
+                yield
+            except BaseException:
+                self.backend.unwind()
+                raise

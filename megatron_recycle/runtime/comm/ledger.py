@@ -10,17 +10,12 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Protocol
 
 import torch
 
 from megatron_recycle.runtime.comm.waits import Left
-
-
-class _Work(Protocol):
-    def is_completed(self) -> bool: ...
 
 
 class Ledger:
@@ -40,7 +35,7 @@ class Ledger:
         self._sums = 0
         self._sent, self._received = Counter[int](), Counter[int]()
         self._open = 0
-        self._works = deque[tuple[_Work, Sequence[torch.Tensor]]]()
+        self._watched = deque[tuple[Callable[[], bool], Sequence[torch.Tensor]]]()
 
     def asking(self) -> _Asking:
         """A block in which the library is asked for something: if that fails, the communicator is of no use."""
@@ -59,13 +54,13 @@ class Ledger:
         with self.lock:
             self._open -= 1
 
-    def watch(self, work: _Work, tensors: Sequence[torch.Tensor]) -> None:
-        """``work`` on ``tensors`` has been begun, after all before it; under the lock. They are held until it is over:
-        NCCL may still write to them when everybody else has let go of them after a failure, and the next generation
-        would get their memory."""
-        while self._works and self._works[0][0].is_completed():
-            self._works.popleft()
-        self._works.append((work, tensors))
+    def watch(self, over: Callable[[], bool], tensors: Sequence[torch.Tensor]) -> None:
+        """An operation on ``tensors`` has been begun, after all before it; under the lock. They are held until it is
+        ``over()`` (`Backend.probe`): NCCL may still write to them when everybody else has let go of them after a
+        failure, and the next generation would get their memory."""
+        while self._watched and self._watched[0][0]():
+            self._watched.popleft()
+        self._watched.append((over, tensors))
 
     @property
     def busy(self) -> bool:
@@ -78,7 +73,7 @@ class Ledger:
     @property
     def idle(self) -> bool:
         """Whether all that was to be watched is over, and nobody is beginning anything."""
-        return not self.busy and all(work.is_completed() for work, _ in [*self._works])
+        return not self.busy and all(over() for over, _ in [*self._watched])
 
     def begun(self, size: int, rests: bool) -> str | None:
         """What has been begun among ``size`` members, for `agree`; None: it cannot go on. ``rests``: it is known that
