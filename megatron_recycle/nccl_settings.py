@@ -15,6 +15,7 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": ("0", "one worker's timeout makes all others dump and end"),
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": ("1", "an abort waits a minute for a dump"),
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0", "an error that an abort causes ends the process"),
+    "TORCH_NCCL_BLOCKING_WAIT": ("0", "a receive that is posted ahead keeps its thread until it is over"),
     "TORCH_NCCL_PROPAGATE_ERROR": ("0", "one worker's error is made everybody's through the store"),
     "NCCL_RUNTIME_CONNECT": ("0", "a first reduction connects its members while nothing can free who waits"),
     "NCCL_NVLS_ENABLE": ("0", "an abort can hang in NVLink SHARP"),
