@@ -14,8 +14,10 @@ suggest (`guesses`) and learn later whether that was right; see :mod:`megatron_r
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -81,6 +83,37 @@ class Held:
         return cls(iteration, gradient, tuple(squares), loss, weight, {}, numbers[norms + 3:].view(total, -1), zeros)
 
 
+@dataclass(frozen=True)
+class _Sum:
+    """The sum that a commit is, of ``numbers`` (`_contribution`), which are this worker's before and all workers'
+    afterwards."""
+
+    iteration: int
+    grid: Grid
+    groups: Groups
+    offer: int
+    plan: int
+    numbers: torch.Tensor
+
+    def add_up(self) -> None:
+        add_up(self.numbers, self.groups.control, COMMITS[self.iteration])
+
+    def verdict(self) -> tuple[Verdict, bool]:
+        """As `Commit.verdict`, once it is there."""
+        total, members = self.grid.total, self.groups.control.size
+        alone = len(self.numbers) - _ALONE - 2 * total
+        norms = alone - self.grid.stages * self.groups.parts
+        numbers = self.numbers.tolist()
+        _compare(self.iteration, self.grid, numbers[-2 * total:-total], numbers[-total:])
+        loss, weight, offers, squares, zeros, plans, plan_squares = numbers[alone:alone + _ALONE]
+        if not _all_have(self.plan, plans, plan_squares, members):
+            raise VerificationError(f"iteration {self.iteration}: workers followed different plans, so micro-batches "
+                                    "may have been mixed up; it is not committed. This is a bug of megatron-recycle: "
+                                    "restart from the last checkpoint with planner_budget 0, and report it")
+        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:norms]), tuple(numbers[norms:alone]), zeros)
+        return verdict, self.offer > 0 and _all_have(self.offer, offers, squares, members)
+
+
 class Commit:
     """A commit; once it runs, `done` is set when its verdict is known, or will never be.
 
@@ -91,31 +124,34 @@ class Commit:
             promise to adopt it: numbers whose mean is this worker's, and whose squares' mean is its square, are
             all the same.
         plan: a number of the plan that was followed, below 2**20: workers that followed another one find out.
+        coefficient: that a verdict asks for, by what the script has set for this iteration.
+        heard: called with this object, in the thread that runs it, when the verdict is known, and before it is done.
         halt: where the next iteration stops if the guess was wrong; None: there is none under way.
         last: the stage that computes the loss; None: the last one.
-        heard: called with this object, in the thread that runs it, when the verdict is known, and before it is done.
+
+    Attributes:
+        right: the coefficient that the verdict asks for, once that is `known`. The script may set other limits from
+            then on, for the next iteration: so this is computed before, once.
     """
 
-    def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int,
-                 plan: int, heard: Callable[[Commit], None] = lambda _: None, halt: Halt | None = None,
-                 last: int | None = None) -> None:
-        self.iteration = held.iteration
-        self.offer = offer
-        self.plan = plan
+    def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int, plan: int,
+                 coefficient: Callable[[Verdict], float], heard: Callable[[Commit], None] = lambda _: None,
+                 halt: Halt | None = None, last: int | None = None) -> None:
         self.done = threading.Event()
-        self._grid = grid
-        self._groups = groups
         self.halt = halt
-        self._heard = heard
+        self.right = math.nan
+        self._coefficient, self._heard = coefficient, heard
         self._errors: Sequence[BaseException] | None = None
         """None until the numbers have been added up, or never will be."""
-        self._vector = _contribution(held, grid, groups, guess, offer, plan,
-                                     grid.stages - 1 if last is None else last)
+        self._sum = _Sum(held.iteration, grid, groups, offer, plan, _contribution(
+            held, grid, groups, guess, offer, plan, grid.stages - 1 if last is None else last))
 
     def run(self) -> None:
         """Take part; returns when it is done, whichever way."""
         try:
-            add_up(self._vector, self._groups.control, COMMITS[self.iteration])
+            self._sum.add_up()
+            with suppress(DataError, VerificationError):  # there is none then, and whoever asks for it hears why
+                self.right = self._coefficient(self._sum.verdict()[0])
             self._errors = ()
             self._heard(self)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits, which would wait for ever)
@@ -127,6 +163,11 @@ class Commit:
         """Whether the verdict is there."""
         return self._errors == ()
 
+    @property
+    def refuted(self) -> bool:
+        """Whether some stage has guessed wrong. Raises as `verdict`."""
+        return self.verdict()[0].refutes(self.right)
+
     def verdict(self) -> tuple[Verdict, bool]:
         """The verdict, and whether every worker has the offer; call when it is `known`, or `done`.
 
@@ -137,18 +178,7 @@ class Commit:
         """
         for error in self._errors or ():
             raise error
-        total, members = self._grid.total, self._groups.control.size
-        alone = len(self._vector) - _ALONE - 2 * total
-        norms = alone - self._grid.stages * self._groups.parts
-        numbers = self._vector.tolist()
-        _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
-        loss, weight, offers, squares, zeros, plans, plan_squares = numbers[alone:alone + _ALONE]
-        if not _all_have(self.plan, plans, plan_squares, members):
-            raise VerificationError(f"iteration {self.iteration}: workers followed different plans, so micro-batches "
-                                    "may have been mixed up; it is not committed. This is a bug of megatron-recycle: "
-                                    "restart from the last checkpoint with planner_budget 0, and report it")
-        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:norms]), tuple(numbers[norms:alone]), zeros)
-        return verdict, self.offer > 0 and _all_have(self.offer, offers, squares, members)
+        return self._sum.verdict()
 
 
 class Committer:

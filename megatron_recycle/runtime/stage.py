@@ -120,7 +120,9 @@ class Stage(Protocol):
         where workers have several; each shard's in turn, where there are shards) and the global batch's
         ``Verdict.weight``; 1 changes nothing.
 
-        A pure function. A stage that does not know the others' norms yet puts zeros for them."""
+        A function of these and of what `look` has found last, and called from any thread: what the script sets
+        meanwhile counts for the next iteration. A stage that does not know the others' norms yet puts zeros for
+        them."""
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         """One optimizer update with the reduced ``gradients``, one per parameter (with shards one, flat, for each that

@@ -72,6 +72,8 @@ class Stepper:
         reports: of the last committed one.
         read: the data that this worker has read of it, as `Held.digests`.
         pending: the commit under way; None: there is none.
+        refuted: whether some stage has guessed wrong in the last committed iteration: all that was computed before the
+            right step is void.
     """
 
     def __init__(self, site: Site, standing: Standing) -> None:
@@ -80,11 +82,11 @@ class Stepper:
         self.reports: torch.Tensor | None = None
         self.read: Mapping[tuple[int, int, bool], int] = {}
         self.pending: Commit | None = None
+        self.refuted = False
         self.undo = Undo(site.stage)
         self._site = site
         self._profiling = Profiling()
         self._committer = Committer()
-        self._asked: tuple[Verdict, float] | None = None
 
     # ---- an iteration
 
@@ -118,7 +120,8 @@ class Stepper:
 
     def _begin_commit(self, held: Held, groups: Groups, guess: float, halt: Halt | None, offer: int, plan: int) -> None:
         self.pending = Commit(held, self._site.grids.of(held.iteration), groups, guess=guess, offer=offer, plan=plan,
-                              heard=self._heard, halt=halt, last=self._site.place.loss_stage)
+                              coefficient=self._coefficient, heard=self._heard, halt=halt,
+                              last=self._site.place.loss_stage)
         self._committer.start(self.pending)
 
     def wait(self) -> None:
@@ -158,8 +161,8 @@ class Stepper:
             return
         (verdict, adopt), early = commit.verdict(), self.standing.early
         self.pending = None
-        self.settle(verdict, adopt)
-        if early and verdict.refutes(self._right(verdict)):
+        self.settle(verdict, commit.right, adopt)
+        if early and self.refuted:
             raise WrongGuess(verdict.iteration, commit.halt is not None and commit.halt.drains)
         if not early:
             self.gather()
@@ -176,9 +179,10 @@ class Stepper:
                 site.trainable.gathered = self.standing.stepped
                 count(generation.groups.stage_control, True)
 
-    def settle(self, verdict: Verdict, adopt: bool = False) -> None:
-        """Make the update of ``verdict.iteration`` what the verdict asks for, and final."""
-        right, before = self._right(verdict), self.standing.mode
+    def settle(self, verdict: Verdict, right: float, adopt: bool = False) -> None:
+        """Make the update of ``verdict.iteration`` what the verdict asks for, a step with the coefficient ``right``,
+        and final."""
+        before = self.standing.mode
         todo = self.standing.settlement(verdict.iteration, right)
         if todo.undo:
             self._undo()
@@ -186,9 +190,9 @@ class Stepper:
             self._step(right)
         assert self.held is not None
         self.reports, self.read = self.held.reports, self.held.digests
-        self.held = None
+        self.held, self.refuted = None, verdict.refutes(right)
         if self.standing.commit(verdict, right) and self._site.place.name in _FIRST:
-            _announce(verdict, before.seen(verdict.refutes(right)), self.standing.mode)
+            _announce(verdict, before.seen(self.refuted), self.standing.mode)
         self._committed(verdict, adopt)
 
     def _committed(self, verdict: Verdict, adopt: bool) -> None:
@@ -231,12 +235,8 @@ class Stepper:
         known[slot * len(own):(slot + 1) * len(own)] = own
         return self._site.stage.coefficient(known, self.held.weight)
 
-    def _right(self, verdict: Verdict) -> float:
-        # Asked several times an iteration, for the same verdict, and by the thread that waits for it too.
-        known = self._asked
-        if known is None or known[0] != verdict:
-            known = self._asked = verdict, self._site.stage.coefficient(verdict.norm_squares, verdict.weight)
-        return known[1]
+    def _coefficient(self, verdict: Verdict) -> float:
+        return self._site.stage.coefficient(verdict.norm_squares, verdict.weight)
 
     def _save(self) -> None:
         """Copy what the step of the held iteration is about to change."""
@@ -291,17 +291,16 @@ class Stepper:
         if commit.halt is None:
             return
         try:
-            verdict = commit.verdict()[0]
+            refuted = commit.refuted
         except RecycleError:
             commit.halt.break_off()  # it will meet the same error, but has to wake up for it
             return
-        if verdict.refutes(self._right(verdict)):
+        if refuted:
             commit.halt.agree()
 
     def _is_wrong(self, commit: Commit) -> bool:
         try:
-            verdict = commit.verdict()[0]
-            return verdict.refutes(self._right(verdict))
+            return commit.refuted
         except RecycleError:
             return True
 
@@ -322,16 +321,9 @@ class Stepper:
         """The generation is over: take in a verdict that has arrived, and forget the commit that has not."""
         commit = self._give_up()
         if commit is not None and commit.known:
-            self.settle(commit.verdict()[0])
+            self.settle(commit.verdict()[0], commit.right)
             if self.refuted:
                 self._site.current.let_go([*self._site.current.kept])
-
-    @property
-    def refuted(self) -> bool:
-        """Whether some stage has guessed wrong in the last committed iteration: all that was computed before the right
-        step is void."""
-        verdict = self.standing.verdict
-        return verdict is not None and verdict.refutes(self._right(verdict))
 
     def reconcile(self, todo: Reconciliation, target: int, groups: Groups, cuts: Cuts | None = None) -> None:
         """Bring this worker to the end of ``target``, committed.
@@ -342,20 +334,20 @@ class Stepper:
         self._copy(todo, target, groups)
         self._copy_slices(todo, target, groups, cuts)
         if todo.verdict is not None:
-            self.settle(todo.verdict)
+            self.settle(todo.verdict, self._coefficient(todo.verdict))
         elif todo.anew:
             assert self.held is not None
             commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0,
-                            last=self._site.place.loss_stage)
+                            coefficient=self._coefficient, last=self._site.place.loss_stage)
             self._committer.start(commit)
             commit.done.wait()
-            self.settle(commit.verdict()[0])
+            self.settle(commit.verdict()[0], commit.right)
 
     def reconcile_alone(self, todo: Reconciliation) -> None:
         """The same where nobody else has anything to do with it: the verdict is known."""
         self._undo_and_drop(todo)
         if todo.verdict is not None:
-            self.settle(todo.verdict)
+            self.settle(todo.verdict, self._coefficient(todo.verdict))
 
     def _undo_and_drop(self, todo: Reconciliation) -> None:
         if todo.undo:
@@ -379,6 +371,7 @@ class Stepper:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""
         self._site.stage.load_state(tensors, facts["counters"])
         self.held, self.pending, self.reports, self.read = None, None, facts["reports"], facts["read"]
+        self.refuted = False
         self._site.asked.iterations.take(facts["history"])
         mode = self.standing.mode.like(StepMode.from_json(facts["pace"]))
         self.standing.enter(Verdict.from_json(facts["verdict"]), mode)

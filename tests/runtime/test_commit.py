@@ -34,7 +34,7 @@ def held(iteration: int) -> Held:
 
 
 def commits(me: Worker, groups: Groups) -> Commit:
-    commit = Commit(held(3), GRID, groups, guess=1.0, offer=0, plan=5)
+    commit = Commit(held(3), GRID, groups, guess=1.0, offer=0, plan=5, coefficient=lambda verdict: 1.0)
     commit.run()
     return commit
 
@@ -53,13 +53,33 @@ def test_a_commit_that_ends_in_an_unexpected_way_is_not_waited_for_for_ever():
     """Here by the death of its process, whose training thread has to end as well."""
     fabric = Fabric()
     one, _ = connected(fabric, GRID, [Worker(0, 0), Worker(0, 1)]).values()
-    commit, committer = Commit(held(3), GRID, one, guess=1.0, offer=0, plan=5), Committer()
+    commit, committer = Commit(held(3), GRID, one, guess=1.0, offer=0, plan=5, coefficient=pytest.fail), Committer()
     committer.start(commit)
     fabric.die(one.control.group.process)
     assert commit.done.wait(60) and not commit.known
     with pytest.raises(Killed):
         commit.verdict()
     committer.close()
+
+
+def test_once_a_verdict_is_known_it_does_not_matter_what_the_script_sets():
+    """The thread that trains may see that it is known, and let the script's new limit on the norm in, before the thread
+    of the commit has done anything with it: on one worker alone the guess would have been wrong."""
+    fabric, limits, seen = Fabric(), {"now": 1.0}, []
+    alone, = connected(fabric, Grid(1, (1,)), [Worker(0, 0)]).values()
+
+    def coefficient(verdict: Verdict) -> float:
+        assert not commit.known, "the script may have gone on"
+        return limits["now"]
+
+    def heard(commit: Commit) -> None:
+        limits["now"] = 0.5
+        seen.append((commit.known, commit.right, commit.refuted))
+
+    one = Held(3, torch.ones(3), (2.5,), 0.75, 6.0, {}, torch.zeros(1, 0, dtype=torch.float64))
+    commit = Commit(one, Grid(1, (1,)), alone, guess=1.0, offer=0, plan=5, coefficient=coefficient, heard=heard)
+    commit.run()
+    assert seen == [(True, 1.0, False)] and not commit.refuted
 
 
 def test_a_verdict_survives_the_wire_bit_for_bit():

@@ -109,6 +109,7 @@ class MegatronStage:
         for model in models:
             model.param_to_bucket_group.clear()
         self._single, = single_optimizers(optimizer)
+        self._limit = float(self._single.config.clip_grad)
         self.distributed = Distributed(self._single) if isinstance(self._single, DistributedOptimizer) else None
         """The optimizer, if its state is cut into shards."""
         self.shards: ShardedOptimizer | None = None if self.distributed is None else self.distributed.shards
@@ -125,6 +126,7 @@ class MegatronStage:
         """Parameters stay those that Megatron has made places for gradients for, frozen meanwhile or not: so does its
         optimizer. It keeps the gradients of the last step no longer."""
         self._main_grads.forget()
+        self._limit = float(self._single.config.clip_grad)
         if self.shards is None:
             for parameter in self._single.get_parameters():
                 parameter.grad = None
@@ -219,7 +221,7 @@ class MegatronStage:
         step is left out."""
         if self.scaling.any_overflow(norm_squares):
             return math.nan
-        limit = self._single.config.clip_grad
+        limit = self._limit
         norm: Any = self.norm(norm_squares)
         clip = float(limit / ((torch.tensor(norm) if CLIPS_BY_TENSORS else norm) + 1.0e-6)) if limit > 0 else 1.0
         return clip if clip < 1.0 else 1.0
@@ -261,14 +263,14 @@ class MegatronStage:
     @property
     def references(self) -> dict[str, Any]:
         """Rates are noted when an iteration begins (`megatron_rates`)."""
-        return {"micro-batches": self.microbatches}
+        return {"micro-batches": self.microbatches, "clip_grad": self._single.config.clip_grad}
 
     def refer(self, references: Mapping[str, Any]) -> None:
-        self.microbatches = references["micro-batches"]
+        self.microbatches, self._single.config.clip_grad = references["micro-batches"], references["clip_grad"]
 
     @property
     def may_guess_wrong(self) -> bool:
-        return self._single.config.clip_grad > 0 or self.scaling.scales
+        return self._limit > 0 or self.scaling.scales
 
     def counters(self) -> Any:
         return {"optimizer": self._state.counters(), "steps": self.rates.steps, "keys": copy.deepcopy(self._keys),
