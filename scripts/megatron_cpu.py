@@ -17,6 +17,7 @@ import runpy
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from importlib.machinery import PathFinder
 from importlib.metadata import distribution
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import SimpleNamespace
@@ -195,9 +196,11 @@ def _borrow_helpers() -> None:
     name = "megatron.core.datasets.helpers_cpp"
     if find_spec(name) is not None:
         return
-    package = distribution("megatron-core")
-    path = next(str(package.locate_file(file)) for file in package.files or () if "helpers_cpp" in file.name)
-    spec = spec_from_file_location(name, path)
+    parent, _, helpers = name.rpartition(".")
+    folder = distribution("megatron-core").locate_file(parent.replace(".", "/"))
+    spec = PathFinder.find_spec(helpers, [str(folder)])
+    assert spec is not None and spec.origin is not None
+    spec = spec_from_file_location(name, spec.origin)
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])

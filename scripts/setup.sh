@@ -29,7 +29,9 @@ done
 if [ ${#wanted_versions[@]} -gt 0 ]; then
     VENV= PYTHON= "$0" # what it may borrow
     VENV=${VENV:-$name}
-    if [ -z "${PYTHON:-}" ]; then
+    if [ "${BORROW:-}" = yes ]; then
+        PYTHON=.venv/bin/python # no other can load what is compiled for it
+    elif [ -z "${PYTHON:-}" ]; then
         for PYTHON in ${core:+python3.12 python3.13 "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.12*/bin/python} .venv/bin/python; do
             "$PYTHON" -c 'import ensurepip' 2>/dev/null && break
         done

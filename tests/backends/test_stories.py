@@ -60,7 +60,7 @@ def test_another_core_trains_through_a_failure_in_an_environment_of_its_own(vers
         pytest.skip("there is no .venv to borrow from: scripts/setup.sh")
     found = tmp_path / "found.json"
     environment = {**os.environ, "PROCESSES": "0", "VENV": f".venv-core-{version}-borrowing", "PYTEST_ADDOPTS": "",
-                   "PYTHON": str(ROOT / ".venv" / "bin" / "python"), "BORROW": "yes"}
+                   "BORROW": "yes"}
     subprocess.run(["scripts/test.sh", "--core", version, "--stories", str(found), "-k", "killed_in_mid_iteration"],
                    cwd=ROOT, env=environment, check=True, timeout=1700)
     (run,) = json.loads(found.read_text())["runs"]

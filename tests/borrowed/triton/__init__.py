@@ -14,6 +14,9 @@ from typing import Any
 class Anything:
     """What any name of triton's gives: as a decorator it leaves a function as it is."""
 
+    def __init__(self, *given: Any, **keywords: Any) -> None:
+        pass
+
     def __call__(self, *given: Any, **keywords: Any) -> Any:
         return given[0] if len(given) == 1 and not keywords and callable(given[0]) else Anything()
 
@@ -27,12 +30,12 @@ class Anything:
 
 
 class Module(ModuleType):
-    """One of triton's."""
+    """One of triton's: names like classes' are classes, which torch compares types with."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Anything()
+        return type(name, (Anything,), {}) if name[0].isupper() and not name.isupper() else Anything()
 
 
 class Modules(importlib.abc.MetaPathFinder, importlib.abc.Loader):

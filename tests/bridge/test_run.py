@@ -1,0 +1,58 @@
+"""A script of Megatron-Bridge's users under `recycle run`, unchanged: killed, and back again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.backends import test_megatron_lm as lm
+from tests.bridge.test_bridge import pytestmark as _needs
+from tests.te import stand_in
+from tests.te.versions import newest
+
+pytestmark = [*_needs, newest, pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def started_as_users_do(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lm`'s launchers start this script in the place of Megatron-LM's."""
+    def start(launcher: Any, folder: Path, arguments: Any, through: Any = ()) -> subprocess.Popen[str]:
+        options = json.dumps({"stages": 2, "bf16": False, "folder": str(folder), **json.loads(arguments[0])})
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", *launcher, str(stand_in.__file__), str(engine),
+             str(ROOT / "tests" / "bridge" / "script.py"), options],
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    monkeypatch.setattr(lm, "start", start)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def losses(printed: str) -> dict[str, tuple[float, float]]:
+    """Iteration -> (loss, gradient norm)."""
+    return {match[1]: (float(match[2]), float(match[3])) for match in re.finditer(
+        r" iteration +(\d+)/.* lm loss: (\S+) \|.* grad norm: (\S+) \|", printed)}
+
+
+def test_a_kill_leaves_the_numbers_of_torchrun(engine, tmp_path):
+    options = json.dumps({"iterations": 6})
+    expected = losses(lm.stock(tmp_path, options))
+    assert len(expected) == 6
+    printed = lm.recycled(tmp_path / "run", tmp_path, options, kill=("1:1", 2))
+    found = losses(printed)
+    assert {*expected} - {*found} <= {"3"}  # the line that the victim was about to write
+    for key in found:
+        assert found[key] == pytest.approx(expected[key], rel=1e-4), key
+    assert "| live: 3/4 | rerouted: 4 |" in printed
+
+
+def test_a_killed_worker_is_started_again_and_comes_back(engine, tmp_path):
+    printed = lm.come_back(tmp_path / "run", tmp_path, "1:1", 2, json.dumps({"iterations": 100_000}), processes=4,
+                           forever=())
+    assert "| live: 3/4 |" in printed and "| live: 4/4 |" in printed
