@@ -18,7 +18,6 @@ from typing import Any
 
 from packaging.version import Version
 
-FOLDER = Path("tests") / "backends"
 RESULTS = Path(__file__).resolve().parents[2] / "docs" / "versions.json"
 
 OF_MEGATRON: Mapping[str, str] = {
@@ -47,8 +46,21 @@ OF_MEGATRON: Mapping[str, str] = {
     "`pretrain_gpt.py`: comes back":
         "test_megatron_lm.py::test_a_worker_comes_back_to_where_the_job_is_and_not_to_its_newest_checkpoint"
         "[torch_dist-more1]",
+    "Transformer Engine: killed": "te/test_recovery.py::test_a_worker_killed_in_mid_iteration_leaves_the_same_bits",
+    "Transformer Engine: tensor parallel, a part killed":
+        "te/test_recovery.py::test_one_process_of_a_tensor_parallel_worker_killed_leaves_the_same_bits",
+    "Transformer Engine: comes back":
+        "te/test_recovery.py::test_a_killed_worker_comes_back_and_all_end_with_the_same_bits",
+    "Transformer Engine: precision-aware optimizer": "te/test_recovery.py::test_a_precision_aware_optimizer_makes_the_"
+                                                     "parameters_and_moments_of_core_s_own_schedule",
+    "Megatron-Bridge: killed, comes back, checkpoints of stock": "bridge/test_bridge.py::test_a_worker_is_killed_and_"
+                                                                 "comes_back_with_the_numbers_and_checkpoints_of_stock",
+    "Megatron-Bridge, `recycle run`: killed": "bridge/test_run.py::test_a_kill_leaves_the_numbers_of_torchrun",
+    "Megatron-Bridge, `recycle run`: comes back":
+        "bridge/test_run.py::test_a_killed_worker_is_started_again_and_comes_back",
 }
-"""Each with the test that tells it; one without [parameters] with all of them."""
+"""Each with the test that tells it, of tests/backends or of the folder that is named; one without [parameters] with all
+of them."""
 
 OF_DEEPSPEED: Mapping[str, str] = {
     "bits of the stock engine": "test_deepspeed_recovery.py::test_without_failures_losses_and_parameters_have_the_"
@@ -71,6 +83,11 @@ STORIES: Mapping[str, Mapping[str, str]] = {"megatron": OF_MEGATRON, "deepspeed"
 """By framework."""
 PACKAGES = ("torch", "megatron-core", "deepspeed")
 """Whose versions a run is of."""
+
+
+def path_of(test: str) -> str:
+    """The name of a story's test for pytest."""
+    return f"tests/{test}" if "/" in test.partition("::")[0] else f"tests/backends/{test}"
 
 
 def of(framework: str, story: str) -> str:
@@ -111,9 +128,9 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Called for each phase of each test."""
-        test = report.nodeid.rpartition("/")[2]
+        test = report.nodeid
         for framework, stories in STORIES.items():
-            for story, name in stories.items():
+            for story, name in zip(stories, map(path_of, stories.values())):
                 if (test == name or test.startswith(f"{name}[")) and (report.failed or report.when == "call"):
                     key = of(framework, story)
                     self._passed[key] = self._passed.get(key, True) and report.passed
@@ -166,7 +183,7 @@ def main(arguments: list[str]) -> None:
             print(f"{table(framework, found['runs'])}\n")
         return
     for framework in arguments or STORIES:
-        print("\n".join(str(FOLDER / name) for name in STORIES[framework].values()))
+        print("\n".join(map(path_of, STORIES[framework].values())))
 
 
 if __name__ == "__main__":

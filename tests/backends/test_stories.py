@@ -14,7 +14,7 @@ import pytest
 from megatron_recycle.backends.deepspeed import private as deepspeed
 from megatron_recycle.backends.deepspeed.version import is_supported
 from megatron_recycle.backends.megatron.private import TESTED
-from tests.backends.stories import FOLDER, OF_MEGATRON, RESULTS, STORIES, Recorder, of, passed_with, table, versions
+from tests.backends.stories import OF_MEGATRON, RESULTS, STORIES, Recorder, of, passed_with, path_of, table, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 NEWEST = max(TESTED)
@@ -22,8 +22,8 @@ NEWEST = max(TESTED)
 
 @pytest.mark.parametrize("name", [name for stories in STORIES.values() for name in stories.values()])
 def test_each_story_has_a_test(name):
-    file, _, function = name.partition("::")
-    assert f"def {function.partition('[')[0]}(" in (ROOT / FOLDER / file).read_text()
+    file, _, function = path_of(name).partition("::")
+    assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text()
 
 
 def test_the_tables_are_what_the_tests_have_seen_on_one_commit():
@@ -61,8 +61,8 @@ def test_another_core_trains_through_a_failure_in_an_environment_of_its_own(vers
     found = tmp_path / "found.json"
     environment = {**os.environ, "PROCESSES": "0", "VENV": f".venv-core-{version}-borrowing", "PYTEST_ADDOPTS": "",
                    "BORROW": "yes"}
-    subprocess.run(["scripts/test.sh", "--core", version, "--stories", str(found), "-k", "killed_in_mid_iteration"],
-                   cwd=ROOT, env=environment, check=True, timeout=1700)
+    subprocess.run(["scripts/test.sh", "--core", version, "--stories", str(found), "-k",
+                    "megatron_recovery and killed"], cwd=ROOT, env=environment, check=True, timeout=1700)
     (run,) = json.loads(found.read_text())["runs"]
     assert (run["megatron-core"], run["stories"]) == (version, {"megatron: killed": "passed"})
 
@@ -73,9 +73,9 @@ def test_a_story_has_failed_if_one_of_its_tests_has_and_results_of_another_commi
     recorder = Recorder(path, "now")
     for number, (when, outcome) in enumerate([("call", "passed"), ("setup", "failed"), ("call", "passed")]):
         recorder.pytest_runtest_logreport(SimpleNamespace(
-            nodeid=f"{FOLDER}/{name}[{number}]", when=when, passed=outcome == "passed", failed=outcome == "failed"))
+            nodeid=f"{path_of(name)}[{number}]", when=when, passed=outcome == "passed", failed=outcome == "failed"))
     recorder.pytest_runtest_logreport(SimpleNamespace(
-        nodeid=f"{FOLDER}/{OF_MEGATRON['killed']}", when="call", passed=True, failed=False))
+        nodeid=path_of(OF_MEGATRON["killed"]), when="call", passed=True, failed=False))
     recorder.pytest_sessionfinish()
     found = json.loads(path.read_text())
     assert found == {"commit": "now", "runs": [
@@ -85,6 +85,6 @@ def test_a_story_has_failed_if_one_of_its_tests_has_and_results_of_another_commi
     assert passed_with("torch", found["runs"]) == []
     later = Recorder(path, "now")
     later.pytest_runtest_logreport(SimpleNamespace(
-        nodeid=f"{FOLDER}/{OF_MEGATRON['comes back']}", when="call", passed=True, failed=False))
+        nodeid=path_of(OF_MEGATRON["comes back"]), when="call", passed=True, failed=False))
     later.pytest_sessionfinish()
     assert len(json.loads(path.read_text())["runs"][0]["stories"]) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import Any
 import pytest
 
 from tests.backends import test_megatron_lm as lm
+from tests.backends.test_megatron_lm import comes_back, losses
 from tests.bridge.test_bridge import pytestmark as _needs
 from tests.te import stand_in
 from tests.te.versions import newest
 
+__all__ = ["comes_back"]  # a fixture
 pytestmark = [*_needs, newest, pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,12 +35,6 @@ def started_as_users_do(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def losses(printed: str) -> dict[str, tuple[float, float]]:
-    """Iteration -> (loss, gradient norm)."""
-    return {match[1]: (float(match[2]), float(match[3])) for match in re.finditer(
-        r" iteration +(\d+)/.* lm loss: (\S+) \|.* grad norm: (\S+) \|", printed)}
-
-
 def test_a_kill_leaves_the_numbers_of_torchrun(engine, tmp_path):
     options = json.dumps({"iterations": 6})
     expected = losses(lm.stock(tmp_path, options))
@@ -52,7 +47,7 @@ def test_a_kill_leaves_the_numbers_of_torchrun(engine, tmp_path):
     assert "| live: 3/4 | rerouted: 4 |" in printed
 
 
-def test_a_killed_worker_is_started_again_and_comes_back(engine, tmp_path):
+def test_a_killed_worker_is_started_again_and_comes_back(engine, tmp_path, comes_back):
     printed = lm.come_back(tmp_path / "run", tmp_path, "1:1", 2, json.dumps({"iterations": 100_000}), processes=4,
                            forever=())
     assert "| live: 3/4 |" in printed and "| live: 4/4 |" in printed
