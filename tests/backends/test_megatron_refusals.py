@@ -444,6 +444,21 @@ def cyclic_iter(iter: Any) -> Iterator[Any]:
         yield from iter
 
 
+def test_nemos_own_loop_is_refused_and_a_script_that_uses_its_tokenizers_is_not(monkeypatch):
+    from megatron_recycle.backends.megatron.schedule import RecycleSchedule
+    from megatron_recycle.errors import UnsupportedError
+
+    monkeypatch.setattr(RecycleSchedule, "_start", lambda *given: (_ for _ in ()).throw(InterruptedError))
+    monkeypatch.setitem(sys.modules, "nemo.lightning", ModuleType("nemo.lightning"))
+    call = RecycleSchedule(RecycleConfig(), Options())
+    given = {"forward_step_func": None, "data_iterator": None, "model": None, "num_microbatches": 2}
+    loop = {"__name__": "nemo.lightning.megatron_parallel", "call": lambda: call(**given)}
+    with pytest.raises(UnsupportedError, match="NeMo 2's own loop .* was never run .* Megatron-Bridge"):
+        exec("call()", loop)
+    with pytest.raises(InterruptedError):
+        call(**given)
+
+
 def test_a_cyclic_iterator_gives_every_pipelines_samples_of_all_epochs_in_any_order():
     from megatron_recycle.backends.megatron.data import source_of
 

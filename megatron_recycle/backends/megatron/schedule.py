@@ -32,7 +32,13 @@ from megatron_recycle.backends.megatron.passed import Gaps, WithGaps
 from megatron_recycle.backends.megatron.script import unwrapped
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
-from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of, overflows_earlier
+from megatron_recycle.backends.megatron.support import (
+    check_call,
+    check_caller,
+    check_supported,
+    optimizer_of,
+    overflows_earlier,
+)
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
@@ -87,6 +93,7 @@ class RecycleSchedule:
             SystemExit: the job cannot go on; the message says why and what to do.
         """
         if not self._microbatches:
+            check_caller(sys._getframe())
             self._start(model if isinstance(model, list) else [model], self._loop.largest(num_microbatches))
         check_call(keywords)
         own_data = self._options.data is not None and not forward_only  # the iterator is not looked at

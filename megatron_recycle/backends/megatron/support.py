@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,6 +104,16 @@ def check_call(keywords: Mapping[str, Any]) -> None:
                 "failure: make them by parallel_state.initialize_model_parallel() "
                 "(ProcessGroupCollection.use_mpu_process_groups(); under Megatron-Bridge dist.use_decentralized_pg "
                 "false), or leave it out")
+
+
+def check_caller(frame: FrameType | None) -> None:
+    """Raises UnsupportedError if a loop that no test has seen is among the callers of ``frame``."""
+    while frame is not None:
+        if f"{frame.f_globals.get('__name__')}.".startswith("nemo.lightning."):
+            raise UnsupportedError("NeMo 2's own loop (nemo.lightning) was never run with this plugin: train by "
+                                   "Megatron-Bridge's pretrain() or by Megatron-LM's, or without the plugin (torchrun, "
+                                   "or RECYCLE_ENABLED=false)")
+        frame = frame.f_back
 
 
 def _communicates(communicator: Any) -> bool:

@@ -211,8 +211,9 @@ class Nccl(Backend):
             raise RuntimeError(f"NCCL has more than {_DEEPEST} groups open in one thread")
 
     def abort(self, group: Any) -> None:
+        abort = getattr(group, "abort", None)  # since torch 2.7
         try:
-            group.abort()
+            (abort or group._get_backend(torch.device("cuda")).abort)()
         except RuntimeError as error:
             get_logger().warning("megatron-recycle: NCCL did not abort a group: %s", error)
 

@@ -40,14 +40,19 @@ def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: st
     Only the members call this. ``connect_timeout`` (seconds) bounds the rendezvous, ``timeout`` every
     later operation; ``options``: the library's. Raises whatever torch raises when a member does not show up.
     """
+    named: Any = name  # newer versions of torch have a type of their own for it
     with _unbound_default_group():
         group, _ = c10d._new_process_group_helper(
             len(ranks), list(ranks).index(dist.get_rank()), list(ranks), c10d.Backend(backend), store,
-            group_name=c10d.GroupName(name), timeout=timedelta(seconds=connect_timeout),
+            group_name=named, timeout=timedelta(seconds=connect_timeout),
             backend_options=options)
     # What torch's own new_group() records after the helper returns: global rank -> rank in the group.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    group.set_timeout(timedelta(seconds=timeout))
+    limit = timedelta(seconds=timeout)
+    if hasattr(group, "set_timeout"):
+        group.set_timeout(limit)
+    else:  # before torch 2.9
+        c10d._set_pg_timeout(limit, group)
     return group
 
 
