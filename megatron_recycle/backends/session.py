@@ -37,6 +37,7 @@ from megatron_recycle.runtime.comm.handles import Groups, is_broken
 from megatron_recycle.runtime.comm.living.script_groups import ScriptGroups
 from megatron_recycle.runtime.comm.network import TorchNetwork
 from megatron_recycle.runtime.comm.standalone import is_joining
+from megatron_recycle.runtime.comm.threads import keep_some
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.compute.split import Deferring
@@ -117,6 +118,7 @@ class Session:
         self.agent: Agent = connect(place, settings, options.embed, self._abort)
         self._script = ScriptEnd(self.fail, self.finish, self._outside)
         HERE.reported_by(self.status)
+        keep_some()
         atexit.register(self.finish)
 
     @property

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_recycle.runtime.comm import threads
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors, differences
 from tests.harness import Hold, Job, Result
@@ -102,6 +105,37 @@ def test_a_worker_killed_when_the_scripts_of_others_have_destroyed_their_process
         assert {rank for rank, result in results.items() if result.status == 0} == others, job.where()
         assert all(not differences(results[rank], undisturbed[rank]) for rank in others)
         logs = [(job.folder / f"worker-{rank}.log").read_text() for rank in others]
+        assert not any("Traceback" in log for log in logs), job.where()
+
+
+def starts_no_more_threads(engine: Any) -> None:
+    """The script ends, in an interpreter that does as Python 3.12 and newer then."""
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    def leave() -> None:
+        engine.session._options.observer.on("leaves", engine.global_steps, None)
+        threading.Thread.start = refuse
+        os._exit(0)
+
+    threads.sys = SimpleNamespace(version_info=(3, 12))
+    threads.keep_some()
+    engine.settle = leave
+
+
+def test_a_worker_is_killed_in_the_last_iteration_when_the_interpreters_of_others_end_and_start_no_thread():
+    """They stand by, and make the iteration again with whoever is left."""
+    arguments = {"pipelines": 2, "stages": 2, "iterations": 2, "watch": starts_no_more_threads,
+                 "settings": {"reduction": "fast", "step": "staggered"}}
+    dies, leave = Hold("0:0", "reduce", 1), [Hold("0:1", "leaves", 2), Hold("1:1", "leaves", 2)]
+    with Job(gpt_job.train, 4, arguments, [dies, *leave]) as job:
+        job.wait_held()
+        for hold in leave:
+            job.release(hold)
+        job.kill(dies)
+        assert sorted(result.status for result in job.wait().values()) == [-9, 0, 0, 0], job.where()
+        assert [event["iteration"] for event in job.events if event["event"] == "committed"] == [0, 1]
+        logs = [(job.folder / f"worker-{rank}.log").read_text() for rank in (1, 2, 3)]
         assert not any("Traceback" in log for log in logs), job.where()
 
 

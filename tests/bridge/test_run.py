@@ -51,3 +51,16 @@ def test_a_killed_worker_is_started_again_and_comes_back(engine, tmp_path, comes
     printed = lm.come_back(tmp_path / "run", tmp_path, "1:1", 2, json.dumps({"iterations": 100_000}), processes=4,
                            forever=())
     assert "| live: 3/4 |" in printed and "| live: 4/4 |" in printed
+
+
+def test_it_ends_where_the_recipe_says_with_a_checkpoint_and_a_worker_missing(engine, tmp_path):
+    """`exit_interval`: as with torchrun all end well there, whoever is left."""
+    options = {"iterations": 1000, "train__exit_interval": 5}
+    lm.stock(tmp_path, json.dumps({**options, "checkpoint__save": str(tmp_path / "stock")}))
+    saves = {**options, "checkpoint__save": str(tmp_path / "ours")}
+    printed = lm.recycled(tmp_path / "run", tmp_path, json.dumps(saves), kill=("1:1", 2))
+    assert "| live: 3/4 |" in printed and "exiting program at iteration 5" in printed
+    told = {key for key in losses(printed) if key.isdigit()}
+    assert told | {"3"} == {*"12345"}
+    for folder in ("stock", "ours"):
+        assert (tmp_path / folder / "latest_checkpointed_iteration.txt").read_text() == "5"

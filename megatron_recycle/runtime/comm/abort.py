@@ -14,7 +14,7 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.backend import backend_of
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import FRAMEWORK
-from megatron_recycle.runtime.comm.threads import Threads
+from megatron_recycle.runtime.comm.threads import Task, Threads
 
 _LONGEST_ABORT = 10.0
 """Seconds that a library which may hang in an abort gets for it."""
@@ -40,7 +40,7 @@ def end_process(text: str) -> None:
     os._exit(_STATUS)
 
 
-def abort(comms: Sequence[Comm], threads: Threads) -> list[threading.Thread]:
+def abort(comms: Sequence[Comm], threads: Threads) -> list[Task]:
     """Free whoever waits in ``comms``, from any thread; no result of theirs counts from the moment this is called.
 
     Libraries that are quick about it come first and are done on return. Each communicator of the others gets a thread
@@ -54,7 +54,7 @@ def abort(comms: Sequence[Comm], threads: Threads) -> list[threading.Thread]:
     return [threads.start("recycle-abort", comm.abort, _LONGEST_ABORT) for comm in comms if not comm.backend.quick]
 
 
-def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading.Thread] = ()) -> None:
+def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[Task] = ()) -> None:
     """Tear ``comms`` down in a thread of ``threads``, once ``aborting`` have ended: it takes gloo up to a second, and
     nobody needs it done."""
     def destroy() -> None:
@@ -68,7 +68,7 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading
     threads.start("recycle-retire", destroy, _LONGEST_RETIRE)
 
 
-def ended(aborting: Sequence[threading.Thread]) -> bool:
+def ended(aborting: Sequence[Task]) -> bool:
     """Whether these have ended within the time that an abort may take, counted from now."""
     limit = time.monotonic() + _LONGEST_ABORT
     for thread in aborting:
@@ -95,7 +95,7 @@ class Ending:
         self._stuck = stuck
         self._settled = threading.Event()
         self._lock = threading.Lock()
-        self._aborting: list[threading.Thread] | None = None
+        self._aborting: list[Task] | None = None
 
     def abort(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]] = tuple) -> None:
         """As `abort`, unless that is done; waits for a thread that is about it. Whoever waits in a communicator whose
@@ -114,7 +114,7 @@ class Ending:
             self.threads.start("recycle-leave-watch", self._watch_spared, _LONGEST_LEAVE + _LONGEST_ABORT)
 
     def park(self, comms: Sequence[Comm],
-             spare: Callable[[], Collection[Comm]]) -> tuple[Collection[Comm], Sequence[threading.Thread]]:
+             spare: Callable[[], Collection[Comm]]) -> tuple[Collection[Comm], Sequence[Task]]:
         """Those that may go on: nobody waits in them; and the threads that abort others, which are torn down then."""
         if self.rests:
             return comms, ()

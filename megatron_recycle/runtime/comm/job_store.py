@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
-from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from megatron_recycle.control.shelf import LARGEST
 from megatron_recycle.control.shelf_client import Answer, GivenUp, NotThere, Said, ShelfClient
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.threads import begin
 
 _DEFAULT = timedelta(seconds=300)
 """As a TCPStore has it."""
@@ -189,7 +189,7 @@ def tell_again(launched: Launched) -> None:
         with suppress(NotThere, ValueError):
             client.tell(_DEFAULT.total_seconds())
 
-    Thread(target=tell, name="recycle-tell", daemon=True).start()
+    begin("recycle-tell", tell)
 
 
 def take_over() -> None:

@@ -23,7 +23,7 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.abort import abort
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.tags import LEVELS
-from megatron_recycle.runtime.comm.threads import Threads
+from megatron_recycle.runtime.comm.threads import Task, Threads
 
 _GLANCE_SECONDS = 0.05
 
@@ -53,7 +53,7 @@ class Levelling:
         self._siblings, self._threads, self._limit = siblings, threads, limit
         self._inside = False
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread: Task | None = None
         self._heard: list[Position] = []
         self._told: dict[int, Pending] = {}
         self._met = 0

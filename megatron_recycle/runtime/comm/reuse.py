@@ -17,7 +17,7 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.abort import STUCK, abort, end_process, ended, retire
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.ledger import agree
-from megatron_recycle.runtime.comm.threads import Threads
+from megatron_recycle.runtime.comm.threads import Task, Threads
 
 Words = Sequence[Collection[str]]
 """What the members that a communicator is to have, have said, by rank."""
@@ -47,7 +47,7 @@ class Rested:
     """
 
     def __init__(self, comms: Collection[Comm], threads: Threads, rests: bool = False,
-                 aborting: Sequence[threading.Thread] = (), stuck: Callable[[str], None] = end_process) -> None:
+                 aborting: Sequence[Task] = (), stuck: Callable[[str], None] = end_process) -> None:
         self._lock = threading.Lock()
         self._comms = {comm.name: comm for comm in comms if comm.identity}
         self._threads, self._rests = threads, rests
@@ -121,7 +121,7 @@ class Rested:
         if turn is not self._turn:
             raise GenerationOver(f"{of}: a newer generation has what there was of older ones")
 
-    def _end(self, gone: Sequence[Comm]) -> list[threading.Thread]:
+    def _end(self, gone: Sequence[Comm]) -> list[Task]:
         aborting = abort(gone, self._threads)
         retire(gone, self._threads, aborting)
         return aborting

@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from megatron_recycle.runtime.comm.threads import begin
+
 _LOOK_SECONDS = 0.25
 _LEFT_AFTER = 1.0
 """Seconds after the abort. Other operations fail by themselves within milliseconds, and are waited for: a collective
@@ -167,7 +169,7 @@ class _Outcome:
 class _Helper:
     def __init__(self) -> None:
         self._asked: SimpleQueue[tuple[Callable[[], object], _Outcome]] = SimpleQueue()
-        threading.Thread(target=self._serve, name=WAITING, daemon=True).start()
+        begin(WAITING, self._serve)
 
     def ask(self, wait: Callable[[], object]) -> _Outcome:
         outcome = _Outcome()
