@@ -37,7 +37,7 @@ class CudaMeansCpu(TorchFunctionMode):
             kwargs = {**kwargs, "device": "cpu"}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(args[0]).replace("torch.", "torch.cuda.", 1)
@@ -67,6 +67,9 @@ class _Stream:
 
     def synchronize(self) -> None:
         pass
+
+    def is_capturing(self) -> bool:
+        return False
 
 
 def install(*, pretend: bool = False) -> None:
@@ -186,6 +189,8 @@ def pretend_gpus(cuda: Any) -> None:
     cuda.Stream = cuda.stream = _Stream
     cuda.set_stream = lambda stream: None
     cuda.default_stream = lambda *arguments: _Stream()
+    accelerator: Any = torch.accelerator  # a build for GPUs asks it in every step
+    accelerator.current_stream = cuda.default_stream
 
 
 def _borrow_helpers() -> None:

@@ -38,7 +38,7 @@ def started_as_users_do(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kill_leaves_the_numbers_of_torchrun(engine, tmp_path):
     options = json.dumps({"iterations": 6})
     expected = losses(lm.stock(tmp_path, options))
-    assert len(expected) == 6
+    assert {*"123456"} < {*expected}
     printed = lm.recycled(tmp_path / "run", tmp_path, options, kill=("1:1", 2))
     found = losses(printed)
     assert {*expected} - {*found} <= {"3"}  # the line that the victim was about to write
