@@ -164,11 +164,17 @@ def abort_while_two_are_busy() -> str:
             for process in (me, partner)}
     for each in ends[me]:
         each.receive(comm.torch.zeros(1), 1, ACTIVATIONS[0])
-    agent = threads.start("agent", lambda: abort.abort(ends[me], threads), 60)
+    aborting: list[threading.Thread] = []
+
+    def as_the_agent() -> None:
+        aborting.append(threading.current_thread())
+        abort.abort(ends[me], threads)
+
+    agent = threads.start("agent", as_the_agent, 60)
     stuck = ""
     while agent.is_alive() and not stuck:
         agent.join(0.2)
-        stuck = library.stuck([agent])
+        stuck = library.stuck(aborting)
     if stuck:
         library.die(me)
     agent.join(60)
