@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from importlib.machinery import PathFinder
 from importlib.metadata import distribution
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,11 +201,8 @@ def _borrow_helpers() -> None:
     name = "megatron.core.datasets.helpers_cpp"
     if find_spec(name) is not None:
         return
-    parent, _, helpers = name.rpartition(".")
-    folder = distribution("megatron-core").locate_file(parent.replace(".", "/"))
-    spec = PathFinder.find_spec(helpers, [str(folder)])
-    assert spec is not None and spec.origin is not None
-    spec = spec_from_file_location(name, spec.origin)
+    folder = distribution("megatron-core").locate_file("megatron/core/datasets")
+    spec = PathFinder.find_spec(name, [str(folder)])
     assert spec is not None and spec.loader is not None
     sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules[name])

@@ -108,8 +108,17 @@ def test_a_worker_killed_when_the_scripts_of_others_have_destroyed_their_process
         assert not any("Traceback" in log for log in logs), job.where()
 
 
-def starts_no_more_threads(engine: Any) -> None:
-    """The script ends, in an interpreter that does as Python 3.12 and newer then."""
+def leaves_at_once(engine: Any) -> None:
+    """The script ends so right behind its last train_batch()."""
+    def leave() -> None:
+        engine.session._options.observer.on("leaves", engine.global_steps, None)
+        os._exit(0)
+
+    engine.settle = leave
+
+
+def leaves_and_starts_no_thread(engine: Any) -> None:
+    """In an interpreter that does, when it ends, as Python 3.12 and newer."""
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -123,35 +132,11 @@ def starts_no_more_threads(engine: Any) -> None:
     engine.settle = leave
 
 
-def test_a_worker_is_killed_in_the_last_iteration_when_the_interpreters_of_others_end_and_start_no_thread():
-    """They stand by, and make the iteration again with whoever is left."""
-    arguments = {"pipelines": 2, "stages": 2, "iterations": 2, "watch": starts_no_more_threads,
-                 "settings": {"reduction": "fast", "step": "staggered"}}
-    dies, leave = Hold("0:0", "reduce", 1), [Hold("0:1", "leaves", 2), Hold("1:1", "leaves", 2)]
-    with Job(gpt_job.train, 4, arguments, [dies, *leave]) as job:
-        job.wait_held()
-        for hold in leave:
-            job.release(hold)
-        job.kill(dies)
-        assert sorted(result.status for result in job.wait().values()) == [-9, 0, 0, 0], job.where()
-        assert [event["iteration"] for event in job.events if event["event"] == "committed"] == [0, 1]
-        logs = [(job.folder / f"worker-{rank}.log").read_text() for rank in (1, 2, 3)]
-        assert not any("Traceback" in log for log in logs), job.where()
-
-
-def leaves_at_once(engine: Any) -> None:
-    """The script ends so right behind its last train_batch()."""
-    def leave() -> None:
-        engine.session._options.observer.on("leaves", engine.global_steps, None)
-        os._exit(0)
-
-    engine.settle = leave
-
-
-def test_who_ends_by_hand_makes_the_last_iteration_again_for_those_who_have_not_made_it():
+@pytest.mark.parametrize("watch", [leaves_at_once, leaves_and_starts_no_thread])
+def test_who_ends_by_hand_makes_the_last_iteration_again_for_those_who_have_not_made_it(watch):
     """The last stage has returned from it, and its scripts call os._exit(0), when a worker of the first one is killed
     that nobody has the gradient of."""
-    arguments = {"pipelines": 2, "stages": 2, "iterations": 2, "watch": leaves_at_once,
+    arguments = {"pipelines": 2, "stages": 2, "iterations": 2, "watch": watch,
                  "settings": {"reduction": "fast", "step": "staggered"}}
     dies, leave = Hold("0:0", "reduce", 1), [Hold("0:1", "leaves", 2), Hold("1:1", "leaves", 2)]
     with Job(gpt_job.train, 4, arguments, [dies, *leave]) as job:
@@ -163,6 +148,8 @@ def test_who_ends_by_hand_makes_the_last_iteration_again_for_those_who_have_not_
         assert [event["iteration"] for event in job.events if event["event"] == "committed"] == [0, 1]
         (end,) = [event for event in job.events if event["event"] == "finished"]
         assert (end["status"], end["out"]) == (0, {"0:0": "exit"})
+        logs = [(job.folder / f"worker-{rank}.log").read_text() for rank in (1, 2, 3)]
+        assert not any("Traceback" in log for log in logs), job.where()
 
 
 @pytest.mark.night

@@ -105,6 +105,24 @@ def stage() -> Any:
     return found
 
 
+def test_another_limit_on_the_norm_counts_from_the_next_iteration_on():
+    """Until then the verdict on the last step may be out, and the thread of the commit asks by which it was made."""
+    one = stage()
+    one._single = SimpleNamespace(config=SimpleNamespace(clip_grad=1.0))
+    one.scaling = SimpleNamespace(any_overflow=lambda norms: False, scales=False)
+    one._main_grads, one.shards = SimpleNamespace(forget=lambda: None), object()
+    one.look()
+    before = one.references
+    one._single.config.clip_grad = 0.0
+    assert one.coefficient([16.0], 1.0) == pytest.approx(0.25) and one.may_guess_wrong
+    assert one.references != before, "the script's change is found, and the last step made final first"
+    one.refer(before)
+    assert one._single.config.clip_grad == 1.0, "set aside meanwhile"
+    one._single.config.clip_grad = 0.0
+    one.look()
+    assert one.coefficient([16.0], 1.0) == 1.0 and not one.may_guess_wrong
+
+
 def test_what_loss_functions_report_is_told_of_training_and_evaluation_apart():
     one = stage()
     trained = one._report({"loss": torch.tensor([3.0, 2.0]), "aux": 1}, 2.0, {})

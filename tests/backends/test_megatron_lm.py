@@ -37,6 +37,8 @@ ARGUMENTS = f"""--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32
     --eval-interval 3 --log-interval 1 --attention-backend unfused --distributed-timeout-minutes 2 --num-workers 0
     --split 98,1,1 --attention-dropout 0 --hidden-dropout 0""".split()
 
+UNWRITTEN = {"3", "validation loss at iteration 3"}
+"""Lines that one which writes them, and is killed after its third iteration, may have been about to write."""
 FIRST: list[str] = []
 """A script that runs all others, and its arguments (tests/te)."""
 SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16")
@@ -207,8 +209,7 @@ def test_the_last_rank_killed_leaves_the_same_numbers(checkout, text, tmp_path, 
     monkeypatch.setenv("RECYCLE_STEP", "staggered")
     printed = recycled(tmp_path / "killed", checkout, *options, kill=("1:1", 2))
     found = losses(printed)
-    # The lines that the victim was about to write.
-    assert {*calm} - {*found} <= {"3", "validation loss at iteration 3"}
+    assert {*calm} - {*found} <= UNWRITTEN
     assert found == {key: calm[key] for key in found}
     assert "| live: 3/4 | rerouted: 4 |" in printed
     # The user sees what the log has, whoever writes it, and nothing twice.

@@ -1,5 +1,5 @@
 """A user's script that trains a recipe with Megatron-Bridge's `pretrain`; to be run by a launcher, after
-`tests/te/stand_in.py`. Its argument are `recipe`'s, as JSON."""
+`tests/te/stand_in.py`. Its argument is the arguments of `recipe`, as JSON."""
 
 from __future__ import annotations
 

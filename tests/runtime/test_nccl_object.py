@@ -92,6 +92,14 @@ def test_an_operation_is_over_once_the_device_has_passed_it_whatever_the_work_sa
     assert over()
 
 
+def test_a_torch_whose_groups_have_no_abort_is_asked_for_the_librarys_own(cuda: Nccl) -> None:
+    """Before torch 2.7; an abort that raises in a thread of its own would leave everybody waiting."""
+    done: list[str] = []
+    cuda.abort(SimpleNamespace(abort=lambda: done.append("group")))
+    cuda.abort(SimpleNamespace(_get_backend=lambda device: SimpleNamespace(abort=lambda: done.append(str(device)))))
+    assert done == ["group", "cuda"]
+
+
 def test_all_groups_that_a_raised_operation_has_left_open_are_ended(cuda: Nccl,
                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     remote_error, in_no_group = 6, 5

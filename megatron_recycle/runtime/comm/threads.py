@@ -13,7 +13,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 _KEPT = 16
-"""A recovery has less than half of them at a time."""
+"""One recovery there, and taking leave after it, ask for eight in all, most of them for milliseconds."""
 
 _kept: list[threading.Thread] = []
 _given: SimpleQueue[Task] = SimpleQueue()
