@@ -209,9 +209,10 @@ def _borrow_helpers() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script of Megatron-LM, which compiles kernels and helpers at its start, on the CPU."""
+    """Run a script of Megatron-LM, or one that runs it and names it first, on the CPU: neither kernels nor helpers are
+    compiled."""
     sys.argv = arguments
-    sys.path.insert(0, os.path.dirname(os.path.realpath(arguments[0])))
+    sys.path[:0] = [os.path.dirname(os.path.realpath(one)) for one in arguments[:2] if one.endswith(".py")]
     install(pretend=True)
     _borrow_helpers()
     with contextlib.suppress(ImportError):

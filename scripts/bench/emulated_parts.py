@@ -20,6 +20,7 @@ from megatron_recycle.runtime.compute.deferral import task_now
 from megatron_recycle.runtime.compute.split import DeferredLinear
 
 WIDTH = 64
+"""Numbers in a sample, and so in a message between stages, unless told otherwise."""
 WITHIN = 0.002
 """Seconds within which an action's next layer follows; the same micro-batch in a worker's other chunk comes later."""
 
@@ -27,14 +28,15 @@ WITHIN = 0.002
 class Numbers(Dataset):
     """Samples that carry their own number through the pipeline."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, width: int = WIDTH) -> None:
         self.size = size
+        self.width = width
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        sample = torch.zeros(WIDTH)
+        sample = torch.zeros(self.width)
         sample[0] = index
         return sample, torch.zeros(1)
 
@@ -126,6 +128,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--clipping", type=float, default=0.0)
     parser.add_argument("--parameters", type=int, default=1000, help="of each layer")
+    parser.add_argument("--width", type=int, default=WIDTH, help="numbers in a message between stages")
     parser.add_argument("--layers", type=int, nargs="+", default=[1], help="of a stage, or of each")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()

@@ -53,7 +53,7 @@ def build(args: argparse.Namespace) -> Any:
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": args.microbatches,
               "steps_per_print": 10**6, "gradient_clipping": args.clipping,
               "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
-    data = Numbers(args.pipelines * args.microbatches * args.iterations)
+    data = Numbers(args.pipelines * args.microbatches * args.iterations, args.width)
     ours = "megatron_recycle" in getattr(deepspeed.initialize, "__module__", "") or hasattr(
         deepspeed.initialize, "recycle_stock_initialize")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config,

@@ -8,9 +8,10 @@ already. It is counted in iterations, without the recovery itself (from the deat
 iterations also take longer because a worker is missing from the kill on, whatever survivors keep. So there are two
 figures: the time beyond two iterations without failures, and the time that is lost, beyond two iterations that take
 from the kill on what the plan with one worker fewer says. Both sides get the same kills.
-Prints medians and worst values and writes runs/bench/redo.json.
+Prints medians and worst values, the most that a worker keeps until a commit (messages and sums: its own figure, which
+its memory budget goes by) and its process's largest resident size, and writes runs/bench/redo.json.
 
-    scripts/bench/redo.py [--grid 3x4x6] [--seconds 5] [--kills 20] [--reduction fast] [--seed 0]
+    scripts/bench/redo.py [--grid 3x4x6] [--seconds 5] [--kills 20] [--reduction fast] [--seed 0] [--message 1]
 """
 
 from __future__ import annotations
@@ -56,10 +57,13 @@ class Hit:
 
 @dataclass
 class Side:
-    """A job with its kills; ``period``: median seconds of an iteration without failures."""
+    """A job with its kills; ``period``: median seconds of an iteration without failures; ``logged``: the most bytes of
+    messages and sums that a worker keeps; ``resident``: the most bytes that a worker's process has had in memory."""
 
     name: str
     period: float
+    logged: int
+    resident: int
     hits: list[Hit]
 
 
@@ -71,13 +75,15 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     folder.mkdir(parents=True, exist_ok=True)
     arguments = ["--pipelines", shape.pipelines, "--stages", shape.stages, "--microbatches", shape.microbatches,
                  "--seconds", F * unit, B * unit, W * unit, "--iterations", iterations, "--clipping", 0.0,
-                 "--out", folder.resolve(), "--layers", 1, "--parameters", 64]
+                 "--out", folder.resolve(), "--layers", 1, "--parameters", 64,
+                 "--width", int(args.message * 2**18)]
     settings = {"costs": f"{F},{B},{W}", "planner_budget": "0", "keep_messages": keep, "reduction": args.reduction,
                 "max_restarts": str(args.kills)}
     committed: dict[int, float] = {}
     kills: list[tuple[int, str, float]] = []
     recoveries: list[Event] = []
     redone: list[int] = []
+    logged = resident = 0
     planned: list[float] = []  # what each plan says of an iteration
     figure = "makespan" if keep == "none" else "period"  # it waits for each commit
     whole_since = 0  # the iteration from which on all workers are there
@@ -89,6 +95,7 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
                 committed[event["iteration"]] = event["t"]
                 if whole_since is not None and event["iteration"] >= whole_since + QUIET:
                     if len(kills) == args.kills:
+                        resident = max(map(peak, job.pids.values()))
                         break
                     victim, moment = draw.choice([f"{d}:{s}" for d in range(shape.pipelines)
                                                   for s in range(shape.stages)]), draw.random()
@@ -96,6 +103,8 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
                     kills.append((event["iteration"] + 1, victim, moment))
                     job.kill(victim)
                     whole_since = None
+            elif kind == "profiled":
+                logged = max(logged, *(kept["log"] for kept in event["kept"].values()))
             elif kind == "planned":
                 planned.append(event[figure])
             elif kind == "joined":
@@ -114,7 +123,13 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
         without = moment + (2 - moment) * plan / planned[0]  # what they had taken if nothing had been run twice
         hits.append(Hit(k, victim, round(moment, 3), round(took - 2, 3), round(took - without, 3), lost,
                         round(event["ms"], 1)))
-    return Side(name, round(period, 3), hits)
+    return Side(name, round(period, 3), logged, resident, hits)
+
+
+def peak(pid: int) -> int:
+    """The most bytes that a process has had in memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def main() -> None:
@@ -124,6 +139,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--reduction", choices=("fast", "exact"), default="fast")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--message", type=float, default=1.0, help="MiB of a message between stages")
     parser.add_argument("--sides", default=",".join(SIDES), help="of these; default: both")
     args = parser.parse_args()
     exit_on_sigterm()
@@ -131,7 +147,8 @@ def main() -> None:
     table = Table(title=f"{args.grid}, {args.kills} kills each, {args.reduction}, iterations of {sides[0].period:g} s, "
                         f"load {os.getloadavg()[0]:.0f}")
     for heading in ("", "iterations lost, median", "worst", "beyond a whole job, median", "worst",
-                    "actions lost by survivors, median", "recovery ms, median", "iteration s"):
+                    "actions lost by survivors, median", "recovery ms, median", "iteration s", "kept MiB",
+                    "resident MiB"):
         table.add_column(heading, justify="left" if not heading else "right")
     for side in sides:
         lost = [hit.lost for hit in side.hits]
@@ -139,9 +156,11 @@ def main() -> None:
         table.add_row(side.name, f"{statistics.median(lost):.2f}", f"{max(lost):.2f}",
                       f"{statistics.median(beyond):.2f}", f"{max(beyond):.2f}",
                       f"{statistics.median(hit.redone for hit in side.hits):g}",
-                      f"{statistics.median(hit.recovery_ms for hit in side.hits):.0f}", f"{side.period:.2f}")
-    Console().print(table)
+                      f"{statistics.median(hit.recovery_ms for hit in side.hits):.0f}", f"{side.period:.2f}",
+                      f"{side.logged / 2**20:.1f}", f"{side.resident / 2**20:.0f}")
+    Console(width=150).print(table)
     (OUT / "redo.json").write_text(json.dumps({"grid": str(args.grid), "reduction": args.reduction,
+                                               "message_mib": args.message,
                                                "sides": [asdict(side) for side in sides]}, indent=1) + "\n")
 
 

@@ -126,12 +126,12 @@ def _kill(events: Path, worker: str, after: int) -> None:
 
 
 def come_back(folder: Path, checkout: Path, worker: str, after: int, *arguments: str, processes: int,
-              forever: Sequence[str] = ("--mock-data", "--train-iters", "100000")) -> str:
+              forever: Sequence[str] = ("--mock-data", "--train-iters", "100000"), through: Sequence[str] = ()) -> str:
     """A job whose ``worker`` is killed after iteration ``after`` and started again, until it has trained with the
     others for 10 iterations; what the workers print. Peers compare all they hold in every iteration."""
     launcher = ("megatron_recycle.cli", "run", "--nproc", str(processes), "--run-dir", str(folder),
                 "--show", "none")  # nobody reads its screen before it ends
-    job = start(launcher, checkout, (*forever, *arguments))
+    job = start(launcher, checkout, (*forever, *arguments), through)
     events = folder / "events.jsonl"
     try:
         _kill(events, worker, after)

@@ -5,7 +5,6 @@ MEGATRON_LM names a checkout, as in test_megatron_lm.py.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 from collections.abc import Sequence
@@ -26,6 +25,8 @@ FP16 = ("--fp16", "--initial-loss-scale", str(2**19), "--loss-scale-window", "2"
 TWO_PARTS = ("--tensor-model-parallel-size", "2")
 CYCLIC = ("--dataloader-type", "cyclic")
 UNTIED = ("--untie-embeddings-and-output-weights",)  # stock saves no torch_dist checkpoint of tied ones, if predicting
+T5 = ("--decoder-seq-length", "32", "--vocab-size", "127", "--vocab-extra-ids", "20", *ONE)
+T5_SCRIPT = [str(Path(__file__).with_name("t5_for_gpt.py"))]
 PREDICTING = ("--mtp-num-layers", "2", "--position-embedding-type", "rope")
 KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
     "one stage, fp16, cyclic": ("1:0", 2, (*ONE, *FP16, *CYCLIC)),
@@ -56,16 +57,17 @@ def test_trains_through_a_failure_as_stock_which_goes_on_from_its_checkpoint(
 
 
 def through_a_failure(options: Sequence[str], victim: str, processes: int, checkout: Path, tmp_path: Path,
-                      saved_after: int = 4, again: Sequence[str] = ("5", "6")) -> tuple[str, str]:
+                      saved_after: int = 4, again: Sequence[str] = ("5", "6"),
+                      through: Sequence[str] = ()) -> tuple[str, str]:
     """A job whose ``victim`` dies in its third iteration prints what stock prints, and stock goes on from what it has
     saved after so many iterations: with those of ``again``. Returns what both print."""
     options, saved = (*options, "--ckpt-format", "torch_dist"), tmp_path / "checkpoints"
-    stock = gpt.stock(checkout, *options, processes=processes)
+    stock = gpt.stock(checkout, *options, processes=processes, through=through)
     expected = gpt.losses(stock)
     script = tmp_path / "script.chaos"
     script.write_text(f"kill {victim} --at-iteration 2 --phase backward\n")
     printed = gpt.recycled(tmp_path / "killed", checkout, *options, "--save", str(saved), "--save-interval",
-                           str(saved_after), processes=processes, chaos=script)
+                           str(saved_after), processes=processes, chaos=script, through=through)
     alive = processes // (2 if "--tensor-model-parallel-size" in options else 1)
     assert f"| live: {alive - 1}/{alive} |" in printed
     found = gpt.losses(printed)
@@ -76,12 +78,12 @@ def through_a_failure(options: Sequence[str], victim: str, processes: int, check
     assert predicted(printed) == pytest.approx(predicted(stock), rel=1e-4)
     assert len(predicted(stock)) == (2 * gpt.ITERATIONS if "--mtp-num-layers" in options else 0)
     (saved / "latest_checkpointed_iteration.txt").write_text(str(saved_after))
-    restarted = gpt.stock(checkout, *options, "--load", str(saved), processes=processes)
+    restarted = gpt.stock(checkout, *options, "--load", str(saved), processes=processes, through=through)
     rates = {iteration: left_out(stock)[iteration][:2] for iteration in again}  # its first line counts for two
     assert {iteration: numbers[:2] for iteration, numbers in left_out(restarted).items()} == rates
     losses = gpt.losses(restarted)
     for iteration in {*again} & {*expected}:  # not the loss: Megatron's first one is left to the second
-        assert losses[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-3)
+        assert losses[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-3, abs=1.1e-3)  # as printed
     return stock, printed
 
 
@@ -162,7 +164,6 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkout, sentences, tmp_path, monkeypatch):
     """Its losses are means over pipelines, and all of its stages read masks, those in the middle too."""
     monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
     through = [str(Path(__file__).with_name("bert_for_gpt.py"))]
     options = ("--data-path", str(sentences), "--attention-backend", "local", "--vocab-size", "127", "--spec", "local",
                *more)
@@ -174,6 +175,30 @@ def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkou
     assert means(printed).keys() == expected.keys() and len(expected) == gpt.ITERATIONS
     for iteration, values in expected.items():
         assert means(printed)[iteration] == pytest.approx(values, rel=1e-4)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("processes", "victim", "more"), [
+    (2, "1:0", ()), (2, "0:0", gpt.SHARDED), (4, "1:0.1", (*TWO_PARTS, "--calculate-per-token-loss")),
+    (4, "0:0.1", (*TWO_PARTS, "--sequence-parallel", "--bf16")),
+    (2, "0:0", FP16)])
+def test_t5_trains_through_a_failure_as_stock_which_goes_on_from_its_checkpoint(
+        processes, victim, more, checkout, sentences, tmp_path, monkeypatch):
+    """Its encoder and decoder lie in one stage: Megatron-LM has no pipelines of T5."""
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    t5_through_a_failure(processes, victim, more, checkout, sentences, tmp_path)
+
+
+def t5_through_a_failure(processes: int, victim: str, more: Sequence[str], checkout: Path, sentences: Path,
+                         tmp_path: Path) -> None:
+    through_a_failure(("--data-path", str(sentences), *T5, *more), victim, processes, checkout, tmp_path,
+                      through=T5_SCRIPT)
+
+
+@pytest.mark.night
+def test_a_killed_worker_of_t5_comes_back(checkout, sentences, tmp_path, comes_back):
+    gpt.come_back(tmp_path, checkout, "1:0", 3, *T5, processes=2, through=T5_SCRIPT,
+                  forever=("--data-path", str(sentences), "--train-iters", "2000"))
 
 
 def means(printed: str) -> dict[str, list[float]]:

@@ -8,10 +8,11 @@ import pytest
 
 from tests.backends import test_megatron_lm as lm
 from tests.backends.test_megatron_lm import checkout, text
+from tests.backends.test_megatron_lm_kinds import TWO_PARTS, sentences, t5_through_a_failure
 from tests.te import stand_in
 from tests.te.versions import newest
 
-__all__ = ["checkout", "text"]  # fixtures
+__all__ = ["checkout", "sentences", "text"]  # fixtures
 pytestmark = lm.pytestmark
 
 TAKEN_OUT = ("--transformer-impl", "local", "--no-gradient-accumulation-fusion")
@@ -135,3 +136,13 @@ def test_a_stage_whose_last_worker_is_lost_comes_back_from_the_newest_checkpoint
     bits, which Megatron-LM 0.16 itself does not load."""
     lm.test_a_stage_whose_last_worker_is_lost_comes_back_from_the_newest_checkpoint_in_the_same_job(
         ("--ckpt-format", *form), 2, checkout, text, tmp_path, monkeypatch)
+
+
+@newest
+@pytest.mark.night
+@pytest.mark.parametrize(("processes", "victim", "more"), [
+    (2, "1:0", ()), (4, "0:0.1", (*TWO_PARTS, "--sequence-parallel"))])
+def test_t5_trains_through_a_failure_as_stock(engine, processes, victim, more, checkout, sentences, tmp_path,
+                                              monkeypatch):
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    t5_through_a_failure(processes, victim, more, checkout, sentences, tmp_path)
