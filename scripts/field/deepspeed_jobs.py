@@ -51,8 +51,6 @@ def _of_shell(script: ShellScript) -> tuple[str, list[str]]:
     if not script.settings:
         return "its JSON is not in this repository", []
     refused: list[str] = []
-    if "use_bnb_optimizer" in script.flags and _stage(script.settings[0]) == 1:
-        refused.append("optimizer Adam8bit with ZeRO-1")
     if "enable_zbh1_pipeline" in script.flags or "enable_zbh1_exact_semantics" in script.flags:
         refused.append("an engine of its own (zero bubble)")
     if "skip_train_iteration_range" in script.flags:
@@ -61,6 +59,7 @@ def _of_shell(script: ShellScript) -> tuple[str, list[str]]:
     if "universal_checkpoint" in script.flags:
         settings = {**settings, "checkpoint": {"load_universal": True}}
     kind = "FusedLamb" if script.flags.get("optimizer") == "lamb" else "FusedAdam"
+    kind = "Adam8bit" if "use_bnb_optimizer" in script.flags else kind
     stock, more = judge(settings, kind, script.value("num_experts") or 1)
     return stock, refused + more
 
@@ -79,9 +78,8 @@ def of_gpt_neox(checkout: Path) -> Iterator[Job]:
                 if name in settings:
                     settings[name] = {key: value for key, value in settings[name].items() if key not in own}
             kind = str(settings.pop("optimizer", {}).get("type", "Adam"))
-            eight = given.get("use_bnb_optimizer") and _stage(settings) == 1
-            stock, refused = judge(settings, _NAMES.get(kind.lower(), kind), given.get("moe_num_experts", 1))
-            return stock, refused + ["optimizer Adam8bit with ZeRO-1"] * bool(eight)
+            kind = "Adam8bit" if given.get("use_bnb_optimizer") else kind
+            return judge(settings, _NAMES.get(kind.lower(), kind), given.get("moe_num_experts", 1))
 
         yield str(path.relative_to(checkout)), int(given.get("pipe_parallel_size", 0)), found
 

@@ -145,6 +145,20 @@ def anneal(iteration: int) -> None:
     globals()["STRENGTH"] = 1 + 0.1 * iteration
 
 
+def of_8_bits(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    """bitsandbytes' optimizer of this name, whose small tensors have 8 bits, too."""
+    import bitsandbytes.optim
+
+    found: torch.optim.Optimizer = getattr(bitsandbytes.optim, name)(model.parameters(), lr=1e-2, min_8bit_size=1)
+    return found
+
+
+def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
+    """An entry of an optimizer's `state_dict`, in which bitsandbytes has a dictionary of tensors."""
+    return {inner: tensor for key, value in state.items() for inner, tensor in (
+        value.items() if isinstance(value, dict) else [(key, value)])}
+
+
 def compile_layer(layer: nn.Module, whole: bool) -> None:
     """As `torch.compile()` does, but for what it makes of the code that it has traced, ``whole`` or in parts."""
     os.environ["TORCHDYNAMO_DISABLE"], torch._dynamo.config.disable = "0", False  # tests.harness has disabled it
@@ -280,11 +294,12 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     loss = annealed_loss if annealed else loss_fn if left_out is None else loss_without(left_out)
     model = PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=loss,
                            activation_checkpoint_interval=checkpoint, checkpointable_layers=["Block"])
-    parameters = {"Adam": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
+    parameters = {"Adam": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 0.1, "momentum": 0.9}}.get(optimizer)
     ds_config = {
         "train_batch_size": BATCH * microbatches * pipelines, "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": microbatches, "steps_per_print": 1000,
-        "optimizer": {"type": optimizer, "params": parameters}}
+        "gradient_accumulation_steps": microbatches, "steps_per_print": 1000}
+    if parameters is not None:
+        ds_config["optimizer"] = {"type": optimizer, "params": parameters}
     if clipping is not None:
         ds_config["gradient_clipping"] = clipping
     if bf16:
@@ -294,6 +309,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True
     data = Text(rank if mistake == "data" else 0, corrupt, noise) if plugin else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
+                                      optimizer=None if parameters else of_8_bits(optimizer, model),
                                       training_data=None if loader else data)
     if watch is not None:
         watch(engine)
@@ -376,7 +392,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
               "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
               "parameters": {name: value.detach().float().numpy().copy()
                              for name, value in engine.module.named_parameters()},
-              "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()
+              "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in unwrapped(state).items()
                          if value is not None} for _, state in sorted(inner.state_dict()["state"].items())],
               "counters": {"steps": engine.global_steps, "skipped": engine.skipped_steps, "rate": engine.get_lr()[0],
                            "scale": engine._get_optimizer_loss_scale(), "norm": None if norm is None else float(norm)},

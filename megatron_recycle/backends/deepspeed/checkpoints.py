@@ -93,6 +93,11 @@ class Checkpoints:
         return newest_readable(str(folder), [latest, *older] if latest else [],
                                lambda tag: self.unreadable(folder, tag), self._engine.device)
 
+    def is_later_than_universal(self, folder: Any, tag: str) -> bool:
+        """Whether a checkpoint was written after the universal one that ``folder`` names."""
+        named = Path(folder, "latest_universal")
+        return not named.exists() or Path(folder, tag).stat().st_mtime > named.stat().st_mtime
+
     def write(self, save: Save, save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None,
               save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
         """Write this worker's part of what stock's `save_checkpoint` would, at the same time as all members of

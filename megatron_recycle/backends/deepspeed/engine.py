@@ -12,6 +12,8 @@ import functools
 import inspect
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -393,18 +395,30 @@ class RecyclePipelineEngine(WrappingEngine):
         bound = inspect.signature(PipelineEngine.load_checkpoint).bind(self, *args, **keywords)
         given = bound.arguments
         if started_again() and not self.session.started and given.get("tag") is None:
-            given["tag"] = self._checkpoints.readable(given["load_dir"])
+            written = self._checkpoints.readable(given["load_dir"])
+            if not self.load_universal_checkpoint():
+                given["tag"] = written
+            elif written is not None and self._checkpoints.is_later_than_universal(given["load_dir"], written):
+                given["tag"] = written
+                with self._own():
+                    return self._load_stock(*bound.args[1:], **bound.kwargs)
         return self._load_stock(*bound.args[1:], **bound.kwargs)
+
+    @contextmanager
+    def _own(self) -> Iterator[None]:
+        """What is loaded within is a checkpoint that this job has written."""
+        self.goes_back = True
+        try:
+            yield
+        finally:
+            self.goes_back = False
 
     def _load(self, place: Path) -> None:
         """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""
         if place.exists() and (why := self._checkpoints.unreadable(place.parent, place.name)) is not None:
             raise RecycleError(why)
-        self.goes_back = True
-        try:
+        with self._own():
             found = self._load_stock(str(place.parent), tag=place.name)
-        finally:
-            self.goes_back = False
         if found[0] is None:
             raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
                                "checkpoints on a file system that all hosts share")

@@ -46,13 +46,27 @@ def recut(read: Callable[[int], State], before: int, shard: int, count: int, num
         return found
 
     states = {}
-    for group, own in any_[BASE]["state"].items():
+    old = {number: {**state, BASE: {**state[BASE], "state": {
+        group: unwrapped(own) for group, own in state[BASE]["state"].items()}}} for number, state in old.items()}
+    for group, own in old[next(iter(old))][BASE]["state"].items():
+        if in_blocks := [key for key, value in own.items() if isinstance(value, torch.Tensor) and value.dim()
+                         and value.numel() != piece_of(numels[group], before)]:
+            raise UnsupportedError(f"the checkpoint's optimizer state is of blocks ({', '.join(in_blocks)}), which "
+                                   f"other shards cut elsewhere: go on with {before} pipelines, as it was written, or "
+                                   "load it with load_optimizer_states=False")
         states[group] = {key: flat(numels[group], {number: state[BASE]["state"][group][key]
                                                    for number, state in old.items()})
                          if isinstance(value, torch.Tensor) and value.dim() else value for key, value in own.items()}
     masters = [flat(numel, {number: state[MASTERS][group] for number, state in old.items()})
                for group, numel in enumerate(numels)]
     return {**any_, BASE: {**any_[BASE], "state": states}, MASTERS: masters}
+
+
+def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of a slot, by key; bitsandbytes' `state_dict` has some of it in a dictionary of its
+    own."""
+    return {inner: each for key, value in state.items() for inner, each in (
+        value.items() if isinstance(value, Mapping) else [(key, value)])}
 
 
 def _common(old: int, before: int, new: int, after: int, numel: int) -> tuple[int, int]:

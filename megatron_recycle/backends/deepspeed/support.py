@@ -41,11 +41,11 @@ def torch_optimizer(engine: PipelineEngine) -> Any:
 
 
 def _zero_features(engine: PipelineEngine) -> list[tuple[bool, str]]:
-    """What goes with ZeRO-1 in stock, and not here."""
+    """What goes with ZeRO-1 in stock, and not here, or only with it."""
     zero, sharded = engine._config.zero_config, engine.zero_optimization_stage() == 1
     names = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint", "offload_optimizer", "zenflow")
-    return [(sharded and bool(engine.load_universal_checkpoint()), "checkpoint.load_universal: leave it out; a ZeRO-1 "
-             "checkpoint of another number of pipelines is loaded as it is"),
+    return [(not sharded and bool(engine.load_universal_checkpoint()), "checkpoint.load_universal without ZeRO, where "
+             "DeepSpeed loads none either: set zero_optimization.stage to 1, or leave it out"),
             *((sharded and bool(getattr(zero, name, None)), f"zero_optimization.{name}: leave it out")
               for name in names)]
 
@@ -73,6 +73,10 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
         (not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ in _COMMUNICATING_OPTIMIZERS,
          f"optimizer {type(optimizer).__name__}: use one of torch.optim, for instance "
          '{"type": "Adam", "params": {"torch_adam": true}}'),
+        (type(optimizer).__name__.endswith("8bit") and engine.bfloat16_enabled()
+         and not engine.zero_optimization_stage(),
+         f"optimizer {type(optimizer).__name__} with bf16 and without ZeRO, where DeepSpeed's blocks of 8-bit state go "
+         "on from parameter to parameter: set zero_optimization.stage to 1"),
         (engine.has_moe_layers, "mixture-of-experts layers: use dense ones"),
         (any(engine.grid.topology().get_dim(axis) > 1 for axis in engine.grid.topology().get_axis_names()
              if axis not in ("pipe", "data", "model")), "a topology with further axes than pipe, data and model: let "

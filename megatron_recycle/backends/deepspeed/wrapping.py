@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 
 from megatron_recycle.backends.deepspeed import by_layer
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
@@ -65,8 +67,12 @@ class WrappingEngine(PipelineEngine):
 
     def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
         """As stock, also of another number of pipelines."""
-        if self.sharded is None or self.load_universal_checkpoint():
+        if self.sharded is None:
             return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        if self.load_universal_checkpoint():
+            self.sharded.load_universal(str(Path(load_dir, tag)), bwc_tensor_model_parallel_rank(self.mpu),
+                                        bwc_tensor_model_parallel_world_size(self.mpu))
+            return True
         self.sharded.load_state_dict(self._get_all_zero_checkpoints(load_dir, tag), load_optimizer_states,
                                      self.zero_load_from_fp32_weights())
         return True
@@ -99,6 +105,10 @@ class WrappingEngine(PipelineEngine):
                                   self.dynamic_loss_scale_args(), profile=LossScaleProfile.UNFUSED)
         self.masters = MasterWeightOptimizer(optimizer, scaling)
         return self.masters
+
+    def load_universal_checkpoint(self) -> bool:
+        """As stock, but what the job has written itself is no universal checkpoint."""
+        return not self.goes_back and bool(super().load_universal_checkpoint())
 
     def zero_load_from_fp32_weights(self) -> bool:
         """As stock; on the way back to a checkpoint of this job always: masters that follow from 16 bits are others."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.checkpoint.constants import PARAM_GROUPS
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -22,7 +23,8 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from megatron_recycle.backends.deepspeed.recut import BASE, MASTERS
+from megatron_recycle.backends.deepspeed import universal
+from megatron_recycle.backends.deepspeed.recut import BASE, MASTERS, unwrapped
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.runtime.compute.sharded_optimizer import MASTER, ShardedOptimizer, even, trained
@@ -30,6 +32,8 @@ from megatron_recycle.runtime.stage import Averaging
 
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of the loss scaling that an update changes."""
+_OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
+"""What bitsandbytes keeps of each block, or of all."""
 
 
 class ZeroOptimizer(DeepSpeedOptimizer):
@@ -157,18 +161,37 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 "param_slice_mappings": self._mappings(shard)}
 
     def load_state_dict(self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True,
-                        load_from_fp32_weights: bool = False, checkpoint_folder: Any = None, **_: Any) -> None:
+                        load_from_fp32_weights: bool = False, **_: Any) -> None:
         """Take over this worker's shards of a checkpoint, stock's or ours."""
-        if checkpoint_folder is not None:
-            raise UnsupportedError("checkpoint.load_universal is not supported with ZeRO-1 yet: load it once without "
-                                   "the plugin, and save")
         for shard in self.shards.held:
             self._load(shard, state_dict_list[shard], load_optimizer_states, load_from_fp32_weights)
-            self.clip_grad = state_dict_list[shard].get("clip_grad", self.clip_grad)
-            if self.scales and state_dict_list[shard].get("loss_scaler") is not None:
-                self.scaler = copy.copy(state_dict_list[shard]["loss_scaler"])
+            self._load_counters(state_dict_list[shard])
         if not load_from_fp32_weights:
             self.refresh_fp32_params()
+
+    def load_universal(self, checkpoint: str, part: int, parts: int) -> None:
+        """Take over a universal checkpoint: this worker's shards, and all of its stage's parameters, of which it has
+        tensor-parallel part ``part`` of ``parts``. As stock, always with the optimizer's state. Raises RecycleError."""
+        saved = universal.read_global(checkpoint)
+
+        def read(parameter: nn.Parameter) -> universal.Whole:
+            found = universal.read(checkpoint, self._names[parameter], parameter, part, parts)
+            with torch.no_grad():
+                parameter.copy_(found.master.view_as(parameter))
+            return found
+
+        slots = {shard: self.shards.slots(shard) for shard in self.shards.held}
+        for shard, state in universal.shards(slots, self.shards.parameters, saved[PARAM_GROUPS], read).items():
+            self._load(shard, state, optimizer=True, masters=True)
+        self._load_counters(saved)
+
+    def update_lp_params(self) -> None:
+        """Stock's last step of loading a universal checkpoint: `load_universal` has set parameters already."""
+
+    def _load_counters(self, saved: Mapping[str, Any]) -> None:
+        self.clip_grad = saved.get("clip_grad", self.clip_grad)
+        if self.scales and saved.get("loss_scaler") is not None:
+            self.scaler = copy.copy(saved["loss_scaler"])
 
     def _load(self, shard: int, saved: Mapping[str, Any], optimizer: bool, masters: bool) -> None:
         shards = self.shards
@@ -180,9 +203,10 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             tensors = {name: tensor for name, tensor in shards.tensors(shard).items() if name.startswith(MASTER)}
             numbers = list[dict[str, Any]]()
             for number, (_, size, _) in enumerate(shards.slots(shard)):
-                state = inner["state"].get(number, {})
+                state = unwrapped(inner["state"].get(number, {}))
                 found = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-                wrong = [key for key, value in found.items() if value.dim() and value.numel() != size]
+                wrong = [key for key, value in found.items() if value.dim() and value.numel() != size
+                         and key not in _OF_BLOCKS]
                 if wrong:
                     raise UnsupportedError(f"the checkpoint's {wrong[0]} of parameter group {number} has not {size} "
                                            "numbers: it was written for another model, or with other zero_optimization "

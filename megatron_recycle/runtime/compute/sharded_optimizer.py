@@ -21,12 +21,13 @@ MASTER = "master"
 ALIGNMENT = 2
 """Padding makes a group's length a multiple of this and the number of shards, as DeepSpeed's does."""
 ELEMENTWISE: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
-    **dict.fromkeys(("Adam", "AdamW", "FusedAdam"), lambda group: 2 + bool(group.get("amsgrad"))),
-    **dict.fromkeys(("Adagrad", "Lion", "FusedLion"), lambda group: 1),
-    "SGD": lambda group: int(bool(group.get("momentum"))),
-    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered"))}
-"""Optimizers whose step of an element takes no notice of others; how many fp32 numbers they keep of each in a group
-with these settings."""
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam"), lambda group: 4 * (2 + bool(group.get("amsgrad")))),
+    **dict.fromkeys(("Adagrad", "Lion", "FusedLion"), lambda group: 4),
+    "SGD": lambda group: 4 * bool(group.get("momentum")),
+    "RMSprop": lambda group: 4 * (1 + bool(group.get("momentum")) + bool(group.get("centered"))),
+    **dict.fromkeys(("Adam8bit", "AdamW8bit"), lambda group: 3)}
+"""Optimizers whose step of an element takes no notice of others, or of those in its block of a slot alone
+(bitsandbytes' of 8 bits); how many bytes they keep of each in a group with these settings."""
 
 
 class Piece(NamedTuple):
@@ -181,7 +182,7 @@ class ShardedOptimizer:
         the optimizer keeps."""
         of_group = ELEMENTWISE[type(self.optimizer).__name__]
         in_model = self._in_place and all(parameter.dtype == torch.float32 for parameter in self.parameters)
-        kept = self._state_bytes or 4 * max(map(of_group, self.optimizer.param_groups), default=0)
+        kept = self._state_bytes or max(map(of_group, self.optimizer.param_groups), default=0)
         return kept + (0 if in_model else 4)
 
     # ---- a step
