@@ -209,10 +209,10 @@ def _borrow_helpers() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script of Megatron-LM, or one that runs it and names it first, on the CPU: neither kernels nor helpers are
+    """Run a script of Megatron-LM, or one that runs it and names it, on the CPU: neither kernels nor helpers are
     compiled."""
     sys.argv = arguments
-    sys.path[:0] = [os.path.dirname(os.path.realpath(one)) for one in arguments[:2] if one.endswith(".py")]
+    sys.path[:0] = [os.path.dirname(os.path.realpath(one)) for one in arguments[:3] if one.endswith(".py")]
     install(pretend=True)
     _borrow_helpers()
     with contextlib.suppress(ImportError):

@@ -8,7 +8,7 @@ Prints a table, with each row's aim and whether it is met, and writes runs/bench
 emulated-megatron.json). A row that does not come to its end is said, and the next one begins.
 
     scripts/bench/emulated.py [--backend megatron] [--grid 3x4x6 ...] [--unit 0.005] [--rows 'lent;re-routing']
-        [--seconds 480]
+        [--seconds 480] [--step staggered]
 
 Rows "layers moved" stand for published repartitions, which move layers to other stages after a failure, for good: the
 job has them there from the beginning on, so that moving costs nothing, and the failure is then re-routed.
@@ -23,7 +23,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,10 @@ def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
     arguments = ["--pipelines", shape.pipelines, "--stages", shape.stages, "--microbatches", shape.microbatches,
                  "--seconds", F * unit, B * unit, W * unit, "--iterations", ITERATIONS,
                  "--clipping", row.clipping, "--out", folder.resolve()]
-    sizes = shape.sizes(row) if backend == "deepspeed" else (row.layers,) * shape.stages
-    if backend == "deepspeed":
-        # Few: bandwidth is known from messages of 256 bytes, by which copies of larger layers would seem to take long.
-        arguments += ["--layers", *sizes, "--parameters", PARAMETERS]
+    sizes = shape.sizes(row)
+    # Few: bandwidth is known from messages of 256 bytes, by which copies of larger layers would seem to take long.
+    arguments += ["--parameters", PARAMETERS]
+    arguments += ["--layers", *sizes] if backend == "deepspeed" else ["--layers", row.layers, "--chunks", row.chunks]
     limit = 60 + 3 * ITERATIONS * shape.theory * unit
     words = [str(value) for value in arguments]
     plan, lasts = ({}, 0) if row.settings is None else ours(row, shape, sizes, words, folder / "run", limit, backend)
@@ -152,7 +152,8 @@ def miscounted(row: Row, shape: Shape, results: list[dict[str, Any]]) -> list[st
         return []  # work thrown away with a wrong step is done twice
     counts = Counter((kind, number) for result in results for kind, number in result["ran"])
     per_iteration = shape.pipelines * shape.microbatches
-    first = ITERATIONS - MEASURED if row.gone else 0  # a victim took its own counts along
+    # A victim took its own counts along; and the plugin runs each worker's first forward twice.
+    first = ITERATIONS - MEASURED if row.gone else 0 if row.settings is None else 1
     layers = len({number for result in results for number in result["weights"]})
     return [f"{kind} of micro-batch {number} ran in {counts[kind, number]} layers, not {layers}"
             for kind in "FBW" for number in range(first * per_iteration, ITERATIONS * per_iteration)
@@ -223,6 +224,8 @@ def main() -> int:
                              "they are (default: all rows, however long)")
     parser.add_argument("--rows", help="only these rows, separated by ; (a text that is no row's name: all rows that "
                                        "contain it)")
+    parser.add_argument("--step", choices=("staggered", "barrier"),
+                        help="of all rows that do not say it (default: the backend's)")
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console(width=None if sys.stdout.isatty() else 160)  # a log file is no 80-column screen
@@ -230,7 +233,10 @@ def main() -> int:
     chosen = [row for row in ROWS if not args.rows or any(
         part == row.name if part in names else part in row.name for part in args.rows.split(";"))]
     if args.backend != "deepspeed":
-        chosen = [row for row in chosen if not row.moved and not {"lend", "chunks"} & set(row.settings or {})]
+        chosen = [row for row in chosen if not row.moved]
+    if args.step:
+        chosen = [row if row.settings is None else replace(row, settings={"step": args.step, **row.settings})
+                  for row in chosen]
     report, failed, began, longest = {}, False, time.monotonic(), 0.0
     for shape in args.grid:
         unit = args.unit

@@ -130,6 +130,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parameters", type=int, default=1000, help="of each layer")
     parser.add_argument("--width", type=int, default=WIDTH, help="numbers in a message between stages")
     parser.add_argument("--layers", type=int, nargs="+", default=[1], help="of a stage, or of each")
+    parser.add_argument("--chunks", type=int, default=1, help="of a stage, under Megatron")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 

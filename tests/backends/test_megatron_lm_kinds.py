@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import re
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +27,8 @@ TWO_PARTS = ("--tensor-model-parallel-size", "2")
 CYCLIC = ("--dataloader-type", "cyclic")
 UNTIED = ("--untie-embeddings-and-output-weights",)  # stock saves no torch_dist checkpoint of tied ones, if predicting
 T5 = ("--decoder-seq-length", "32", "--vocab-size", "127", "--vocab-extra-ids", "20", *ONE)
-T5_SCRIPT = [str(Path(__file__).with_name("t5_for_gpt.py"))]
+WITHOUT_FILES = str(gpt.ROOT / "scripts" / "field" / "without_files.py")
+T5_SCRIPT = [WITHOUT_FILES, "pretrain_t5.py"]
 PREDICTING = ("--mtp-num-layers", "2", "--position-embedding-type", "rope")
 KINDS: dict[str, tuple[str, int, Sequence[str]]] = {
     "one stage, fp16, cyclic": ("1:0", 2, (*ONE, *FP16, *CYCLIC)),
@@ -145,16 +147,8 @@ def test_a_killed_worker_comes_back(worker, processes, more, checkout, tmp_path,
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of several sentences, as BERT reads them; the path without its endings."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-    prefix, draw = tmp_path_factory.mktemp("sentences") / "document", random.Random(0)
-    builder = IndexedDatasetBuilder(str(prefix) + ".bin", dtype=numpy.uint16)
-    for _ in range(300):
-        for _ in range(draw.randint(3, 6)):
-            words = [draw.randint(5, 124) for _ in range(draw.randint(4, 10))]
-            builder.add_item(torch.tensor(words, dtype=torch.int32))
-        builder.end_document()
-    builder.finalize(str(prefix) + ".idx")
+    prefix = tmp_path_factory.mktemp("sentences") / "document"
+    runpy.run_path(WITHOUT_FILES)["write_sentences"](prefix)
     return prefix
 
 
@@ -164,7 +158,7 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bert_trains_through_a_failure_as_stock(processes, victim, more, checkout, sentences, tmp_path, monkeypatch):
     """Its losses are means over pipelines, and all of its stages read masks, those in the middle too."""
     monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
-    through = [str(Path(__file__).with_name("bert_for_gpt.py"))]
+    through = [WITHOUT_FILES, "pretrain_bert.py"]
     options = ("--data-path", str(sentences), "--attention-backend", "local", "--vocab-size", "127", "--spec", "local",
                *more)
     expected = means(gpt.stock(checkout, *options, processes=processes, through=through))
