@@ -64,7 +64,9 @@ UNIVERSAL: Mapping[str, Any] = {**ZERO, "engine_settings": {**ZERO["engine_setti
                                                             "checkpoint": {"load_universal": True}}}
 
 
-@pytest.mark.parametrize("kind", [{"clipping": 0.0}, {"clipping": 0.0, "bf16": True}, {"clipping": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", [
+    {"clipping": 0.0}, {"clipping": 0.0, "bf16": True}, {"clipping": 0.5},
+    {"clipping": 0.0, "tied": True, "blocks": 6}], ids=str)
 def test_a_job_that_begins_with_a_universal_checkpoint_goes_on_as_stock_that_has_written_it(kind, tmp_path):
     """Without failures, with one, and with another number of pipelines; bits are stock's unless gradients are clipped.
     What the job saves is a checkpoint as any other."""
@@ -89,6 +91,17 @@ def test_a_job_that_begins_with_a_universal_checkpoint_goes_on_as_stock_that_has
         assert result.value["losses"] == pytest.approx(losses, rel=near)
     back = run(gpt_job.train, 4, {**ZERO, **kind, "plugin": False, "iterations": 1, "load": (str(ours), {})})
     assert all(result.value["counters"]["steps"] == 6 for result in back.values())
+
+
+def test_v_shaped_stages_begin_with_a_universal_checkpoint_of_others(tmp_path):
+    job = {**ZERO, "clipping": 0.0, "blocks": 6}
+    stock = run(gpt_job.train, 4, {**job, "plugin": False, "iterations": 4, "save_every": (str(tmp_path), 2)})
+    convert(tmp_path / "global_step2")
+    ours = run(gpt_job.train, 4, {**UNIVERSAL, **job, "engine_settings": UNIVERSAL["engine_settings"], "iterations": 2,
+                                  "settings": {"chunks": 2}, "load": (str(tmp_path), {})})
+    expected, found = ({name: parameter.tobytes() for result in results.values()
+                        for name, parameter in result.value["parameters"].items()} for results in (stock, ours))
+    assert found == expected
 
 
 def test_a_universal_checkpoint_that_lacks_a_parameter_is_refused_by_name(tmp_path):
