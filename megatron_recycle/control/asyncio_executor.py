@@ -46,7 +46,7 @@ class AsyncioExecutor:
             self._searches.cancel()
             self._clocks.new_generation(after)
             self._server.shelf.forget(after.generation - 2)
-        elif (after.joiners, after.stranded) != (before.joiners, before.stranded):
+        elif (after.arrivals.joiners, after.absent.stranded) != (before.arrivals.joiners, before.absent.stranded):
             self._clocks.watch_all(after)
 
     def note(self, decision: do.Note) -> None:
@@ -92,7 +92,7 @@ class AsyncioExecutor:
     def end(self, decision: do.End) -> None:
         """Where the script is to be started again, nobody finds this coordinator in place of the next one."""
         self._searches.cancel()
-        members, finished = self._state.members.keys(), self._state.finished
+        members, finished = self._state.members.keys(), self._state.round.finished
         message, life = decision.message, None
         if decision.again and self._restarts:
             following = self._next_life()

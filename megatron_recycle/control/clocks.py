@@ -69,7 +69,7 @@ class Clocks:
 
     def watch_all(self, state: State) -> None:
         """Watch exactly the processes of ``state``."""
-        others = (*state.joiners.values(), *state.stranded.values())
+        others = (*state.arrivals.joiners.values(), *state.absent.stranded.values())
         interval, timeout = self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout
         self.watch.members(state.members.values(), others, interval, timeout, time.monotonic())
 
@@ -103,7 +103,7 @@ class Clocks:
         state = self._state()
         if state.phase is not Phase.FORMING:
             return
-        ready = {member.rank for member in state.known.values() if member.worker in state.descriptions}
+        ready = {member.rank for member in state.known.values() if member.worker in state.forming.descriptions}
         missing = ", ".join(str(rank) for rank in range(state.size) if rank not in ready)
         limit = f"{self.timeouts.start_timeout:.0f} s"
         self._feed(Interrupted(1, f"not ready within {limit}: rank {missing}; see their logs", again=True))

@@ -240,8 +240,8 @@ class Coordinator:
     def search_again(self) -> None:
         """Look for a better plan for the membership in force: the planner's measurements have changed."""
         state = self.state
-        if state.phase is Phase.TRAINING and state.plan is not None:
-            self._executor.improve(Improve(state.generation, state.failed, state.latest or state.plan))
+        if state.phase is Phase.TRAINING and state.round.plan is not None:
+            self._executor.improve(Improve(state.generation, state.failed, state.latest or state.round.plan))
             for search in moving.seek(state):
                 self._executor.find_moves(search)
 
@@ -346,7 +346,7 @@ class Coordinator:
     def _vanished(self, incarnation: str, since: float) -> None:
         """A process is about to end, or has: without a launcher the end of a connection is the end of the process."""
         member = self.state.known.get(incarnation)
-        if member is not None and incarnation not in self.state.fenced:
+        if member is not None and incarnation not in self.state.absent.fenced:
             log = f"worker-{member.rank}.log in the run's folder" if self._launched else ""
             self.feed(Exited(member.rank, member.pid, None, since, log))
 

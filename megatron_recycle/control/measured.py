@@ -68,8 +68,9 @@ class Profiles:
                 if name in incarnations and incarnations[name] == self._heard.get(name)}
         return Conclusions(
             None if found is None else {"event": "profiled", **now, **found.to_json()},
-            None if spent is None else {"event": "spent", **now, "iteration": state.committed, **spent},
+            None if spent is None else {"event": "spent", **now, "iteration": state.progress.committed, **spent},
             tuple(name for name, factor in slow.items() if limit and factor > limit),
-            tuple({"event": "slow", **now, "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)}
+            tuple({"event": "slow", **now, "iteration": state.progress.committed + 1, "worker": name,
+                   "factor": round(factor, 2)}
                   for name, factor in self._slowness.news(slow, incarnations).items() if not limit or factor <= limit),
         )

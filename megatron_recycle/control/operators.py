@@ -93,12 +93,13 @@ class Operators:
                          "in this run yet, so nobody but it may know where to. If emergency_checkpoint is set, or "
                          "Megatron's --save, give --anyway")
         elif saves and (why := closing.why_not(state, ())) is not None:
-            why = why or ("nothing is committed yet" if state.committed < 0 else "emergency_checkpoint is none")
+            nothing = state.progress.committed < 0
+            why = why or ("nothing is committed yet" if nothing else "emergency_checkpoint is none")
             self._answer(connection, f"no checkpoint can be written: {why}. Without --checkpoint `recycle stop` ends "
                          "the job at once")
         else:
             self._ordered(message, (), state)
-            self._answer(connection, facts={"iteration": state.committed})
+            self._answer(connection, facts={"iteration": state.progress.committed})
             self._feed(Interrupted(STOPPED, f"stopped by {message.by}", saves=saves))
 
     def _ordered(self, message: Order, named: Sequence[Member], state: State) -> None:
@@ -117,13 +118,13 @@ class Operators:
             one = state.members[name]
             there = connections.get(one.incarnation)
             workers[name] = {"host": one.host, "rank": one.rank, "pid": one.pid,
-                             "iteration": state.committed_by.get(name, state.committed),
+                             "iteration": state.progress.committed_by.get(name, state.progress.committed),
                              "silent_s": None if there is None else round(now - there.heard, 3),
                              "progress": self._telling.progress.get(one.incarnation)}
-        return {"phase": state.phase.value, "generation": state.generation, "iteration": state.committed,
-                "workers": workers, "out": dict(state.out), "joiners": in_order(state.joiners),
-                "stranded": in_order(state.stranded), "host": state.host,
-                "leaving": [name for name, one in state.members.items() if one.incarnation in state.leaving],
+        return {"phase": state.phase.value, "generation": state.generation, "iteration": state.progress.committed,
+                "workers": workers, "out": dict(state.absent.out), "joiners": in_order(state.arrivals.joiners),
+                "stranded": in_order(state.absent.stranded), "host": state.host,
+                "leaving": [name for name, one in state.members.items() if one.incarnation in state.absent.leaving],
                 "launchers": sorted({str(one.host) for one in self._server.launchers})}
 
 
@@ -140,7 +141,7 @@ def _named(state: State, workers: Iterable[str], host: str) -> list[Member] | st
     wanted = list(workers)
     for name in wanted:
         if not any(name in (one.worker, str(Process.parse(one.worker).worker)) for one in members):
-            out = next((str(kind) for other, kind in state.out.items()
+            out = next((str(kind) for other, kind in state.absent.out.items()
                         if name in (other, str(Process.parse(other).worker))), None)
             return f"worker {name} " + (f"is out already ({out})" if out else
                                         f"is not of this job, whose workers are {members[0].worker} to "

@@ -133,8 +133,8 @@ class Searches:
         if cancelled is not self._cancelled:
             return
         again, state, self._under_way, self._again = self._again, self._state(), None, None
-        if again is not None and state.generation == again.generation and state.plan is not None:
-            self.improve(replace(again, plan=state.latest or state.plan))
+        if again is not None and state.generation == again.generation and state.round.plan is not None:
+            self.improve(replace(again, plan=state.latest or state.round.plan))
 
     def find_moves(self, order: FindMoves) -> None:
         if self._plans.moves is not None:

@@ -81,7 +81,7 @@ class Telling:
     def handled(self, state: State) -> bool:
         """Whether some script has said that it has a SIGTERM handler of its own."""
         return any((progress or {}).get("sigterm") is True for incarnation, progress in self.progress.items()
-                   if incarnation in state.known and incarnation not in state.fenced)
+                   if incarnation in state.known and incarnation not in state.absent.fenced)
 
     def _count(self, event: Event) -> None:
         """Workers that are lost with the same generation have failed together."""

@@ -26,8 +26,8 @@ _GIVE = "those that leave hand their shards of the optimizer's state over first"
 
 def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
     """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
-    quiet = state.phase is Phase.TRAINING and state.since is None and not state.switch
-    asked = state.joiners or state.leaving or moving.moved(state)
+    quiet = state.phase is Phase.TRAINING and state.since is None and not state.round.switch
+    asked = state.arrivals.joiners or state.absent.leaving or moving.moved(state)
     if not quiet or not asked or not (entering(state) or _going(state) or _give_first(state)):
         return state, decisions
     number = state.offers + 1
@@ -59,8 +59,8 @@ def entering(state: State) -> dict[str, Member]:
     worker come in, or none."""
     found = {
         name: member
-        for name, member in {**state.stranded, **state.joiners}.items()
-        if member.incarnation in state.prepared and name not in state.members
+        for name, member in {**state.absent.stranded, **state.arrivals.joiners}.items()
+        if member.incarnation in state.arrivals.prepared and name not in state.members
     }
     parts = Counter(Process.parse(name).worker for name in found)
     wanted = state.job.parts
@@ -84,7 +84,7 @@ def _give_first(state: State) -> bool:
 
 def _wanted(state: State) -> dict[str, FailureKind]:
     """`_going`, as if no optimizer were cut into shards."""
-    wanted = [name for name, member in state.members.items() if member.incarnation in state.leaving]
+    wanted = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
     moved = dict.fromkeys((name for name in moving.moved(state) if name not in wanted), FailureKind.MOVE)
     staying = by_stage(state.stages, set(state.proven) - set(wanted))
     joining = by_stage(state.stages, entering(state))
@@ -100,11 +100,12 @@ def _stands(state: State, happened: Boundary) -> State:
     current = state.phase in (Phase.TRAINING, Phase.RETURNING) and happened.generation == state.generation
     if member is None or not current:
         return state
-    return state.with_(standing=put(state.standing, member.worker, happened.t))
+    return state.with_(standing=put(state.round.standing, member.worker, happened.t))
 
 
 def _all_stand(state: State) -> bool:
-    return state.phase is Phase.TRAINING and bool(state.standing) and state.standing.keys() >= state.members.keys()
+    standing = state.round.standing
+    return state.phase is Phase.TRAINING and bool(standing) and standing.keys() >= state.members.keys()
 
 
 def _stage_left(state: State, leavers: Mapping[str, FailureKind]) -> str | None:
@@ -115,4 +116,4 @@ def _stage_left(state: State, leavers: Mapping[str, FailureKind]) -> str | None:
         return None
     names = ", ".join(name for name in leavers if Process.parse(name).worker.stage == stage)
     return (f"stage {stage} would have no worker any more: the last of it leave as they were asked to ({names}); last "
-            f"committed iteration: {state.committed}. {RESTART}")
+            f"committed iteration: {state.progress.committed}. {RESTART}")

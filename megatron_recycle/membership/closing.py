@@ -35,17 +35,18 @@ def end(state: State, status: int, message: str, now: float, again: bool = False
     if state.closing is not None:
         status, again = state.closing.status, state.closing.again
         message = f"{sentence(state.closing.message)} No checkpoint was written: {sentence(message)} {last(state)}"
-    if state.asked is not None:
-        status, message, again = state.asked[0], f"{state.asked[1]}, which the script handles itself: {message}", False
-    told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
+    if state.script.asked is not None:
+        status, why = state.script.asked
+        message, again = f"{why}, which the script handles itself: {message}", False
+    told = tuple(incarnation for incarnation in state.known if incarnation not in state.absent.fenced)
     event = {
         "event": "finished",
         "t": now,
         "generation": state.generation,
-        "iteration": state.committed if state.committed >= 0 else None,
+        "iteration": state.progress.committed if state.progress.committed >= 0 else None,
         "status": status,
         "message": message,
-        "out": dict(state.out),
+        "out": dict(state.absent.out),
     }
     record = records.ended(status, message, again, event)
     decisions = (record, Emit(event), messages.end(told, status, message), End(status, message, again))
@@ -59,7 +60,7 @@ def sentence(text: str) -> str:
 
 def last(state: State) -> str:
     """The last committed iteration, as a sentence."""
-    return f"Last committed iteration: {state.committed if state.committed >= 0 else 'none'}."
+    return f"Last committed iteration: {state.progress.committed if state.progress.committed >= 0 else 'none'}."
 
 
 def possible(state: State, lost: Collection[str]) -> bool:
@@ -70,7 +71,7 @@ def possible(state: State, lost: Collection[str]) -> bool:
 def why_not(state: State, lost: Collection[str]) -> str | None:
     """Why they could not; None if they can, nothing if there is no need to say it."""
     wanted = state.job.emergency
-    if wanted is False or state.committed < 0:
+    if wanted is False or state.progress.committed < 0:
         return ""
     if wanted is None:
         return "the plugin has none to write from this script (it has with DeepSpeed and Megatron-LM's own loop)"

@@ -39,7 +39,7 @@ def joined(member: Member) -> Command:
 
 def start(state: State, to: str, mover: Member) -> Command:
     """Start a process for the rank of ``to`` on the device of the mover."""
-    return Command(Start(state.ranks[to], mover.rank, mover.pid, state.move))
+    return Command(Start(state.forming.ranks[to], mover.rank, mover.pid, state.moving.move))
 
 
 def drop(rank: int, move: int) -> Command:
@@ -57,13 +57,13 @@ def in_force(state: State, host: str) -> list[Command]:
     if state.description is None:
         return []
     here = [member for member in state.proven.values() if member.host == host]
-    under_way = [start(state, to, mover) for to, incarnation in state.moves.items()
-                 if to not in state.joiners and to not in state.members
+    under_way = [start(state, to, mover) for to, incarnation in state.moving.moves.items()
+                 if to not in state.arrivals.joiners and to not in state.members
                  and (mover := state.member(incarnation)) is not None]
-    return [begun(state), *map(Command, state.outs.values()), *map(joined, here), *under_way,
-            *(drop(int(rank), move) for rank, move in state.dropped.items())]
+    return [begun(state), *map(Command, state.absent.outs.values()), *map(joined, here), *under_way,
+            *(drop(int(rank), move) for rank, move in state.moving.dropped.items())]
 
 
 def remembered(state: State, *told: Out) -> dict[str, Out]:
     """The field of the state with the latest `out` of each rank."""
-    return {**state.outs, **{str(one.rank): one for one in told}}
+    return {**state.absent.outs, **{str(one.rank): one for one in told}}

@@ -22,10 +22,10 @@ def finished(state: State, happened: Finished, now: float) -> Step:
         member = state.known.get(happened.incarnation)
     if member is None or state.phase is Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
-    state = state.with_(finished=state.finished | {member.worker})
+    state = state.with_(finished=state.round.finished | {member.worker})
     event = {"event": "left", "t": now, "generation": state.generation, "worker": member.worker}
     left = Emit({**event, "kind": FailureKind.LEAVE})
-    if len(state.finished) < (len(state.members) or state.size):
+    if len(state.round.finished) < (len(state.members) or state.size):
         return state, (left,)
     failed = poison.behind_training(state)
     state, ending = closing.end(state, int(bool(failed)), failed or "the job has finished", now)
@@ -35,7 +35,7 @@ def finished(state: State, happened: Finished, now: float) -> Step:
 def interrupted(state: State, happened: Interrupted, now: float) -> Step:
     """Launchers tell of it again after a reconnect, and there may be several."""
     leaves = happened.status == _TOLD_TO_LEAVE
-    if (leaves or happened.saves) and (state.closing is not None or state.asked is not None):
+    if (leaves or happened.saves) and (state.closing is not None or state.script.asked is not None):
         return state, ()
     if (leaves and closing.wanted(state)) or (happened.saves and closing.possible(state, ())):
         return leave(state, Closing(happened.message, happened.status), now)

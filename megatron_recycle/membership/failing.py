@@ -59,13 +59,13 @@ def exited(state: State, happened: Exited, now: float) -> Step:
     member = next((m for m in state.known.values() if (m.rank, m.pid) == (happened.rank, happened.pid)), None)
     if state.phase is Phase.FORMING:
         return forming.exited_early(state, member, happened, now)
-    if member is not None and member in state.stranded.values():
+    if member is not None and member in state.absent.stranded.values():
         return _lost_stranded(state, member, FailureKind.EXIT, happened.since, now)
     if member is None:
         return moving.not_started(state, happened, now)
     if happened.said and poison.said_by(state, member) is None:
-        state = poison.remembered(state, member, Fault(happened.said, "", state.committed, recovery=True), 0)
-    left = not happened.status and member.worker in state.finished
+        state = poison.remembered(state, member, Fault(happened.said, "", state.progress.committed, recovery=True), 0)
+    left = not happened.status and member.worker in state.round.finished
     kind = FailureKind.LEAVE if left else FailureKind.EXIT
     return lost(state, Lost((Loss(member.incarnation, kind),), happened.since), now)
 
@@ -74,7 +74,7 @@ def reports_late(state: State, happened: ReportsLate, now: float) -> Step:
     """The time for reports is over: members that have said nothing are stuck."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
-    missing = [name for name in in_order(state.proven) if name not in state.reports]
+    missing = [name for name in in_order(state.proven) if name not in state.round.reports]
     if not missing:
         return state, ()
     return next_generation(state, dict.fromkeys(missing, FailureKind.STALLED), now, now)
@@ -101,10 +101,10 @@ def lost(state: State, happened: Lost, now: float) -> Step:
 
 def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float, now: float) -> Step:
     """Training does not notice, but the launcher has to know that this end was a failure."""
-    kept = {name: other for name, other in state.stranded.items() if other != member}
+    kept = {name: other for name, other in state.absent.stranded.items() if other != member}
     event = {**suspected(state, member, kind, since, now), "stranded": True}
     command = commands.out(member, kind, poison.said_by(state, member))
-    state = state.with_(stranded=kept, fenced=state.fenced | {member.incarnation},
+    state = state.with_(stranded=kept, fenced=state.absent.fenced | {member.incarnation},
                         outs=commands.remembered(state, command))
     return state, (Command(command), Emit(event))
 
@@ -122,10 +122,10 @@ def _spare(
             if name in lost and lost[name].lives]
     events = tuple(
         Emit(suspected(state, state.members[name], lost[name], since, now, removed=False))
-        for name in in_order(set(kept) - state.spared)
+        for name in in_order(set(kept) - state.round.spared)
     )
     left = {name: kind for name, kind in lost.items() if name not in kept}
-    return state.with_(spared=state.spared.union(kept)), left, events
+    return state.with_(spared=state.round.spared.union(kept)), left, events
 
 
 # The next generation
@@ -173,13 +173,13 @@ def next_generation(
     before, state = state, state.next_generation(
         phase=Phase.RECOVERING,
         **_membership(state, lost, joined),
-        fenced=state.fenced | {member.incarnation for member in removed},
+        fenced=state.absent.fenced | {member.incarnation for member in removed},
         outs=commands.remembered(state, *told_out),
-        faults=tuple(said for said in state.faults if said.worker not in joined),
+        faults=tuple(said for said in state.script.faults if said.worker not in joined),
         since=since if state.since is None else min(state.since, since),
-        stood_since=min(state.standing.values(), default=now) if joined else None,
-        mended=0 if lost else state.mended,
-        fallback=None if joined else state.fallback,
+        stood_since=min(state.round.standing.values(), default=now) if joined else None,
+        mended=0 if lost else state.tries.mended,
+        fallback=None if joined else state.tries.fallback,
         closing=to_close,
     )
     events = (*of_each, *more, _decided(state, reason, now))
@@ -223,31 +223,33 @@ def _membership(state: State, lost: Mapping[str, FailureKind], joined: Mapping[s
     """
     idle = siblings(state.members, lost)
     out = {**lost, **dict.fromkeys(idle, FailureKind.STRANDED)}
-    back = {name: state.members[name] for name in state.unproven if name not in out}
-    waiting = {name: member for name, member in state.joiners.items() if joined.get(name) != member}
-    stranded = {name: member for name, member in state.stranded.items() if joined.get(name) != member}
+    back = {name: state.members[name] for name in state.arrivals.unproven if name not in out}
+    waiting = {name: member for name, member in state.arrivals.joiners.items() if joined.get(name) != member}
+    stranded = {name: member for name, member in state.absent.stranded.items() if joined.get(name) != member}
     return {
         "members": {name: member for name, member in {**state.members, **joined}.items()
                     if name not in out and name not in back},
-        "out": {name: kind for name, kind in {**state.out, **state.unproven, **out}.items() if name not in joined},
+        "out": {name: kind for name, kind in {**state.absent.out, **state.arrivals.unproven, **out}.items()
+                if name not in joined},
         "joiners": {**waiting, **back},
-        "prepared": state.prepared - {member.incarnation for member in (*joined.values(), *back.values())},
+        "prepared": state.arrivals.prepared - {member.incarnation for member in (*joined.values(), *back.values())},
         "stranded": {**stranded, **{name: state.members[name] for name in idle}},
-        "unproven": {name: state.out.get(name, FailureKind.EXIT) for name in joined},
-        "leaving": state.leaving - {state.members[name].incarnation for name in out},
-        "given_up": state.given_up - joined.keys(),
-        "moves_due": state.moves_due or moving.changed(state, out, joined),
+        "unproven": {name: state.absent.out.get(name, FailureKind.EXIT) for name in joined},
+        "leaving": state.absent.leaving - {state.members[name].incarnation for name in out},
+        "given_up": state.absent.given_up - joined.keys(),
+        "moves_due": state.moving.moves_due or moving.changed(state, out, joined),
     }
 
 
 def _as_asked(state: State, member: Member, kind: FailureKind) -> bool:
     """Whether this is the end of a move, or of a member that has asked to leave."""
-    return kind is FailureKind.MOVE or (kind.asked_for and member.incarnation in state.leaving)
+    return kind is FailureKind.MOVE or (kind.asked_for and member.incarnation in state.absent.leaving)
 
 
 def _sent_back(before: State, after: State) -> tuple[str, ...]:
     """Incarnations of members of `before` that wait to come in again."""
-    return tuple(member.incarnation for name, member in before.members.items() if after.joiners.get(name) == member)
+    waiting = after.arrivals.joiners
+    return tuple(member.incarnation for name, member in before.members.items() if waiting.get(name) == member)
 
 
 def stage_gone(state: State) -> str | None:
@@ -255,8 +257,8 @@ def stage_gone(state: State) -> str | None:
     stage = next((stage for stage, names in enumerate(by_stage(state.stages, state.proven)) if not names), None)
     if stage is None:
         return None
-    how = poison.how(state, by_stage(state.stages, state.out)[stage])
-    last = str(state.committed) if state.committed >= 0 else "none"
+    how = poison.how(state, by_stage(state.stages, state.absent.out)[stage])
+    last = str(state.progress.committed) if state.progress.committed >= 0 else "none"
     return (
         f"stage {stage} has lost its last worker ({how}), so nobody holds its parameters any more; last "
         f"committed iteration: {last}.{guarding.not_asked_for(state)}{guarding.unread(state)} {RESTART}"
@@ -271,13 +273,13 @@ def reported(state: State, happened: Reported, now: float) -> Step:
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
-    if member.worker in state.unproven:
+    if member.worker in state.arrivals.unproven:
         return state, ()
-    state = state.with_(reports=put(state.reports, member.worker, happened.report))
+    state = state.with_(reports=put(state.round.reports, member.worker, happened.report))
     if not _all_reported(state):
         return state, ()
     event = {"event": "stopped", "t": now, "generation": state.generation, "ms": state.ms(now)}
-    stopped = Emit({**event, "reports": {name: report.to_json() for name, report in state.reports.items()}})
+    stopped = Emit({**event, "reports": {name: report.to_json() for name, report in state.round.reports.items()}})
     if state.closing is not None and state.closing.missing:
         state, decisions = surviving.begin(state, now)
         return state, (stopped, *decisions)
@@ -297,44 +299,44 @@ def planned(state: State, happened: Planned, now: float) -> Step:
 
 def redone(state: State, happened: Redone, now: float) -> Step:
     """The plan for the rest of the iteration, or that it begins anew."""
-    if state.phase is not Phase.RECOVERING or happened.generation != state.generation or state.redo is None:
+    if state.phase is not Phase.RECOVERING or happened.generation != state.generation or state.round.redo is None:
         return state, ()
-    return _go(state.with_(redo=replace(state.redo, known=True, plan=happened.plan)), now)
+    return _go(state.with_(redo=replace(state.round.redo, known=True, plan=happened.plan)), now)
 
 
 def plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
     """Nobody can train without a plan."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
-    out = ", ".join(in_order(state.out)) or "nobody"
+    out = ", ".join(in_order(state.absent.out)) or "nobody"
     return closing.end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now,
                        again=True)
 
 
 def _all_reported(state: State) -> bool:
-    return len(state.reports) >= len(state.members) - len(state.unproven)
+    return len(state.round.reports) >= len(state.members) - len(state.arrivals.unproven)
 
 
 def _go(state: State, now: float) -> Step:
     """Once reports and plan are there: where training goes on (`resume.decide`), recorded and announced."""
-    if state.plan is None or not _all_reported(state):
+    if state.round.plan is None or not _all_reported(state):
         return state, ()
     incarnations = state.incarnations()
-    holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.unproven}
+    holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.arrivals.unproven}
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)
     resume = guarding.resume(state) if guarding.goes_back(state) else decide(
-        state.stages, holding, state.reports, announced=announced, joined=in_order(state.unproven),
+        state.stages, holding, state.round.reports, announced=announced, joined=in_order(state.arrivals.unproven),
         hosts={name: member.host for name, member in state.members.items()}, leaving=moving.on_their_way(state))
     if isinstance(resume, DeadEnd):
         return surviving.end(state, resume.message, now) if stage_gone(state) is not None else closing.end(
             state, 1, resume.message, now, again=True)
-    resume = replace(resume, joined=tuple(in_order(state.unproven)))
-    if state.redo is None and (done := redo.done(state, resume)):
+    resume = replace(resume, joined=tuple(in_order(state.arrivals.unproven)))
+    if state.round.redo is None and (done := redo.done(state, resume)):
         return state.with_(redo=redo.asked(state, resume, done)), (
-            MakeRedo(state.generation, state.plan, done, redo.size(state, resume), resume.closed,
+            MakeRedo(state.generation, state.round.plan, done, redo.size(state, resume), resume.closed,
                      redo.lent(state, resume, done)),)
-    if state.redo is not None and not state.redo.known:
+    if state.round.redo is not None and not state.round.redo.known:
         return state, ()
     carry, back = policies.carried(state, resume), redo.repeated(state, resume, now)
     if back and redo.left_for_good(state):
@@ -344,7 +346,7 @@ def _go(state: State, now: float) -> Step:
         resume = again
     resume = redo.without_kept(state, policies.without_loss(state, resume, carry))
     carry = carry or redo.carried(state, resume)
-    plan = state.plan
+    plan = state.round.plan
     if resume.restored:
         state, back = guarding.went_back(state, resume, now)
     go = Go(
@@ -354,9 +356,9 @@ def _go(state: State, now: float) -> Step:
         plan=plan,
         resume=resume,
         prefix=messages.group_prefix(state.generation, incarnations),
-        tries=state.mended,
+        tries=state.tries.mended,
         closing=None if state.closing is None else state.closing.message,
-        left_out=state.left_out,
+        left_out=state.script.left_out,
         keepers=guarding.keepers(state),
         closes=redo.closes(state),
         without=policies.left_out(state),
@@ -407,7 +409,7 @@ def suspected(
         "event": "suspected",
         "t": now,
         "generation": state.generation,
-        "iteration": state.committed + 1,
+        "iteration": state.progress.committed + 1,
         "worker": member.worker,
         "kind": kind,
         "ms": round((now - since) * 1000, 3),
@@ -420,7 +422,7 @@ def suspected(
 
 def _left(state: State, member: Member, kind: FailureKind, now: float) -> dict[str, Any]:
     """The event of a planned leave, or of the end of a move."""
-    event = {"event": "left", "t": now, "generation": state.generation, "iteration": state.committed + 1}
+    event = {"event": "left", "t": now, "generation": state.generation, "iteration": state.progress.committed + 1}
     return {**event, "worker": member.worker, "kind": kind, "rank": member.rank, "pid": member.pid}
 
 
@@ -431,6 +433,6 @@ def _decided(state: State, reason: str | None, now: float) -> dict[str, Any]:
         "generation": state.generation,
         "ms": state.ms(now),
         "members": state.incarnations(),
-        "out": dict(state.out),
+        "out": dict(state.absent.out),
         "reason": reason,
     }

@@ -36,8 +36,8 @@ def hello(state: State, member: Member, now: float) -> Step:
         text = f"rank {member.rank} is not of this job of {state.size} workers"
         return state, (messages.refuse(member, text),)
     state = state.with_(known={**state.known, member.incarnation: member})
-    if state.gone:
-        return closing.end(state, 1, _left_early(min(state.gone), 0, ""), now)
+    if state.forming.gone:
+        return closing.end(state, 1, _left_early(min(state.forming.gone), 0, ""), now)
     return state, ()
 
 
@@ -47,9 +47,9 @@ def ready(state: State, happened: Ready, now: float) -> Step:
         return state, ()
     key = model_key(member.worker)
     # To be equal to one of each kind is to be equal to all.
-    samples = list(state.samples.values())[:1] + [other for kind, other in state.samples.items() if kind == key]
-    for other in samples:
-        one, two = state.descriptions[other], happened.description
+    samples = state.forming.samples
+    for other in list(samples.values())[:1] + [other for kind, other in samples.items() if kind == key]:
+        one, two = state.forming.descriptions[other], happened.description
         if found := difference(one, two) if model_key(other) == key else difference(one.of_job, two.of_job):
             name, ours, theirs = found
             text = (
@@ -58,12 +58,12 @@ def ready(state: State, happened: Ready, now: float) -> Step:
             )
             return closing.end(state, 1, text, now)
     state = state.with_(
-        descriptions=put(state.descriptions, member.worker, happened.description),
-        reports=put(state.reports, member.worker, happened.report),
-        samples=state.samples if key in state.samples else {**state.samples, key: member.worker},
-        learnt=put(state.learnt, str(member.rank), happened.learnt),
+        descriptions=put(state.forming.descriptions, member.worker, happened.description),
+        reports=put(state.round.reports, member.worker, happened.report),
+        samples=samples if key in samples else {**samples, key: member.worker},
+        learnt=put(state.forming.learnt, str(member.rank), happened.learnt),
     )
-    return _form(state, now) if len(state.descriptions) == state.size else (state, ())
+    return _form(state, now) if len(state.forming.descriptions) == state.size else (state, ())
 
 
 def model_key(name: str) -> str:
@@ -74,20 +74,20 @@ def model_key(name: str) -> str:
 
 def _form(state: State, now: float) -> Step:
     """All workers are ready: generation 1."""
-    models = {model_key(name): told.of_model for name, told in state.descriptions.items()}
-    job, grid, parts = _job(state.descriptions)
+    models = {model_key(name): told.of_model for name, told in state.forming.descriptions.items()}
+    job, grid, parts = _job(state.forming.descriptions)
     wanted = {str(Process(worker, part)) for worker in grid.workers()
               for part in (range(parts) if parts > 1 else (None,))}
-    if wanted != set(state.descriptions):
+    if wanted != set(state.forming.descriptions):
         text = (
             f"the grid has {grid.pipelines} pipelines x {grid.stages} stages"
             + (f" x {parts} parts" if parts > 1 else "") + ", but the workers are "
-            f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
+            f"{', '.join(in_order(state.forming.descriptions))}: start {len(wanted)} processes"
         )
         return closing.end(state, 1, text, now)
     if text := _too_large(grid):
         return closing.end(state, 1, text, now)
-    if text := _ties_apart(state.descriptions):
+    if text := _ties_apart(state.forming.descriptions):
         return closing.end(state, 1, text, now)
     if state.shape is not None and grid.total != state.shape.microbatches:
         return closing.end(state, 1, _another_batch(grid, state.shape), now)
@@ -102,7 +102,7 @@ def _form(state: State, now: float) -> Step:
         ranks={member.worker: member.rank for member in state.known.values()},
     )
     hosts = {name: state.members[name].host for name in in_order(state.members)}
-    cut = tables(parts_of(grid.stages, hosts), state.reports, (), hosts)
+    cut = tables(parts_of(grid.stages, hosts), state.round.reports, (), hosts)
     survival = judge(hosts, state.host, guarding.wanted(state), cut, job.guard != "none")
     started = {
         "event": "started",
@@ -117,7 +117,7 @@ def _form(state: State, now: float) -> Step:
         "grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
         "max_restarts": job.max_restarts,
     }
-    kept = (records.learnt(state),) if any(state.learnt.values()) else ()
+    kept = (records.learnt(state),) if any(state.forming.learnt.values()) else ()
     kept = (*kept, records.decided(state, [started]))
     return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset(), policies.plan_by(state)))
 
@@ -164,13 +164,13 @@ def _another_batch(grid: Grid, shape: Shape) -> str:
 
 def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:
     """An exit before generation 1 ends the job, unless nobody uses the plugin and all end well."""
-    well = not happened.status and not happened.said and (member is None or member.worker in state.finished)
+    well = not happened.status and not happened.said and (member is None or member.worker in state.round.finished)
     if not well or (member is None and state.known):
         text = _left_early(happened.rank, happened.status, happened.log, happened.said)
         killed = not happened.said and (happened.status is None or happened.status < 0)
         return closing.end(state, 1, text, now, again=killed)
-    state = state.with_(gone=state.gone | {happened.rank})
-    if len(state.gone) < state.size:
+    state = state.with_(gone=state.forming.gone | {happened.rank})
+    if len(state.forming.gone) < state.size:
         return state, ()
     return closing.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
 

@@ -88,7 +88,7 @@ def relief(state: State) -> tuple[tuple[str, str], ...]:
     """A move for each stage with one worker, by which no other stage comes down to one: (mover, the empty position)."""
     workers = {Process.parse(name).worker for name in state.proven}
     counts = Counter(worker.stage for worker in workers)
-    empty = [Process.parse(name).worker for name in in_order(state.out) if name in state.ranks]
+    empty = [Process.parse(name).worker for name in in_order(state.absent.out) if name in state.forming.ranks]
     found: list[tuple[str, str]] = []
     for stage in sorted(_singles([*state.proven])):
         to = next((worker for worker in empty if worker.stage == stage), None)
@@ -203,21 +203,21 @@ def waits(state: State) -> bool:
 
 def not_started(state: State, rank: int, move: int) -> State:
     """A process that was started for a lost stage has ended before it said hello."""
-    kept = {name: number for name, number in state.restoring.items()
-            if (state.ranks[name], number) != (rank, move)}
-    return state if len(kept) == len(state.restoring) else state.with_(restoring=kept)
+    kept = {name: number for name, number in state.tries.restoring.items()
+            if (state.forming.ranks[name], number) != (rank, move)}
+    return state if len(kept) == len(state.tries.restoring) else state.with_(restoring=kept)
 
 
 def goes_back(state: State) -> bool:
     """Whether all have to go back, now that they have reported: nobody holds some stage, or some shard; or they were on
     their way back for a shard, and may not all have arrived."""
     return bool(empty_stages(state, [*state.proven]) or lost_shards(state)
-                or any(report.guard.midway for report in state.reports.values()))
+                or any(report.guard.midway for report in state.round.reports.values()))
 
 
 def lost_shards(state: State) -> list[Shard]:
     """Those that nobody has any more, of stages that have workers."""
-    return lost(parts_of(state.stages, state.proven), state.reports)
+    return lost(parts_of(state.stages, state.proven), state.round.reports)
 
 
 def resume(state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd:
@@ -227,21 +227,21 @@ def resume(state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd:
     stages, shards = empty_stages(state, [*state.proven]), lost_shards(state)
     before = () if state.resume is None else state.resume.shards
     copies = wanted(state) and not closed
-    found = source(state.reports, stages, checkpoint(state), copies) if state.closing is None else ""
+    found = source(state.round.reports, stages, checkpoint(state), copies) if state.closing is None else ""
     if isinstance(found, str):
         if closed:
             return DeadEnd(f"{found or 'there is no checkpoint of this run to go back to'}.{unread(state)}")
-        return DeadEnd(_without_source(stages, told(shards, before), state.committed, found, unread(state)))
-    attempts = [report.attempt for report in state.reports.values()]
+        return DeadEnd(_without_source(stages, told(shards, before), state.progress.committed, found, unread(state)))
+    attempts = [report.attempt for report in state.round.reports.values()]
     announced = 0 if state.resume is None else state.resume.attempt
     gone = sorted({*stages, *closed, *(shard.stage for shard in shards)}) or (
         [] if state.resume is None else [*map(int, state.resume.restored)])
     restored = {str(stage): found.keepers.get(stage, "checkpoint") for stage in gone}
     counts = {(table.stage, table.part): len(table.holders) for table in before}
     tables = anew({name: member.host for name, member in state.members.items()}, counts,
-                  copies_of(state.reports.values()))
+                  copies_of(state.round.reports.values()))
     return Resume(found.iteration, found.iteration + 1, 1 + max([announced, *attempts]),
-                  joined=tuple(in_order(state.unproven)), regained=found.regained, restored=restored,
+                  joined=tuple(in_order(state.arrivals.unproven)), regained=found.regained, restored=restored,
                   checkpoint=found.checkpoint, shards=tables)
 
 
@@ -259,7 +259,7 @@ def went_back(state: State, resume: Resume, now: float) -> tuple[State, tuple[di
     """The state of a job whose workers all go back, and the event that says how far."""
     event = {"event": "restored", "t": now, "generation": state.generation, "iteration": resume.target,
              "ms": state.ms(now), "stages": [int(stage) for stage in resume.restored], "from": dict(resume.restored),
-             "lost": max(0, state.committed - resume.target)}
+             "lost": max(0, state.progress.committed - resume.target)}
     if shards := told(lost_shards(state), () if state.resume is None else state.resume.shards):
         event["shards"] = shards
     by = dict.fromkeys(state.members, resume.target)

@@ -30,7 +30,7 @@ def held(state: State, sure: bool = False) -> list[Held]:
     found = [Held(stage, None, names) for stage, names in enumerate(by_stage(state.stages, state.proven))]
     if state.resume is None:
         return found
-    adopted = state.committed >= state.resume.next
+    adopted = state.progress.committed >= state.resume.next
     for table in state.resume.shards:
         for shard, (had, holders) in enumerate(zip(table.had, table.holders)):
             either = [holders] if adopted or not had else [had, holders] if sure else [(*had, *holders)]

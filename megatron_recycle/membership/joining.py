@@ -22,31 +22,31 @@ def hello(state: State, member: Member) -> Step:
     text = _no_place(state, member)
     if text is not None:
         return state, (messages.refuse(member, text),)
-    joiners = {**state.joiners, member.worker: member}
-    restoring = {name: number for name, number in state.restoring.items() if name != member.worker}
+    joiners = {**state.arrivals.joiners, member.worker: member}
+    restoring = {name: number for name, number in state.tries.restoring.items() if name != member.worker}
     state = state.with_(joiners=joiners, restoring=restoring, known={**state.known, member.incarnation: member})
     # It may believe that it is in: taken in by a coordinator that died before it could tell the end of that.
     return state, (Tell((member.incarnation,), messages.stop(state)),)
 
 
 def _no_place(state: State, member: Member) -> str | None:
-    waiting = state.joiners.get(member.worker) or state.stranded.get(member.worker)
+    waiting = state.arrivals.joiners.get(member.worker) or state.absent.stranded.get(member.worker)
     if waiting is not None and waiting.incarnation != member.incarnation:
         return f"worker {member.worker} cannot join: another process (pid {waiting.pid} on {waiting.host}) waits for it"
-    if state.ranks and state.ranks.get(member.worker) != member.rank:
-        known = state.ranks.get(member.worker, "no part of the job")
+    if state.forming.ranks and state.forming.ranks.get(member.worker) != member.rank:
+        known = state.forming.ranks.get(member.worker, "no part of the job")
         return f"worker {member.worker} cannot join as rank {member.rank}: in this job it is {known}"
     return None
 
 
 def waiting(state: State, incarnation: str) -> Member | None:
     """The joiner of this incarnation, if it is one."""
-    return _of(state.joiners, incarnation)
+    return _of(state.arrivals.joiners, incarnation)
 
 
 def stranded(state: State, incarnation: str) -> Member | None:
     """The stranded process of this incarnation, if it is one."""
-    return _of(state.stranded, incarnation)
+    return _of(state.absent.stranded, incarnation)
 
 
 def _of(members: Mapping[str, Member], incarnation: str) -> Member | None:
@@ -59,12 +59,13 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     if member is None:
         return state, ()
     differs = difference(_description(state, member), happened.description)
-    if differs is None and member.incarnation in state.prepared:
+    if differs is None and member.incarnation in state.arrivals.prepared:
         return state, ()
     if differs is None:
         event = {"event": "waiting", "t": now, "generation": state.generation, "worker": member.worker}
-        told = () if member in state.stranded.values() else (Emit({**event, "rank": member.rank, "pid": member.pid}),)
-        return state.with_(prepared=state.prepared | {member.incarnation}), told
+        known = member in state.absent.stranded.values()
+        told = () if known else (Emit({**event, "rank": member.rank, "pid": member.pid}),)
+        return state.with_(prepared=state.arrivals.prepared | {member.incarnation}), told
     key, ours, theirs = differs
     text = (
         f"worker {member.worker} cannot join: the job has {key} = {ours}, it has {theirs}; start it with the job's own "
@@ -75,7 +76,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
 
 def _description(state: State, member: Member) -> Description:
     """The description that the joiner must have."""
-    return state.job.told(state.models.get(forming.model_key(member.worker), Model()))
+    return state.job.told(state.forming.models.get(forming.model_key(member.worker), Model()))
 
 
 def lost(state: State, incarnation: str, why: str, now: float) -> Step:
@@ -88,8 +89,8 @@ def lost(state: State, incarnation: str, why: str, now: float) -> Step:
 
 
 def _without(state: State, member: Member) -> State:
-    joiners = {name: other for name, other in state.joiners.items() if other != member}
-    return state.with_(joiners=joiners, prepared=state.prepared - {member.incarnation})
+    joiners = {name: other for name, other in state.arrivals.joiners.items() if other != member}
+    return state.with_(joiners=joiners, prepared=state.arrivals.prepared - {member.incarnation})
 
 
 def _failed(state: State, member: Member, reason: str, now: float) -> dict[str, Any]:
@@ -99,23 +100,23 @@ def _failed(state: State, member: Member, reason: str, now: float) -> dict[str, 
 
 def leave(state: State, happened: Leave, now: float) -> Step:
     member = state.member(happened.incarnation)
-    if member is None or member.incarnation in state.leaving:
+    if member is None or member.incarnation in state.absent.leaving:
         return state, ()
     event = {"event": "leaving", "t": now, "generation": state.generation, "worker": member.worker}
-    return state.with_(leaving=state.leaving | {member.incarnation}), (Emit(event),)
+    return state.with_(leaving=state.absent.leaving | {member.incarnation}), (Emit(event),)
 
 
 def acknowledged(state: State, happened: Holds, now: float) -> Step:
     """A process that came in holds its peers' state from now on, and whoever leads next has to know that."""
     member = state.member(happened.incarnation)
-    open_ = state.unproven.keys() - state.acknowledged
+    open_ = state.arrivals.unproven.keys() - state.round.acknowledged
     if member is None or member.worker not in open_ or happened.generation != state.generation:
         return state, ()
     event = {
         "event": "joined",
         "t": now,
         "generation": state.generation,
-        "iteration": state.committed + 1,
+        "iteration": state.progress.committed + 1,
         "worker": member.worker,
         "ms": round((now - (state.stood_since or now)) * 1000, 3),
         "rank": member.rank,
@@ -125,8 +126,8 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
     if (left := moving.from_where(state, member.worker)) is not None:
         event["moved_from"] = left
     record = records.proven(state, member.worker, event)
-    told = state.acknowledged | {member.worker}
-    unproven = incomplete(state.unproven, told)  # to hold a part of a stage is to hold nothing
+    told = state.round.acknowledged | {member.worker}
+    unproven = incomplete(state.arrivals.unproven, told)  # to hold a part of a stage is to hold nothing
     state = state.with_(unproven=unproven, acknowledged=told & unproven.keys())
     return state, (record, commands.joined(member), Emit(event))
 

@@ -49,7 +49,7 @@ def step(state: State, happened: Input, now: float, offers: bool = True) -> Step
             return state, ()
         state = state.with_(better=None)
     after, decisions = _HANDLERS[type(happened)](state, happened, now)
-    if after.moves:
+    if after.moving.moves:
         after, decisions = moving.follow(state, after, decisions, now)
     after, decisions = restoring.propose(after, decisions, now)
     return boundary.propose(after, decisions) if offers else (after, decisions)
@@ -60,11 +60,11 @@ def _hello(state: State, happened: Hello, now: float) -> Step:
     member = happened.member
     if state.phase is Phase.ENDED:
         return state, (messages.ended(state, member.incarnation),)
-    if member.incarnation in state.fenced:
+    if member.incarnation in state.absent.fenced:
         return state, (messages.fence(state, member),)
     if state.member(member.incarnation) is not None:
         return returning.member(state, happened, now)
-    if member in state.stranded.values():
+    if member in state.absent.stranded.values():
         return state, (Tell((member.incarnation,), messages.stop(state)),)
     if state.phase is Phase.FORMING:
         return forming.hello(state, member, now)

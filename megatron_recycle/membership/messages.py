@@ -31,7 +31,7 @@ def group_prefix(generation: int, members: Mapping[str, str]) -> str:
 
 def stop(state: State) -> StopAll:
     """The end of all generations before the current one, with its members; see `wire_forms`."""
-    return StopAll(state.generation, state.incarnations(), state.out)
+    return StopAll(state.generation, state.incarnations(), state.absent.out)
 
 
 def wire_forms(tell: Tell) -> list[Tell]:
@@ -48,7 +48,7 @@ def wire_forms(tell: Tell) -> list[Tell]:
 
 def switch(state: State) -> Offer:
     """The offer of a boundary: an offer without a plan."""
-    return Offer(state.generation, state.switch, None)
+    return Offer(state.generation, state.round.switch, None)
 
 
 def end(to: tuple[str, ...], status: int, message: str) -> Tell:
@@ -64,7 +64,7 @@ def ended(state: State, incarnation: str) -> Tell:
 
 def learnt(state: State, rank: int) -> Learnt:
     """To a process that is to join, before its script begins: what the process of its rank was told at the start."""
-    return Learnt(tuple(map(dict, state.learnt.get(str(rank), ()))))
+    return Learnt(tuple(map(dict, state.forming.learnt.get(str(rank), ()))))
 
 
 def refuse(member: Member, text: str) -> Tell:
@@ -74,7 +74,7 @@ def refuse(member: Member, text: str) -> Tell:
 
 def fence(state: State, member: Member) -> Tell:
     """A process that was declared out, should it still live."""
-    kind = state.out.get(member.worker, FailureKind.EXIT)
+    kind = state.absent.out.get(member.worker, FailureKind.EXIT)
     text = (
         f"worker {member.worker} was declared out ({kind}); the job goes on without it in generation "
         f"{state.generation}, and nothing this process does counts any more"

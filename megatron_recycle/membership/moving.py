@@ -26,12 +26,13 @@ _PROCESS = "its process"
 
 def seek(state: State) -> tuple[FindMoves, ...]:
     """Ask the planner, if the job wants moves and nobody is on the way in or out, or will be by itself."""
-    quiet = state.phase is Phase.TRAINING and state.since is None
-    wanted = state.job.moves and state.fruitless < _FRUITLESS
-    if not quiet or not wanted or not state.moves_due or not state.out or state.joiners or state.leaving or state.moves:
+    changing = state.arrivals.joiners or state.absent.leaving or state.moving.moves
+    quiet = state.phase is Phase.TRAINING and state.since is None and not changing
+    wanted = state.job.moves and state.moving.fruitless < _FRUITLESS
+    if not quiet or not wanted or not state.moving.moves_due or not state.absent.out:
         return ()
     if state.job.max_restarts and any(
-            kind.refilled and name not in state.given_up for name, kind in state.out.items()):
+            kind.refilled and name not in state.absent.given_up for name, kind in state.absent.out.items()):
         return ()  # a launcher starts it again
     return (FindMoves(state.generation, state.failed, guarding.relief(state)),)
 
@@ -39,10 +40,10 @@ def seek(state: State) -> tuple[FindMoves, ...]:
 def stays_out(state: State, happened: StaysOut, now: float) -> Step:
     """A launcher will not start this rank again. It says so right after the end of its process: often before the
     recovery from that, after which moves are sought anyway."""
-    name = next((name for name in state.out if state.ranks.get(name) == happened.rank), None)
-    if name is None or name in state.given_up:
+    name = next((name for name in state.absent.out if state.forming.ranks.get(name) == happened.rank), None)
+    if name is None or name in state.absent.given_up:
         return state, ()
-    state = state.with_(given_up=state.given_up | {name}, moves_due=True)
+    state = state.with_(given_up=state.absent.given_up | {name}, moves_due=True)
     return state, (records.moves(state, ()), *seek(state))
 
 
@@ -51,13 +52,13 @@ def begin(state: State, happened: MovesFound, now: float) -> Step:
     if happened.generation != state.generation or not seek(state):
         return state, ()
     found = {to: state.members[mover] for mover, to in happened.moves.items()
-             if mover in state.members and to in state.out and to not in state.members}
+             if mover in state.members and to in state.absent.out and to not in state.members}
     if not found:
         return state, ()
     moves = {to: mover.incarnation for to, mover in found.items()}
-    again = {str(state.ranks[to]) for to in found}
-    dropped = {rank: move for rank, move in state.dropped.items() if rank not in again}
-    state = state.with_(moves=moves, move=state.move + 1, moves_due=False, dropped=dropped)
+    again = {str(state.forming.ranks[to]) for to in found}
+    dropped = {rank: move for rank, move in state.moving.dropped.items() if rank not in again}
+    state = state.with_(moves=moves, move=state.moving.move + 1, moves_due=False, dropped=dropped)
     begun = [_moving(state, to, mover, now) for to, mover in found.items()]
     starts = [commands.start(state, to, mover) for to, mover in found.items()]
     return state, (records.moves(state, begun, needed=True), *starts, *map(Emit, begun))
@@ -65,17 +66,18 @@ def begin(state: State, happened: MovesFound, now: float) -> Step:
 
 def _moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
     event = {"event": "moving", "t": now, "generation": state.generation, "worker": mover.worker, "to": to}
-    return {**event, "rank": mover.rank, "pid": mover.pid, "to_rank": state.ranks[to], "number": state.move}
+    return {**event, "rank": mover.rank, "pid": mover.pid, "to_rank": state.forming.ranks[to],
+            "number": state.moving.move}
 
 
 def not_started(state: State, happened: Exited, now: float) -> Step:
     """A process that never said hello has ended. Launchers tell of all ends again after a reconnect, so it may be any
     process that this rank has had."""
-    own = happened.move == state.move
-    to = next((to for to in state.moves if own and state.ranks[to] == happened.rank), None)
+    own = happened.move == state.moving.move
+    to = next((to for to in state.moving.moves if own and state.forming.ranks[to] == happened.rank), None)
     if to is None:
         return guarding.not_started(state, happened.rank, happened.move), ()
-    if to in state.joiners or to in state.members:
+    if to in state.arrivals.joiners or to in state.members:
         return state, ()
     return _drop(state, to, f"{_PROCESS} ended with {describe_status(happened.status)}; see {happened.log}",
                  now)
@@ -83,10 +85,10 @@ def not_started(state: State, happened: Exited, now: float) -> Step:
 
 def follow(before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
     """End the moves that are over, or that cannot be made any more."""
-    for to, incarnation in state.moves.items():
+    for to, incarnation in state.moving.moves.items():
         mover = state.member(incarnation)
         if mover is None:  # gone: as it should, or it has failed, and its device is the new process's alone
-            left = {other: who for other, who in state.moves.items() if other != to}
+            left = {other: who for other, who in state.moving.moves.items() if other != to}
             state = state.with_(moves=left, fruitless=0)
             decisions = (*decisions, records.moves(state, ()))
         elif reason := _void(before, state, to, mover):
@@ -97,17 +99,17 @@ def follow(before: State, state: State, decisions: tuple[Decision, ...], now: fl
 
 def _void(before: State, state: State, to: str, mover: Member) -> str | None:
     """Why the mover stays where it is."""
-    here = state.members.get(to) or state.joiners.get(to)
+    here = state.members.get(to) or state.arrivals.joiners.get(to)
     if here is not None and here.host != mover.host:
         return "a process of another host came for the position"
-    if here is None and (to in before.joiners or to in before.members):
+    if here is None and (to in before.arrivals.joiners or to in before.members):
         return f"{_PROCESS} has failed"
     if to in state.members:
         return None
-    if mover.incarnation in state.leaving:
+    if mover.incarnation in state.absent.leaving:
         return "the worker was asked to leave"
-    lost = {name: kind for name, kind in state.out.items() if name not in before.out}
-    joined = [name for name in state.members if name in before.out]
+    lost = {name: kind for name, kind in state.absent.out.items() if name not in before.absent.out}
+    joined = [name for name in state.members if name in before.absent.out]
     if state.generation != before.generation and changed(before, lost, joined):
         return "the membership has changed"
     return None
@@ -117,23 +119,24 @@ def changed(before: State, lost: Mapping[str, FailureKind], joined: Iterable[str
     """Whether more than moves has happened, so that other moves may pay off now. After moves alone the membership is
     the wanted one, and durations that were measured anew are no reason to move back and forth."""
     failed = any(kind is not FailureKind.MOVE for kind in lost.values())
-    return failed or any(name not in before.moves for name in joined)
+    return failed or any(name not in before.moving.moves for name in joined)
 
 
 def _drop(state: State, to: str, reason: str, now: float) -> Step:
-    mover = state.known[state.moves[to]]
+    mover = state.known[state.moving.moves[to]]
     fails = reason.startswith(_PROCESS)
     event = {"event": "move_failed", "t": now, "generation": state.generation, "worker": mover.worker, "to": to,
-             "reason": reason, "to_rank": state.ranks[to], "number": state.move}
-    left = {other: who for other, who in state.moves.items() if other != to}
-    rank = state.ranks[to]
-    state = state.with_(moves=left, fruitless=state.fruitless + fails, moves_due=True,
-                        dropped={**state.dropped, str(rank): state.move})
-    decisions: tuple[Decision, ...] = (records.moves(state, (event,)), commands.drop(rank, state.move), Emit(event))
-    waiting = state.joiners.get(to)
+             "reason": reason, "to_rank": state.forming.ranks[to], "number": state.moving.move}
+    left = {other: who for other, who in state.moving.moves.items() if other != to}
+    rank = state.forming.ranks[to]
+    state = state.with_(moves=left, fruitless=state.moving.fruitless + fails, moves_due=True,
+                        dropped={**state.moving.dropped, str(rank): state.moving.move})
+    decisions: tuple[Decision, ...] = (
+        records.moves(state, (event,)), commands.drop(rank, state.moving.move), Emit(event))
+    waiting = state.arrivals.joiners.get(to)
     if waiting is not None and waiting.host == mover.host:
-        joiners = {name: other for name, other in state.joiners.items() if name != to}
-        state = state.with_(joiners=joiners, prepared=state.prepared - {waiting.incarnation})
+        joiners = {name: other for name, other in state.arrivals.joiners.items() if name != to}
+        state = state.with_(joiners=joiners, prepared=state.arrivals.prepared - {waiting.incarnation})
         text = f"worker {mover.worker} does not move to {to}: {reason}"
         decisions = (*decisions, messages.refuse(waiting, text))
     return state, decisions
@@ -142,8 +145,8 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
 def on_their_way(state: State) -> list[str]:
     """Members that will leave their position, sooner or later: as they were asked to, or for another one, if their
     stage has somebody who stays."""
-    leaving = [name for name, member in state.members.items() if member.incarnation in state.leaving]
-    movers = [name for name, member in state.members.items() if member.incarnation in state.moves.values()]
+    leaving = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
+    movers = [name for name, member in state.members.items() if member.incarnation in state.moving.moves.values()]
     left = by_stage(state.stages, state.members.keys() - {*leaving, *movers})
     return [*leaving, *(name for name in movers if left[Process.parse(name).worker.stage] and name not in leaving)]
 
@@ -151,18 +154,18 @@ def on_their_way(state: State) -> list[str]:
 def moved(state: State) -> dict[str, str]:
     """Members that another process stands for in another stage since an iteration has committed with it, and that
     may go without leaving their old stage empty; with each its new position."""
-    if state.phase is not Phase.TRAINING or state.resume is None or state.committed < state.resume.next:
+    if state.phase is not Phase.TRAINING or state.resume is None or state.progress.committed < state.resume.next:
         return {}
-    done = {state.known[who].worker: to for to, who in state.moves.items()
-            if to in state.members and to not in state.unproven and state.member(who)}
+    done = {state.known[who].worker: to for to, who in state.moving.moves.items()
+            if to in state.members and to not in state.arrivals.unproven and state.member(who)}
     if not done:
         return {}
-    gone = {*done, *(name for name, member in state.members.items() if member.incarnation in state.leaving)}
+    gone = {*done, *(name for name, member in state.members.items() if member.incarnation in state.absent.leaving)}
     left = by_stage(state.stages, set(state.proven) - gone)
     return {name: done[name] for name in in_order(done) if left[Process.parse(name).worker.stage]}
 
 
 def from_where(state: State, name: str) -> str | None:
     """The position that the member `name` has moved from, while it does."""
-    incarnation = state.moves.get(name)
+    incarnation = state.moving.moves.get(name)
     return None if incarnation is None else state.known[incarnation].worker

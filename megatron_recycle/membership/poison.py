@@ -28,20 +28,21 @@ _MEND = "It would fail there again after a restart: mend the data or the code fi
 def remembered(state: State, member: Member, fault: Fault, number: int) -> State:
     """The state that knows of it."""
     said = Said(member.worker, member.incarnation, fault, number)
-    return state.with_(faults=(*state.faults, said)[-_REMEMBERED:])
+    return state.with_(faults=(*state.script.faults, said)[-_REMEMBERED:])
 
 
 def repeated(state: State, member: Member, number: int) -> bool:
     """Whether this error is told again, after a reconnect."""
-    return number > 0 and any((said.incarnation, said.number) == (member.incarnation, number) for said in state.faults)
+    return number > 0 and any(
+        (said.incarnation, said.number) == (member.incarnation, number) for said in state.script.faults)
 
 
 def said_by(state: State, member: Member) -> Fault | None:
     """The last error of this process, but for those of recoveries that went well when they were tried again, and of
     layers that are not lent any more."""
-    return next((said.fault for said in reversed(state.faults) if said.incarnation == member.incarnation
+    return next((said.fault for said in reversed(state.script.faults) if said.incarnation == member.incarnation
                  and said.fault.unlent is None
-                 and (state.retries or not (said.fault.recovery and said.fault.whole))), None)
+                 and (state.tries.retries or not (said.fault.recovery and said.fault.whole))), None)
 
 
 def fatal(state: State, member: Member, fault: Fault) -> str | None:
@@ -68,7 +69,7 @@ def the_last(state: State, member: Member) -> str | None:
 
 def out_before(state: State, member: Member) -> str:
     """Who else of its stage is out."""
-    out = by_stage(state.stages, state.out)[Process.parse(member.worker).worker.stage]
+    out = by_stage(state.stages, state.absent.out)[Process.parse(member.worker).worker.stage]
     return f"; out before: {how(state, out)}" if out else ""
 
 
@@ -80,7 +81,7 @@ def may_go_well(state: State, member: Member, fault: Fault) -> bool:
 
 def left_out(state: State, fault: Fault) -> bool:
     """Whether the job goes on without this fault's micro-batch already."""
-    return (fault.iteration, fault.microbatch) in state.left_out
+    return (fault.iteration, fault.microbatch) in state.script.left_out
 
 
 def without(state: State, fault: Fault) -> State | None:
@@ -88,13 +89,13 @@ def without(state: State, fault: Fault) -> State | None:
     wanted = state.job.poison == "skip" and state.phase in (Phase.TRAINING, Phase.RECOVERING)
     if not wanted or not fault.whole or fault.refused or fault.iteration is None or fault.microbatch is None:
         return None
-    lately = tuple(each for each in state.left_out if each[0] > fault.iteration - _WITHIN)
+    lately = tuple(each for each in state.script.left_out if each[0] > fault.iteration - _WITHIN)
     return state.with_(left_out=(*lately, (fault.iteration, fault.microbatch))) if len(lately) < _MOST else None
 
 
 def too_many(state: State, fault: Fault, text: str) -> str:
     """``text``, with what else there is to say of a job that has left out as much as it may."""
-    lately = sum(iteration > (fault.iteration or 0) - _WITHIN for iteration, _ in state.left_out)
+    lately = sum(iteration > (fault.iteration or 0) - _WITHIN for iteration, _ in state.script.left_out)
     if lately < _MOST:
         return text
     return f"{text} {lately} micro-batches were left out within {_WITHIN} iterations; more are not (poison: skip)."
@@ -104,8 +105,8 @@ def behind_training(state: State) -> str | None:
     """What the scripts of a job that has come to its end have failed with after the last iteration; None: nothing. It
     cost the job nothing, but what such a script had still to do (an export) is not done. Errors of those that came in
     again are forgotten."""
-    found = [f"{said.worker} has failed {said.fault.where}: {said.fault}" for said in state.faults
-             if said.incarnation in state.fenced and said.fault.behind(state.committed)]
+    found = [f"{said.worker} has failed {said.fault.where}: {said.fault}" for said in state.script.faults
+             if said.incarnation in state.absent.fenced and said.fault.behind(state.progress.committed)]
     if not found:
         return None
     return (f"training has come to its end, but {'; '.join(found)}. What that script had still to do is not done")
@@ -113,8 +114,8 @@ def behind_training(state: State) -> str | None:
 
 def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = None) -> str:
     """Each of ``out`` with the kind of its failure (of ``kinds``, or as it is known), and with what it has said."""
-    said = {one.worker: str(one.fault) for one in state.faults if one.fault.unlent is None}
-    kinds = state.out if kinds is None else kinds
+    said = {one.worker: str(one.fault) for one in state.script.faults if one.fault.unlent is None}
+    kinds = state.absent.out if kinds is None else kinds
     return ", ".join(f"{name} {kinds[name]}" + (f" ({said[name]})" if name in said else "")
                      for name in in_order(out))
 
@@ -123,7 +124,7 @@ def _twin(state: State, member: Member, fault: Fault) -> str | None:
     """Another worker that has met the same. In the script's own code only one of the same stage counts: there each
     stage may do something else."""
     me = Process.parse(member.worker).worker
-    for said in reversed(state.faults):
+    for said in reversed(state.script.faults):
         other = Process.parse(said.worker).worker
         alike = fault.same(said.fault) and not said.fault.recovery  # a guest's want of memory says nothing of the data
         if other != me and alike and (fault.action is not None or other.stage == me.stage):

@@ -26,7 +26,7 @@ def policy(state: State) -> Policy:
 
 def hit(state: State) -> tuple[int, ...]:
     """Pipelines that have lost a worker, or a part of one."""
-    return tuple(sorted({Process.parse(name).worker.pipeline for name in state.out}))
+    return tuple(sorted({Process.parse(name).worker.pipeline for name in state.absent.out}))
 
 
 def some_whole(state: State) -> bool:
@@ -38,9 +38,9 @@ def plan_by(state: State) -> str | None:
     """The policy that the next plan is made by; None: the job's, or there is no failure."""
     if not some_whole(state):  # also where recoveries with guests have failed: nobody could train otherwise
         return "reroute" if policy(state).avoids_hit else None
-    if state.fallback is not None or not policy(state).avoids_hit:
-        return state.fallback
-    return "drop" if state.out or policy(state).always_whole else None
+    if state.tries.fallback is not None or not policy(state).avoids_hit:
+        return state.tries.fallback
+    return "drop" if state.absent.out or policy(state).always_whole else None
 
 
 def left_out(state: State) -> tuple[int, ...]:
@@ -73,15 +73,15 @@ def carried(state: State, resume: Resume) -> Carry | None:
     """
     last, following = state.go, resume.next
     wanted = policy(state).in_flight == "whole" and state.closing is None and not resume.joined and not resume.restored
-    if not wanted or last is None or state.fallback is not None or not some_whole(state) or any(
-            iteration == following for iteration, _ in state.left_out):
+    if not wanted or last is None or state.tries.fallback is not None or not some_whole(state) or any(
+            iteration == following for iteration, _ in state.script.left_out):
         return None
     before = last.carried if last.carried is not None and last.carried.iteration == following else None
     plan = last.plan if before is None else before.plan
     again = last.resume.next == following
     chain = before.chain if before is not None else last.resume.attempt if again else 1
     gone, done = hit(state), dict[str, int]()
-    for name, report in state.reports.items():
+    for name, report in state.round.reports.items():
         if Process.parse(name).worker.pipeline in gone:
             continue
         if (kept := report.kept_of(following, chain)) is not None:
@@ -99,6 +99,6 @@ def without_loss(state: State, resume: Resume, carry: Carry | None) -> Resume:
     """``resume`` with what is lost if ``carry`` is not: what hit pipelines have done."""
     if carry is None:
         return resume
-    lost = [report.actions for name, report in state.reports.items()
+    lost = [report.actions for name, report in state.round.reports.items()
             if name not in carry.done and report.iteration == resume.next]
     return replace(resume, redone=sum(lost))

@@ -27,8 +27,8 @@ def hinted(state: State, happened: Hinted, now: float) -> Step:
     member = state.member(happened.incarnation)
     if member is None or happened.generation != state.generation or not _in_force(state):
         return state, ()
-    first = not state.hints
-    state = state.with_(hints={**state.hints, member.worker: happened.error})
+    first = not state.round.hints
+    state = state.with_(hints={**state.round.hints, member.worker: happened.error})
     return state, (AwaitLoss(state.generation, now),) if first else ()
 
 
@@ -36,7 +36,7 @@ def no_loss(state: State, happened: NoLoss, now: float) -> Step:
     """The time in which any failure is found is over: the communication errors have come by themselves."""
     if happened.generation != state.generation or not _in_force(state):
         return state, ()
-    return _again(state, _errors(state.hints), happened.since, now)
+    return _again(state, _errors(state.round.hints), happened.since, now)
 
 
 def stuck(state: State, happened: Stuck, now: float) -> Step:
@@ -44,11 +44,11 @@ def stuck(state: State, happened: Stuck, now: float) -> Step:
     if happened.generation != state.generation or state.phase is not Phase.TRAINING:
         return state, ()
     ended = _ended(happened.waiting)
-    if state.mended and ended and _goes_on_without(state, ended):
+    if state.tries.mended and ended and _goes_on_without(state, ended):
         leaving = frozenset(state.members[name].incarnation for name in ended)
         return failing.next_generation(
-            state.with_(leaving=state.leaving | leaving), dict.fromkeys(ended, FailureKind.LEAVE), happened.since, now,
-            reason=f"{_too_soon(ended)}, who go on without: {_waits(happened.waiting)}")
+            state.with_(leaving=state.absent.leaving | leaving), dict.fromkeys(ended, FailureKind.LEAVE),
+            happened.since, now, reason=f"{_too_soon(ended)}, who go on without: {_waits(happened.waiting)}")
     return _again(state, _waits(happened.waiting), happened.since, now, ended)
 
 
@@ -56,7 +56,7 @@ def _again(state: State, reason: str, since: float, now: float, ended: Sequence[
     """A new generation with the same members, for this reason."""
     if _worn_out(state):
         return closing.end(state, 1, _given_up(state, reason, ended), now, again=True)
-    return failing.next_generation(state.with_(mended=state.mended + 1), {}, since, now, reason=reason)
+    return failing.next_generation(state.with_(mended=state.tries.mended + 1), {}, since, now, reason=reason)
 
 
 def _in_force(state: State) -> bool:
@@ -66,8 +66,8 @@ def _in_force(state: State) -> bool:
 
 def _worn_out(state: State) -> bool:
     """Whether one more generation with the same members would be no better than the last ones."""
-    built = len(state.resumed) == len(state.members)
-    return state.mended >= (_TRIES if built else _BUILDINGS)
+    built = len(state.round.resumed) == len(state.members)
+    return state.tries.mended >= (_TRIES if built else _BUILDINGS)
 
 
 def _errors(hints: Mapping[str, str]) -> str:
@@ -98,4 +98,4 @@ def _given_up(state: State, reason: str, ended: Sequence[str]) -> str:
     remedy = ("look at the network between them" if not ended else
               f"{_too_soon(ended)}: let all ranks run the same number of iterations")
     return (f"the workers of generation {state.generation} all live but cannot work together ({reason}), and "
-            f"{state.mended} new generations with the same members have not helped: {remedy}. {RESTART}")
+            f"{state.tries.mended} new generations with the same members have not helped: {remedy}. {RESTART}")

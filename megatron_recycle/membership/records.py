@@ -114,7 +114,7 @@ def moves(state: State, events: Events, needed: bool = False) -> Record:
 
 
 def _kept(state: State, names: Sequence[str]) -> dict[str, Any]:
-    found = {name: getattr(state, name) for name in names}
+    found = {name: state.value(name) for name in names}
     kept = {name: tuple(sorted(value)) if isinstance(value, frozenset) else value for name, value in found.items()}
     return {**kept, "description": state.job} if "description" in kept else kept
 
@@ -152,7 +152,7 @@ def checkpoint(state: State, written: Checkpoint, event: Event) -> Record:
 def learnt(state: State) -> Record:
     """By rank, all that the processes of the start were told by others before training began. A process that is to
     join asks for its rank's, before its script begins."""
-    return Record(Learnt({rank: tuple(map(dict, record)) for rank, record in state.learnt.items()}))
+    return Record(Learnt({rank: tuple(map(dict, record)) for rank, record in state.forming.learnt.items()}))
 
 
 def committed(iteration: int) -> Note:
@@ -180,7 +180,7 @@ def restore(size: int, records: Sequence[Json]) -> State:
         state = _of_decided(state, decided, lines)
     if (gone := _last(lines, Went)) is not None:
         before = gone.resume.target if gone.generation == 1 else -1  # a checkpoint's iterations are not of this run
-        state = state.with_(resume=gone.resume, committed=max(state.committed, before))
+        state = state.with_(resume=gone.resume, committed=max(state.progress.committed, before))
     if any(isinstance(one, Went) and one.resume.restored for one in lines):
         state = state.with_(committed=_committed_again(lines))
     for one in lines:
@@ -197,14 +197,14 @@ def _of_decided(state: State, decided: Decided, lines: Sequence[Line]) -> State:
     state = state.with_(**{**kept, "fenced": frozenset(decided.fenced), "given_up": frozenset(moves.given_up)},
                         phase=Phase.RETURNING)
     proven = {one.worker for one in lines if isinstance(one, Proven) and one.generation == state.generation}
-    unproven = incomplete(state.unproven, proven)
+    unproven = incomplete(state.arrivals.unproven, proven)
     learnt = _last(lines, Learnt)
     return state.with_(
-        known={member.incarnation: member for member in (*state.members.values(), *state.stranded.values())},
+        known={member.incarnation: member for member in (*state.members.values(), *state.absent.stranded.values())},
         unproven=unproven,
         acknowledged=frozenset(proven & unproven.keys()),
         learnt={} if learnt is None else learnt.learnt,
-        committed=max(state.committed, _committed(lines)),
+        committed=max(state.progress.committed, _committed(lines)),
     )
 
 

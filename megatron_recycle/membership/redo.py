@@ -24,9 +24,9 @@ from megatron_recycle.membership.state import Redo, State
 def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     """The actions of the iteration ``resume.next`` that each worker has kept, in its order. Empty where the iteration
     is to begin anew."""
-    plain = policy(state).reroutes and state.fallback is None and state.closing is None
+    plain = policy(state).reroutes and state.tries.fallback is None and state.closing is None
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
-            iteration == resume.next for iteration, _ in state.left_out):
+            iteration == resume.next for iteration, _ in state.script.left_out):
         return {}
     found = {worker: levelled([() if kept is None else kept.actions
                                for kept in (report.kept_of(resume.next) for report in reports)])
@@ -70,17 +70,18 @@ def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) ->
 
 def size(state: State, resume: Resume) -> tuple[int, int]:
     """Micro-batches of each pipeline of the iteration, and those of a block."""
-    kept = next(each for report in state.reports.values() if (each := report.kept_of(resume.next)) is not None)
+    kept = next(each for report in state.round.reports.values() if (each := report.kept_of(resume.next)) is not None)
     return kept.microbatches, kept.block
 
 
 def carried(state: State, resume: Resume) -> Carry | None:
     """As `policies.carried`, of an iteration whose rest is planned. Where a script has been given the iteration's
     `loss` and `weight`, all are."""
-    redo = state.redo
+    redo = state.round.redo
     if redo is None or redo.plan is None or redo.iteration != resume.next:
         return None
-    closed = next((state.reports[name].closed for name in _closed(state, resume)), None) if resume.closed else None
+    closing = _closed(state, resume) if resume.closed else []
+    closed = next((state.round.reports[name].closed for name in closing), None)
     return Carry(redo.iteration, resume.attempt, redo.plan, redo.plan.done, redo.provisional,
                  None if closed is None else (closed.loss, closed.weight))
 
@@ -88,7 +89,8 @@ def carried(state: State, resume: Resume) -> Carry | None:
 def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
     """The event of an iteration that some scripts may have left, and that all run again: a message is lost with the
     worker that made it and the one that had used it."""
-    if not resume.closed or state.closing is not None or (state.redo is not None and state.redo.plan is not None):
+    redo = state.round.redo
+    if not resume.closed or state.closing is not None or (redo is not None and redo.plan is not None):
         return ()
     return ({"event": "repeated", "t": now, "generation": state.generation, "iteration": resume.next,
              "workers": _closed(state, resume)},)
@@ -114,7 +116,7 @@ def left_for_good(state: State) -> bool:
 def without_kept(state: State, resume: Resume) -> Resume:
     """``resume`` with the number of actions that are lost although somebody who did them lives. Where the iteration
     begins anew no stage stays behind it."""
-    redo, reports = state.redo, _by_worker(state)
+    redo, reports = state.round.redo, _by_worker(state)
     if redo is None or redo.plan is None:
         return replace(resume, closed=())
     return replace(resume, redone=resume.redone - sum(
@@ -130,7 +132,8 @@ def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) ->
 def _closed(state: State, resume: Resume) -> list[str]:
     """The members that have found their stage closed for the iteration. One that has not heard a verdict may still
     report an earlier one."""
-    return [name for name in in_order(state.reports) if state.reports[name].closed_in(resume.next) is not None]
+    reports = state.round.reports
+    return [name for name in in_order(reports) if reports[name].closed_in(resume.next) is not None]
 
 
 def _counted(report: Report, iteration: int) -> int:
@@ -142,6 +145,6 @@ def _counted(report: Report, iteration: int) -> int:
 def _by_worker(state: State) -> dict[str, list[Report]]:
     """The reports of each worker's parts, in order."""
     found: dict[str, list[Report]] = {}
-    for name in in_order(state.reports):
-        found.setdefault(str(Process.parse(name).worker), []).append(state.reports[name])
+    for name in in_order(state.round.reports):
+        found.setdefault(str(Process.parse(name).worker), []).append(state.round.reports[name])
     return found

@@ -22,7 +22,7 @@ _TRIES = 3
 
 def propose(state: State, decisions: tuple[Decision, ...], now: float) -> Step:
     """An afterthought of every step: the next process is started, or those that are there come in."""
-    if not guarding.waits(state) or len(state.reports) < len(state.members) - len(state.unproven):
+    if not guarding.waits(state) or len(state.round.reports) < len(state.members) - len(state.arrivals.unproven):
         return state, decisions
     entering = boundary.entering(state)
     lost = guarding.empty_stages(state)
@@ -31,15 +31,16 @@ def propose(state: State, decisions: tuple[Decision, ...], now: float) -> Step:
         reason = f"stage {', '.join(map(str, lost))} comes back"
         state, more = failing.next_generation(state, {}, since, now, joined=entering, reason=reason)
         return state, (*decisions, *more)
-    missing = [stage for stage in lost if not by_stage(state.stages, {**state.joiners, **state.restoring})[stage]]
+    coming = by_stage(state.stages, {**state.arrivals.joiners, **state.tries.restoring})
+    missing = [stage for stage in lost if not coming[stage]]
     if not missing:
         return state, decisions
     newest, copies = guarding.checkpoint(state), guarding.wanted(state)
-    if isinstance(why := guarding.source(state.reports, lost, newest, copies), str):
+    if isinstance(why := guarding.source(state.round.reports, lost, newest, copies), str):
         return _given_up(state, decisions, why, now)
     for stage in missing:
-        if state.restores >= _TRIES * max(1, len(lost)):
-            return _given_up(state, decisions, f"{state.restores} processes for it have failed", now)
+        if state.tries.restores >= _TRIES * max(1, len(lost)):
+            return _given_up(state, decisions, f"{state.tries.restores} processes for it have failed", now)
         state, more = _start(state, stage, now)
         decisions += more
     return state, (*decisions, AwaitPlace(state.generation))
@@ -61,26 +62,26 @@ def _given_up(state: State, decisions: tuple[Decision, ...], why: str, now: floa
 def _start(state: State, stage: int, now: float) -> Step:
     """Start a process for each part of one worker of ``stage``, unless a launcher does that by itself."""
     worker = _position(state, stage)
-    names = [name for name in in_order(state.ranks) if str(Process.parse(name).worker) == worker]
-    names = [name for name in names if name not in state.stranded and name not in state.joiners]
-    state = state.with_(restores=state.restores + 1, move=state.move + 1,
-                        restoring={**state.restoring, **dict.fromkeys(names, state.move + 1)})
+    names = [name for name in in_order(state.forming.ranks) if str(Process.parse(name).worker) == worker]
+    names = [name for name in names if name not in state.absent.stranded and name not in state.arrivals.joiners]
+    state = state.with_(restores=state.tries.restores + 1, move=state.moving.move + 1,
+                        restoring={**state.tries.restoring, **dict.fromkeys(names, state.moving.move + 1)})
     told: list[Decision] = []
     for name in names:
-        kind = state.out.get(name, FailureKind.EXIT)
-        by_itself = state.job.max_restarts and kind.refilled and name not in state.given_up
+        kind = state.absent.out.get(name, FailureKind.EXIT)
+        by_itself = state.job.max_restarts and kind.refilled and name not in state.absent.given_up
         beside = _beside(state, name, stage)
         if not by_itself:
             told.append(commands.start(state, name, beside))
         told.append(Emit({"event": "restoring", "t": now, "generation": state.generation, "worker": name,
-                          "rank": state.ranks[name], "host": beside.host}))
+                          "rank": state.forming.ranks[name], "host": beside.host}))
     return state, tuple(told)
 
 
 def _position(state: State, stage: int) -> str:
     """The worker of the stage to come back: the last one whose host is there, if there is one."""
-    out = [name for name in state.out if Process.parse(name).worker.stage == stage]
-    near = [name for name in out if state.out[name] is not FailureKind.UNREACHABLE and not state.restores]
+    out = [name for name in state.absent.out if Process.parse(name).worker.stage == stage]
+    near = [name for name in out if state.absent.out[name] is not FailureKind.UNREACHABLE and not state.tries.restores]
     return str(Process.parse((near or out)[-1]).worker)
 
 
@@ -88,7 +89,7 @@ def _beside(state: State, name: str, stage: int) -> Member:
     """The process whose device the new one gets: its own one before, if that host is there and has not failed yet; else
     a survivor's of the stage with most workers."""
     before = next((member for member in reversed([*state.known.values()]) if member.worker == name), None)
-    if before is not None and state.out.get(name) is not FailureKind.UNREACHABLE and state.restores <= 1:
+    if before is not None and state.absent.out.get(name) is not FailureKind.UNREACHABLE and state.tries.restores <= 1:
         return before
     part = Process.parse(name).part
     alike = [member for other, member in state.proven.items() if Process.parse(other).part == part]

@@ -24,17 +24,17 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
     """A member's recovery has failed; the error is among `State.faults` already."""
     fault = happened.fault
     again = sum(said.incarnation == member.incarnation and said.fault.recovery
-                and (said.fault.iteration or 0) >= state.committed for said in state.faults)
-    if not fault.whole or state.retries >= _TRIES or again > _OF_ONE:
+                and (said.fault.iteration or 0) >= state.progress.committed for said in state.script.faults)
+    if not fault.whole or state.tries.retries >= _TRIES or again > _OF_ONE:
         return _out(state, member, happened, now)
-    if state.phase is Phase.RECOVERING and member.worker not in state.reports:  # what has failed is over already
+    if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # what has failed is over already
         return state, (closing.answer(member, happened.number),)
-    fallback = state.fallback
-    if state.retries and fallback is None and may_drop(state):
+    fallback = state.tries.fallback
+    if state.tries.retries and fallback is None and may_drop(state):
         fallback = "drop"
-    state = state.with_(retries=state.retries + 1, fallback=fallback)
+    state = state.with_(retries=state.tries.retries + 1, fallback=fallback)
     event = {"event": "retried", "t": now, "generation": state.generation, "worker": member.worker,
-             "error": str(fault), "where": fault.where, "try": state.retries, "policy": fallback}
+             "error": str(fault), "where": fault.where, "try": state.tries.retries, "policy": fallback}
     reason = f"the recovery has failed on {member.worker} ({fault}): once more"
     reason += ", with a plan that leaves hit pipelines out" * (fallback is not None)
     state, decisions = failing.next_generation(state, {}, happened.since, now, reason=reason, more=(event,))
@@ -49,7 +49,7 @@ def may_drop(state: State) -> bool:
 def no_plan(state: State, happened: PlanFailed, now: float) -> Step:
     """The planner has failed: another policy's plan is simpler."""
     current = state.phase is Phase.RECOVERING and happened.generation == state.generation
-    if not current or state.fallback is not None or not state.out or not may_drop(state):
+    if not current or state.tries.fallback is not None or not state.absent.out or not may_drop(state):
         return failing.plan_failed(state, happened, now)
     return state.with_(fallback="drop"), (MakePlan(state.generation, state.failed, "drop"),)
 

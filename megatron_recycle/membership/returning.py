@@ -21,10 +21,10 @@ def member(state: State, happened: Hello, now: float) -> Step:
         told.append(Tell(to, messages.stop(state)))
     if state.phase is Phase.TRAINING and state.go is not None:
         told.append(Tell(to, state.go))
-    if state.switch:
+    if state.round.switch:
         told.append(Tell(to, messages.switch(state)))
-    elif state.offered is not None:
-        told.append(Tell(to, state.offered))
+    elif state.round.offered is not None:
+        told.append(Tell(to, state.round.offered))
     return state, tuple(told)
 
 
@@ -45,8 +45,8 @@ def _returned(state: State, happened: Hello, now: float) -> Step:
     recovery was half done and is begun again."""
     if happened.generation < state.generation:
         return failing.next_generation(state, {}, now, now)
-    state = state.with_(returned=state.returned | {happened.member.worker})
-    if len(state.returned) < len(state.members):
+    state = state.with_(returned=state.round.returned | {happened.member.worker})
+    if len(state.round.returned) < len(state.members):
         return state, ()
     state, decisions = boundary.switch(state.with_(phase=Phase.TRAINING), now)
     return state, (*decisions, *moving.seek(state))

@@ -19,7 +19,7 @@ from megatron_recycle.membership.state import Closing, Member, Phase, State
 def raised(state: State, happened: Raised, now: float) -> Step:
     """A process that is no member counts as one that ends, since nobody has counted on it."""
     who, fault = state.known.get(happened.incarnation), happened.fault
-    if who is None or who.incarnation in state.fenced:
+    if who is None or who.incarnation in state.absent.fenced:
         return state, ()
     said = f"{fault} {fault.where}"
     if state.phase is Phase.FORMING and not fault.refused:

@@ -6,7 +6,7 @@ All of it is frozen; a state is replaced, never changed. Times are Unix seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from typing import Any
 
@@ -26,8 +26,6 @@ from megatron_recycle.plan.value import Value
 
 Event = Mapping[str, Any]
 _UNKNOWN = Job(grid=Grid(1, (1,)))
-_OF_GENERATION = {"of_generation": True}
-"""Marks a field that is void when its generation is over: the next one begins with the field's default."""
 
 
 class Phase(Enum):
@@ -90,6 +88,143 @@ class Redo(Value, frozen=True):
 
 
 @dataclass(frozen=True)
+class Absent:
+    """Who is out, and who is about to be."""
+
+    out: Mapping[str, FailureKind] = field(default_factory=dict)
+    """Positions without a worker, and how they came to be."""
+    fenced: frozenset[str] = frozenset()
+    """Incarnations that were declared out; they are never members again."""
+    stranded: Mapping[str, Member] = field(default_factory=dict)
+    """Live processes without work, by name: the other parts of a worker that has lost one. They come in again together
+    with a joiner in that one's place."""
+    given_up: frozenset[str] = frozenset()
+    """Positions that are out and that no launcher will start again."""
+    outs: Mapping[str, Out] = field(default_factory=dict)
+    """By rank (as text) the command to its launcher about the last process that was declared out."""
+    leaving: frozenset[str] = frozenset()
+    """Incarnations of members that have asked to leave at a boundary."""
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Who wants to come in, and who has just come."""
+
+    joiners: Mapping[str, Member] = field(default_factory=dict)
+    """Processes that want to come in, by name; they wait for a boundary."""
+    prepared: frozenset[str] = frozenset()
+    """Incarnations of joiners and stranded ones whose model and engine are built, and who stand still."""
+    unproven: Mapping[str, FailureKind] = field(default_factory=dict)
+    """Members that came in with this generation and have not acknowledged their peers' state yet; with each the
+    reason why its position was empty."""
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Processes that take over a position of another stage."""
+
+    moves: Mapping[str, str] = field(default_factory=dict)
+    """Moves under way: the empty position of another stage, and the incarnation of the member that is to take it."""
+    move: int = 0
+    """The number of these moves; all that are begun at once have the same."""
+    moves_due: bool = False
+    """Whether the membership has changed, other than by a move, since moves were begun."""
+    fruitless: int = 0
+    """Moves in a row whose process has failed."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Ranks (as text) whose process of a move was given up, and the number of that move."""
+
+
+@dataclass(frozen=True)
+class Forming:
+    """What processes have told before generation 1."""
+
+    models: Mapping[str, Model] = field(default_factory=dict)
+    """The facts that processes with the same model must have alike, by `forming.model_key`."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """The rank of every name of the grid."""
+    learnt: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    """By rank (as text), all that its process was told by others before training began."""
+    gone: frozenset[int] = frozenset()
+    """Ranks whose process ended well before it said hello."""
+    descriptions: Mapping[str, Description] = field(default_factory=dict)
+    """Each ready worker's description of the job, by position, until generation 1."""
+    samples: Mapping[str, str] = field(default_factory=dict)
+    """For each kind of model the first worker that was ready, until generation 1."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Iterations that are committed."""
+
+    committed: int = -1
+    """The last iteration that all members have committed."""
+    committed_by: Mapping[str, int] = field(default_factory=dict)
+    behind: int = 0
+    """Members that have not committed the iteration after `committed` yet; 0: to be counted again."""
+    losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Tries:
+    """What was tried again since an iteration was committed."""
+
+    mended: int = 0
+    """Generations with the same members in a row, without a committed iteration in between."""
+    retries: int = 0
+    """Generations that were begun because a recovery has failed, since an iteration was committed."""
+    fallback: str | None = None
+    """The policy that plans are made by instead of the job's, since a recovery has failed."""
+    restoring: Mapping[str, int] = field(default_factory=dict)
+    """Positions of a lost stage whose processes are being started, and the number of that (as of a move)."""
+    restores: int = 0
+    """Processes that were started for lost stages since an iteration was committed."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What came of the script itself."""
+
+    faults: tuple[Said, ...] = ()
+    """Errors of scripts, the latest ones, in their order."""
+    left_out: tuple[tuple[int, str], ...] = ()
+    """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
+    asked: tuple[int, str] | None = None
+    """Status and message of a signal that asks the job to end, and that scripts handle themselves."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """What is of one generation alone."""
+
+    acknowledged: frozenset[str] = frozenset()
+    """Unproven members that have acknowledged, while another part of their worker has not."""
+    switch: int = 0
+    """Number of the offer by which the members make a boundary; 0: none is being made."""
+    standing: Mapping[str, float] = field(default_factory=dict)
+    """Members that stand at the boundary, and since when."""
+    reports: Mapping[str, Report] = field(default_factory=dict)
+    plan: PlanFile | None = None
+    """The plan of this generation, from when it is made; another one once all have adopted that."""
+    redo: Redo | None = None
+    """The rest of the iteration that the generation begins with; None: nobody has asked for its plan."""
+    returned: frozenset[str] = frozenset()
+    """RETURNING: members that have said they are in the current generation."""
+    resumed: Mapping[str, float] = field(default_factory=dict)
+    finished: frozenset[str] = frozenset()
+    """Positions whose script has ended well; they stand by until all have."""
+    adopted: Mapping[str, str] = field(default_factory=dict)
+    offered: Offer | None = None
+    """The offer of a plan that not all members are known to have adopted."""
+    better: tuple[PlanFile, float] | None = None
+    """The plan that is offered when they have, and the milliseconds that the search for it took."""
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """The communication error that each member has met in this generation."""
+    spared: frozenset[str] = frozenset()
+    """Members of this generation that were suspected, but are the last of their stage."""
+
+
+@dataclass(frozen=True)
 class State:
     """Everything the coordinator's decisions depend on. `size` is the number of workers of the whole grid.
 
@@ -107,111 +242,30 @@ class State:
     """Every process that has said hello and was not refused, by incarnation."""
     members: Mapping[str, Member] = field(default_factory=dict)
     """The live workers of this generation, by position."""
-    out: Mapping[str, FailureKind] = field(default_factory=dict)
-    """Positions without a worker, and how they came to be."""
-    fenced: frozenset[str] = frozenset()
-    """Incarnations that were declared out; they are never members again."""
-    stranded: Mapping[str, Member] = field(default_factory=dict)
-    """Live processes without work, by name: the other parts of a worker that has lost one. They come in again together
-    with a joiner in that one's place."""
-    joiners: Mapping[str, Member] = field(default_factory=dict)
-    """Processes that want to come in, by name; they wait for a boundary."""
-    prepared: frozenset[str] = frozenset()
-    """Incarnations of joiners and stranded ones whose model and engine are built, and who stand still."""
-    unproven: Mapping[str, FailureKind] = field(default_factory=dict)
-    """Members that came in with this generation and have not acknowledged their peers' state yet; with each the
-    reason why its position was empty."""
-    acknowledged: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
-    """Unproven members that have acknowledged, while another part of their worker has not."""
-    leaving: frozenset[str] = frozenset()
-    """Incarnations of members that have asked to leave at a boundary."""
-    moves: Mapping[str, str] = field(default_factory=dict)
-    """Moves under way: the empty position of another stage, and the incarnation of the member that is to take it."""
-    move: int = 0
-    """The number of these moves; all that are begun at once have the same."""
-    moves_due: bool = False
-    """Whether the membership has changed, other than by a move, since moves were begun."""
-    fruitless: int = 0
-    """Moves in a row whose process has failed."""
-    given_up: frozenset[str] = frozenset()
-    """Positions that are out and that no launcher will start again."""
-    dropped: Mapping[str, int] = field(default_factory=dict)
-    """Ranks (as text) whose process of a move was given up, and the number of that move."""
-    outs: Mapping[str, Out] = field(default_factory=dict)
-    """By rank (as text) the command to its launcher about the last process that was declared out."""
-    switch: int = field(default=0, metadata=_OF_GENERATION)
-    """Number of the offer by which the members make a boundary; 0: none is being made."""
-    standing: Mapping[str, float] = field(default_factory=dict, metadata=_OF_GENERATION)
-    """Members that stand at the boundary, and since when."""
+    absent: Absent = Absent()
+    arrivals: Arrivals = Arrivals()
+    round: Round = Round()
+    moving: Moving = Moving()
     stood_since: float | None = None
     """When the first member began to wait for those that came in with this generation."""
-    models: Mapping[str, Model] = field(default_factory=dict)
-    """The facts that processes with the same model must have alike, by `forming.model_key`."""
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    """The rank of every name of the grid."""
-    learnt: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """By rank (as text), all that its process was told by others before training began."""
-    gone: frozenset[int] = frozenset()
-    """Ranks whose process ended well before it said hello."""
-    descriptions: Mapping[str, Description] = field(default_factory=dict)
-    """Each ready worker's description of the job, by position, until generation 1."""
-    samples: Mapping[str, str] = field(default_factory=dict)
-    """For each kind of model the first worker that was ready, until generation 1."""
+    forming: Forming = Forming()
     description: Job | None = None
-    reports: Mapping[str, Report] = field(default_factory=dict, metadata=_OF_GENERATION)
-    plan: PlanFile | None = field(default=None, metadata=_OF_GENERATION)
-    """The plan of this generation, from when it is made; another one once all have adopted that."""
-    redo: Redo | None = field(default=None, metadata=_OF_GENERATION)
-    """The rest of the iteration that the generation begins with; None: nobody has asked for its plan."""
     go: Go | None = None
     """The last announced go, to be told again to a worker that lost its connection."""
     resume: Resume | None = None
     """The last resume point that was announced."""
-    returned: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
-    """RETURNING: members that have said they are in the current generation."""
     ended: tuple[int, str, bool] | None = None
     """Status and message of the end, and whether the script may do better if it is started again."""
     since: float | None = None
     """When the failure happened that is being recovered from; of several, the first."""
-    resumed: Mapping[str, float] = field(default_factory=dict, metadata=_OF_GENERATION)
-    finished: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
-    """Positions whose script has ended well; they stand by until all have."""
-    committed: int = -1
-    """The last iteration that all members have committed."""
-    committed_by: Mapping[str, int] = field(default_factory=dict)
-    behind: int = 0
-    """Members that have not committed the iteration after `committed` yet; 0: to be counted again."""
-    losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    adopted: Mapping[str, str] = field(default_factory=dict, metadata=_OF_GENERATION)
-    offered: Offer | None = field(default=None, metadata=_OF_GENERATION)
-    """The offer of a plan that not all members are known to have adopted."""
-    better: tuple[PlanFile, float] | None = field(default=None, metadata=_OF_GENERATION)
-    """The plan that is offered when they have, and the milliseconds that the search for it took."""
+    progress: Progress = Progress()
     offers: int = 0
-    hints: Mapping[str, str] = field(default_factory=dict, metadata=_OF_GENERATION)
-    """The communication error that each member has met in this generation."""
-    spared: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
-    """Members of this generation that were suspected, but are the last of their stage."""
-    mended: int = 0
-    """Generations with the same members in a row, without a committed iteration in between."""
-    faults: tuple[Said, ...] = ()
-    """Errors of scripts, the latest ones, in their order."""
-    left_out: tuple[tuple[int, str], ...] = ()
-    """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
+    tries: Tries = Tries()
+    script: Script = Script()
     checkpoints: tuple[Checkpoint, ...] = ()
     """The newest checkpoints that are whole, the last one last."""
-    retries: int = 0
-    """Generations that were begun because a recovery has failed, since an iteration was committed."""
-    fallback: str | None = None
-    """The policy that plans are made by instead of the job's, since a recovery has failed."""
-    restoring: Mapping[str, int] = field(default_factory=dict)
-    """Positions of a lost stage whose processes are being started, and the number of that (as of a move)."""
-    restores: int = 0
-    """Processes that were started for lost stages since an iteration was committed."""
-    closing: Closing | None = field(default=None, metadata=_OF_GENERATION)
+    closing: Closing | None = None
     """The end that this generation is for, if it does not train."""
-    asked: tuple[int, str] | None = None
-    """Status and message of a signal that asks the job to end, and that scripts handle themselves."""
 
     @property
     def job(self) -> Job:
@@ -225,17 +279,17 @@ class State:
     @property
     def latest(self) -> PlanFile | None:
         """The plan on offer, or else the one in force."""
-        return self.plan if self.offered is None else self.offered.plan
+        return self.round.plan if self.round.offered is None else self.round.offered.plan
 
     @property
     def failed(self) -> frozenset[str]:
         """Workers that are out, wholly or in part: to the planner that is the same."""
-        return frozenset(map(str, workers_of(self.out)))
+        return frozenset(map(str, workers_of(self.absent.out)))
 
     @property
     def proven(self) -> dict[str, Member]:
         """The members that hold their stage's state."""
-        return {name: member for name, member in self.members.items() if name not in self.unproven}
+        return {name: member for name, member in self.members.items() if name not in self.arrivals.unproven}
 
     def incarnations(self) -> dict[str, str]:
         """Member names and their incarnations, as the wire and the group prefix want them."""
@@ -243,7 +297,8 @@ class State:
 
     def reachable(self) -> tuple[str, ...]:
         """Incarnations of all that are told of a new generation: members and stranded ones."""
-        return (*self.incarnations().values(), *(self.stranded[name].incarnation for name in in_order(self.stranded)))
+        stranded = self.absent.stranded
+        return (*self.incarnations().values(), *(stranded[name].incarnation for name in in_order(stranded)))
 
     def member(self, incarnation: str) -> Member | None:
         """The member of this incarnation; None if it is unknown, out, or not yet in."""
@@ -256,10 +311,26 @@ class State:
         return None if self.since is None else round((now - self.since) * 1000, 3)
 
     def with_(self, **changes: Any) -> State:
-        return replace(self, **changes)
+        """With other values of these fields, its own or those of its parts."""
+        own, parts = dict[str, Any](), dict[str, dict[str, Any]]()
+        for name, value in changes.items():
+            if name in PART_OF:
+                parts.setdefault(PART_OF[name], {})[name] = value
+            else:
+                own[name] = value
+        return replace(self, **own, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
+
+    def value(self, name: str) -> Any:
+        """Of a field, its own or one of its parts'."""
+        return getattr(getattr(self, PART_OF[name]) if name in PART_OF else self, name)
 
     def next_generation(self, **changes: Any) -> State:
         """The state in generation g+1: with ``changes``, and without whatever was of g alone."""
-        void = {one.name: one.default if one.default_factory is MISSING else one.default_factory()
-                for one in fields(self) if one.metadata == _OF_GENERATION}
-        return replace(self, **{**void, "generation": self.generation + 1, **changes})
+        return replace(self, generation=self.generation + 1, round=Round(), closing=None).with_(**changes)
+
+
+PART_OF: Mapping[str, str] = {
+    one.name: part for part, kind in (
+        ("absent", Absent), ("arrivals", Arrivals), ("round", Round), ("moving", Moving), ("forming", Forming),
+        ("progress", Progress), ("tries", Tries), ("script", Script)) for one in fields(kind)}
+"""Field -> the part of a `State` that has it."""

@@ -33,7 +33,7 @@ def possible(state: State) -> bool:
     if guarding.unread(state):
         return False
     wanted = state.job.survivors
-    return wanted and state.closing is None and state.committed >= 0 and bool(state.proven) and (
+    return wanted and state.closing is None and state.progress.committed >= 0 and bool(state.proven) and (
         state.phase is Phase.RECOVERING)
 
 
@@ -42,7 +42,7 @@ def begin(state: State, now: float) -> Step:
     if not _reported(state):
         return state, ()
     assert state.closing is not None
-    reports = {name: state.reports[name] for name in state.proven if name in state.reports}
+    reports = {name: state.round.reports[name] for name in state.proven if name in state.round.reports}
     target = max(report.final for report in reports.values())
     verdict = next((verdict for report in reports.values()
                     if (verdict := report.verdict) is not None and verdict.iteration == target), None)
@@ -99,4 +99,4 @@ def _missing(state: State) -> list[int]:
 
 
 def _reported(state: State) -> bool:
-    return all(name in state.reports for name in state.proven)
+    return all(name in state.round.reports for name in state.proven)

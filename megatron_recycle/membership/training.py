@@ -66,13 +66,13 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
         return state, ()
-    resume, plan = state.resume, state.plan
-    if resume is None or member.worker in state.resumed:
+    resume, plan = state.resume, state.round.plan
+    if resume is None or member.worker in state.round.resumed:
         return state, ()
-    state = state.with_(resumed=put(state.resumed, member.worker, happened.t))
-    if len(state.resumed) < len(state.members):
+    state = state.with_(resumed=put(state.round.resumed, member.worker, happened.t))
+    if len(state.round.resumed) < len(state.members):
         return state, ()
-    last = max(state.resumed.values())
+    last = max(state.round.resumed.values())
     decisions: list[Decision] = []
     if state.since is not None:
         event = {
@@ -85,7 +85,7 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
             "survivors": len(workers_of(state.members)),
         }
         decisions += [records.resumed(state, event), Emit(event)]
-    reached = {name: max(state.committed_by.get(name, -1), resume.target) for name in state.members}
+    reached = {name: max(state.progress.committed_by.get(name, -1), resume.target) for name in state.members}
     state, more = committed_by_all(state.with_(since=None, committed_by=reached), now)
     # The plan may be missing after a coordinator has come back: nothing better is looked for then.
     search = () if plan is None else (Improve(state.generation, state.failed, plan),)
@@ -95,33 +95,33 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
 def committed(state: State, happened: Committed, now: float) -> Step:
     """A step that was made stays made, so its generation does not matter."""
     member = state.member(happened.incarnation)
-    if member is None or happened.iteration <= state.committed_by.get(member.worker, -1):
+    if member is None or happened.iteration <= state.progress.committed_by.get(member.worker, -1):
         return state, ()
-    losses = state.losses
-    if happened.loss is not None and happened.iteration > state.committed:
+    losses = state.progress.losses
+    if happened.loss is not None and happened.iteration > state.progress.committed:
         of_iteration = put(losses.get(happened.iteration, {}), member.worker, happened.loss)
         losses = {**losses, happened.iteration: of_iteration}
-    behind = state.behind - (state.committed_by.get(member.worker, -1) <= state.committed)
-    by = put(state.committed_by, member.worker, happened.iteration)
+    behind = state.progress.behind - (state.progress.committed_by.get(member.worker, -1) <= state.progress.committed)
+    by = put(state.progress.committed_by, member.worker, happened.iteration)
     state = state.with_(committed_by=by, losses=losses, behind=behind)
     return (state, ()) if behind > 0 else committed_by_all(state, now)
 
 
 def committed_by_all(state: State, now: float) -> Step:
     """Tell of each iteration that the slowest member has now reached."""
-    reached = [state.committed_by.get(name, -1) for name in state.members]
+    reached = [state.progress.committed_by.get(name, -1) for name in state.members]
     slowest = min(reached, default=-1)
-    state = state.with_(behind=sum(iteration <= max(slowest, state.committed) for iteration in reached))
-    events = [Emit(_committed_event(state, k, now)) for k in range(state.committed + 1, slowest + 1)]
+    state = state.with_(behind=sum(iteration <= max(slowest, state.progress.committed) for iteration in reached))
+    events = [Emit(_committed_event(state, k, now)) for k in range(state.progress.committed + 1, slowest + 1)]
     if not events:
         return state, ()
-    losses = {iteration: by for iteration, by in state.losses.items() if iteration > slowest}
+    losses = {iteration: by for iteration, by in state.progress.losses.items() if iteration > slowest}
     state = state.with_(committed=slowest, losses=losses, mended=0, restores=0, retries=0)
     return state, (*events, records.committed(slowest), commands.progress())
 
 
 def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]:
-    by = state.losses.get(iteration, {})
+    by = state.progress.losses.get(iteration, {})
     values = [by[name] for name in in_order(by)]
     event: dict[str, Any] = {"event": "committed", "t": now, "generation": state.generation}
     event["iteration"] = iteration
@@ -136,11 +136,11 @@ def improved(state: State, happened: Improved, now: float) -> Step:
     """A better plan is offered; the workers adopt it together at a boundary. Not while a switch is on offer: that
     begins with the best plan that is known anyway. While another plan is being adopted it waits. One that lends what is
     not lent any more, as its search had begun before that, would never be adopted, and no other one after it."""
-    if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.switch:
+    if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.round.switch:
         return state, ()
     if not allows(state.job.lending, happened.plan):
         return state, ()
-    if state.offered is not None:
+    if state.round.offered is not None:
         return state.with_(better=(happened.plan, happened.plan_ms)), ()
     return _offer(state, happened.plan, happened.plan_ms, now)
 
@@ -158,7 +158,7 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
         return state, ()
-    by = put(state.adopted, member.worker, happened.digest)
+    by = put(state.round.adopted, member.worker, happened.digest)
     state = state.with_(adopted=by)
     if len(by) < len(state.members) or len(set(by.values())) > 1:
         return state, ()
@@ -169,10 +169,11 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
         "iteration": happened.iteration,
         "digest": happened.digest,
     }
-    offered = state.offered.plan if state.offered is not None else None
+    offered = state.round.offered.plan if state.round.offered is not None else None
     if offered is not None and offered.digest == happened.digest:
         state = state.with_(plan=offered)
     state = state.with_(offered=None)
     record = records.adopted(state, happened.digest, event)
-    state, more = (state, ()) if state.better is None or state.switch else _offer(state, *state.better, now)
+    better = state.round.better
+    state, more = (state, ()) if better is None or state.round.switch else _offer(state, *better, now)
     return state, (record, Emit(event), *more)

@@ -28,11 +28,12 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step |
     fault = happened.fault
     if fault.unlent is None or not fault.whole or state.closing is not None:
         return None
-    if state.phase is Phase.RECOVERING and member.worker not in state.reports:  # that is over already
+    if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that is over already
         state = _taken_out(state, fault.unlent) or state
         return state, (closing.answer(member, happened.number),)
     left = _taken_out(state, fault.unlent)
-    again = sum((one.incarnation, one.fault.unlent) == (member.incarnation, fault.unlent) for one in state.faults)
+    again = sum((one.incarnation, one.fault.unlent) == (member.incarnation, fault.unlent)
+                for one in state.script.faults)
     if left is None and again > _TRIES:
         return None
     reason = f"layers of stage {fault.unlent} are not lent any more"
@@ -48,13 +49,13 @@ def declined(state: State, happened: Unlent, now: float) -> Step:
         return state, ()
     decisions: list[Decision] = [Emit(_event(state, member, happened.stage, happened.why, now))]
     state = left
-    lent, offered = state.job.lending, None if state.offered is None else state.offered.plan
+    lent, offered = state.job.lending, None if state.round.offered is None else state.round.offered.plan
     if offered is not None and not allows(lent, offered):
         state = state.with_(offered=None)
-    if state.better is not None and not allows(lent, state.better[0]):
+    if state.round.better is not None and not allows(lent, state.round.better[0]):
         state = state.with_(better=None)
-    if state.phase is Phase.TRAINING and state.offered is None and state.plan is not None:
-        decisions.append(Improve(state.generation, state.failed, state.plan))
+    if state.phase is Phase.TRAINING and state.round.offered is None and state.round.plan is not None:
+        decisions.append(Improve(state.generation, state.failed, state.round.plan))
     return state, tuple(decisions)
 
 

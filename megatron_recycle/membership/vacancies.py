@@ -65,19 +65,19 @@ def free_places(state: State, places: Reservations | None, count: int, now: floa
     free = [name for name in empty if places.kept.get(name, now) <= now][:count]
     if not free:
         waiting = "" if not empty else "; others are about to join"
-        return Places(refusal=f"it has no place without a worker ({len(state.ranks)} in all){waiting}",
+        return Places(refusal=f"it has no place without a worker ({len(state.forming.ranks)} in all){waiting}",
                        again_s=_AGAIN_S)
     places.kept.update(dict.fromkeys(free, now + _KEPT_S))
-    ranks, offered = [state.ranks[name] for name in free], places.offered
+    ranks, offered = [state.forming.ranks[name] for name in free], places.offered
     return Places(ranks=tuple(ranks), size=state.size, environ=dict(offered.environ))
 
 
 def promised_before(state: State, places: Reservations, ranks: Sequence[int], now: float) -> None:
     """A host that joins says which ranks it starts: what the coordinator before has promised to it is kept for it."""
     if now < places.asked_from:
-        places.kept.update({name: now + _KEPT_S for name in _empty(state) if state.ranks[name] in ranks})
+        places.kept.update({name: now + _KEPT_S for name in _empty(state) if state.forming.ranks[name] in ranks})
 
 
 def _empty(state: State) -> list[str]:
-    there = {*state.members, *state.joiners, *state.stranded, *state.moves}
-    return [name for name in in_order(state.ranks) if name not in there]
+    there = {*state.members, *state.arrivals.joiners, *state.absent.stranded, *state.moving.moves}
+    return [name for name in in_order(state.forming.ranks) if name not in there]

@@ -82,7 +82,8 @@ def test_who_takes_the_place_of_a_slow_worker_is_not_removed_for_it() -> None:
     planning = Planning()
     planning.plan(JOB, frozenset())
     members = {name: Member(name, rank, f"{name}/0", 1000 + rank, "host") for rank, name in enumerate(NAMES)}
-    state = State(size=6, generation=1, committed=5, description=replace(JOB, slow_factor_out=3.0), members=members)
+    state = State(size=6, generation=1, description=replace(JOB, slow_factor_out=3.0),
+                  members=members).with_(committed=5)
     profiles = Profiles(planning)
     found = [profiles.take(state, members[name], told(9.0 if name == "1:0" else 1.0)) for name in NAMES]
     assert [one.out for one in found] == [()] * 5 + [("1:0",)]

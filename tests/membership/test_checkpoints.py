@@ -50,6 +50,6 @@ def test_who_was_declared_out_and_who_is_a_generation_behind_is_not_heard():
 def test_a_member_that_cannot_write_its_part_frees_those_that_wait_for_it_once():
     cluster = training()
     cluster.feed(inputs.Unwritten("1:0/0", 1, "no space left"))
-    assert cluster.state.generation == 2 and not cluster.state.out
+    assert cluster.state.generation == 2 and not cluster.state.absent.out
     assert not cluster.feed(inputs.Unwritten("1:1/0", 1, "no space left")), "its own is over as well"
     assert not cluster.feed(inputs.Unwritten("9:9/0", 2, "no space left"))

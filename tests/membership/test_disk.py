@@ -151,7 +151,7 @@ def test_whichever_write_fails_what_is_on_disk_what_was_told_and_the_end_agree(t
             told = [message for message in job.launcher.messages if message.type == "end"]
             assert [(one.status, one.message) for one in told] == [ended[:2]]
             for incarnation, peer in job.peers.items():
-                if incarnation not in job.state.fenced:
+                if incarnation not in job.state.absent.fenced:
                     assert peer.messages[-1].type == "end" and peer.messages[-1].message == ended[1]
             if ended[0]:
                 assert f"{journal.path} cannot be written (No space left on device)" in ended[1]
@@ -172,7 +172,7 @@ def test_without_room_for_an_offer_the_job_trains_on_as_it_is(tmp_path: Path) ->
         job.feed(inputs.Improved(1, replace(PLAN, digest="sha256:better"), 1.0))
         job.feed(inputs.Leave("1:1/0"))
         job.commit_all(7)
-        assert job.state.phase is Phase.TRAINING and job.state.committed == 7
+        assert job.state.phase is Phase.TRAINING and job.state.progress.committed == 7
         assert not [peer for peer in job.peers.values() if peer.messages[-1].type != "go"]
         journal.left = float("inf")
         job.commit_all(8)
@@ -212,7 +212,7 @@ def test_commits_plans_and_recoveries_are_known_from_the_journal_alone(tmp_path:
     cluster.commit_all(6)
     read: list[str] = []
     state = taken_up(restore(6, cluster.journal), cluster.journal, read.append)
-    assert (state.committed, state.since, read) == (6, None, ["sha256:better"])
+    assert (state.progress.committed, state.since, read) == (6, None, ["sha256:better"])
 
 
 def test_joiners_come_in_though_the_plan_in_force_was_lost_with_its_file(tmp_path: Path) -> None:
@@ -225,10 +225,10 @@ def test_joiners_come_in_though_the_plan_in_force_was_lost_with_its_file(tmp_pat
     for name in tuple(cluster.state.members):
         cluster.feed(inputs.Hello(cluster.member(name), 2))
     cluster.resume_all()
-    assert cluster.state.plan is None and cluster.state.since is None
+    assert cluster.state.round.plan is None and cluster.state.since is None
     cluster.hello("1:1", life=1)
     cluster.feed(inputs.Ready("1:1/1", described({"grid": cluster.grid, "block": 2, "reduction": "exact"}), report()))
-    assert cluster.state.switch
+    assert cluster.state.round.switch
 
 
 # ---- the file

@@ -144,7 +144,7 @@ def test_a_lost_stage_is_not_the_end_a_process_is_started_where_the_last_one_die
                                 guard={"own": [3], "of": {"1": [3]}})
     ((_, go),) = told(decisions, "go")
     assert (go.resume.target, go.resume.regained, go.resume.restored) == (3, 5, {"1": "0:0"})
-    assert go.resume.joined == ("1:1",) and cluster.state.committed == 3
+    assert go.resume.joined == ("1:1",) and cluster.state.progress.committed == 3
     assert events(decisions, "restored")[0]["lost"] == 2
 
 
@@ -240,7 +240,7 @@ def test_a_lost_stage_comes_back_from_the_checkpoint_and_the_log_says_how_many_i
     (event,) = events(decisions, "restored")
     assert (event["iteration"], event["lost"], event["from"]) == (3, 2, {"1": "checkpoint"})
     again = records.restore(4, cluster.journal)
-    assert again.checkpoints == cluster.state.checkpoints and again.committed == 3
+    assert again.checkpoints == cluster.state.checkpoints and again.progress.committed == 3
 
 
 def test_survivors_save_at_the_newest_iteration_that_somebody_has_committed():

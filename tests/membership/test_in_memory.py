@@ -84,7 +84,7 @@ def test_who_does_not_report_is_stalled_once_that_time_has_passed() -> None:
         if name != "0:0":
             agent.report(2, report())
     job.heap.run(1.0)
-    assert job.coordinator.state.out == {"0:0": "stalled", "1:1": "exit"}
+    assert job.coordinator.state.absent.out == {"0:0": "stalled", "1:1": "exit"}
 
 
 def test_a_coordinator_dies_and_the_next_one_finds_everybody_where_they_are() -> None:

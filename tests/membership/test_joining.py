@@ -46,7 +46,7 @@ def recover(cluster: Cluster, iteration: int) -> None:
 
 def begin(cluster: Cluster) -> None:
     for name, member in list(cluster.state.members.items()):
-        if name not in cluster.state.unproven:
+        if name not in cluster.state.arrivals.unproven:
             cluster.feed(inputs.Resumed(member.incarnation, cluster.state.generation, cluster.now))
 
 
@@ -70,7 +70,7 @@ def taken_in(cluster: Cluster) -> Cluster:
     ready_to_join(cluster, "1:1")
     stand(cluster)
     recover(cluster, 3)
-    assert set(cluster.state.unproven) == {"1:1"}
+    assert set(cluster.state.arrivals.unproven) == {"1:1"}
     return cluster
 
 
@@ -95,7 +95,7 @@ def test_what_was_acknowledged_is_known_to_a_coordinator_that_comes_back() -> No
     cluster = taken_in(Cluster(2, 2))
     acknowledge(cluster)
     state = restore(4, cluster.journal)
-    assert not state.unproven
+    assert not state.arrivals.unproven
     dead = cluster.state.members["0:1"]
     state, _ = step(state, inputs.Restarted(), 999.0)
     state, decisions = step(state, inputs.Exited(dead.rank, dead.pid, -9, 999.0), 999.0)
@@ -106,10 +106,10 @@ def test_an_acknowledgement_of_an_earlier_generation_counts_for_nothing() -> Non
     cluster = taken_in(Cluster(3, 2))
     generation = cluster.state.generation
     cluster.exit("0:1")
-    assert cluster.state.joiners.keys() == {"1:1"}
+    assert cluster.state.arrivals.joiners.keys() == {"1:1"}
     cluster.feed(inputs.Holds("1:1/1", generation, RECEIVED))
-    assert cluster.state.joiners.keys() == {"1:1"} and "1:1" not in cluster.state.members
-    assert not restore(6, cluster.journal).unproven
+    assert cluster.state.arrivals.joiners.keys() == {"1:1"} and "1:1" not in cluster.state.members
+    assert not restore(6, cluster.journal).arrivals.unproven
 
 
 def test_each_switch_waits_for_everybody() -> None:
@@ -120,7 +120,7 @@ def test_each_switch_waits_for_everybody() -> None:
     recover(cluster, 4)
     ready_to_join(cluster, "2:1")
     generation = cluster.state.generation
-    assert cluster.state.switch
+    assert cluster.state.round.switch
     stand(cluster, "1:1")
     assert cluster.state.generation == generation
     stand(cluster)
@@ -141,7 +141,7 @@ def test_two_that_come_in_one_after_the_other() -> None:
         recover(cluster, 3)
         cluster.feed(inputs.Holds(f"{name}/1", cluster.state.generation, RECEIVED))
         cluster.feed(inputs.Resumed(f"{name}/1", cluster.state.generation, cluster.now))
-    assert len(cluster.state.members) == 6 and not cluster.state.unproven
+    assert len(cluster.state.members) == 6 and not cluster.state.arrivals.unproven
 
 
 

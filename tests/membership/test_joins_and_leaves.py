@@ -68,7 +68,7 @@ def test_a_joiner_that_is_ready_makes_the_members_stop_at_a_boundary_and_is_then
     received = inputs.Received(2_000_000, 4.0)
     (joined,) = events(cluster.feed(inputs.Holds("1:1/1", 3, received)), "joined")
     assert (joined["worker"], joined["bytes"], joined["mb_per_s"]) == ("1:1", 2_000_000, 500.0)
-    assert cluster.state.unproven == {} and cluster.state.out == {}
+    assert cluster.state.arrivals.unproven == {} and cluster.state.absent.out == {}
 
 
 def test_a_failure_while_it_comes_in_sends_the_joiner_back_to_wait_and_its_word_does_not_count() -> None:
@@ -76,7 +76,7 @@ def test_a_failure_while_it_comes_in_sends_the_joiner_back_to_wait_and_its_word_
     cluster.taken_in()
     ((to, stop),) = told(cluster.exit("0:0"), "stop")
     assert "1:1" in to and "1:1" not in stop.members and stop.out["1:1"] == "exit"
-    assert "1:1/1" not in cluster.state.fenced
+    assert "1:1/1" not in cluster.state.absent.fenced
     assert cluster.feed(inputs.Holds("1:1/1", 3, inputs.Received())) == []
     cluster.plan()
     cluster.reports("0:1", "1:0", "2:0", "2:1", iteration=6, holds=6, committed=6)
@@ -90,7 +90,7 @@ def test_a_joiner_that_dies_while_it_comes_in_is_a_failure_like_any_other() -> N
     cluster.taken_in()
     decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", FailureKind.EXIT),), cluster.now))
     assert [event["worker"] for event in events(decisions, "suspected")] == ["1:1"]
-    assert "1:1/1" in cluster.state.fenced and not cluster.state.joiners
+    assert "1:1/1" in cluster.state.absent.fenced and not cluster.state.arrivals.joiners
 
 
 def test_one_that_only_waits_is_missed_by_nobody() -> None:
@@ -98,14 +98,14 @@ def test_one_that_only_waits_is_missed_by_nobody() -> None:
     cluster.hello("1:1", 1)
     decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", FailureKind.FROZEN),), cluster.now))
     assert events(decisions, "join_failed") and not told(decisions, "stop")
-    assert cluster.state.generation == 2 and not cluster.state.joiners
+    assert cluster.state.generation == 2 and not cluster.state.arrivals.joiners
 
 
 def test_a_joiner_with_another_configuration_is_refused_by_the_name_of_the_key() -> None:
     cluster = Joins().lost()
     ((to, end),) = told(cluster.comes(reduction="fast"), "end")
     assert to == {"1:1"} and end.status == 1 and 'reduction = "exact", it has "fast"' in end.message
-    assert not cluster.state.joiners and cluster.state.phase is st.Phase.TRAINING
+    assert not cluster.state.arrivals.joiners and cluster.state.phase is st.Phase.TRAINING
 
 
 def test_no_switch_is_offered_before_a_recovery_is_over() -> None:
@@ -125,7 +125,7 @@ def test_a_member_that_asks_to_leave_is_out_at_the_boundary_and_told_so_with_sta
     assert (left["worker"], left["kind"]) == ("2:0", "leave") and not events(decisions, "suspected")
     ((to, end),) = told(decisions, "end")
     assert to == {"2:0"} and end.status == 0
-    assert cluster.state.out == {"2:0": "leave"} and not cluster.state.leaving
+    assert cluster.state.absent.out == {"2:0": "leave"} and not cluster.state.absent.leaving
 
 
 def test_the_last_of_a_stage_stays_until_a_joiner_has_its_state() -> None:
@@ -154,7 +154,7 @@ def test_when_the_last_of_a_stage_leaves_the_job_ends_at_the_boundary() -> None:
 def test_a_coordinator_that_comes_back_takes_in_whom_its_predecessor_had_let_wait_at_the_boundary() -> None:
     cluster = Joins().lost()
     cluster.comes()
-    number = cluster.state.switch
+    number = cluster.state.round.switch
     cluster.state = restore(len(cluster.names), cluster.journal)
     cluster.feed(inputs.Restarted())
     cluster.comes()

@@ -219,7 +219,7 @@ def test_a_late_resumed_of_the_last_generation_does_not_count() -> None:
     cluster.exit("2:0")
     for name in cluster.state.members:
         assert cluster.feed(inputs.Resumed(f"{name}/0", 2, cluster.now)) == []
-    assert cluster.state.resumed == {}
+    assert cluster.state.round.resumed == {}
 
 
 def test_an_attempt_that_was_announced_is_never_announced_again() -> None:
@@ -236,7 +236,7 @@ def test_an_attempt_that_was_announced_is_never_announced_again() -> None:
 
 def test_an_iteration_is_committed_once_when_all_live_members_say_so() -> None:
     cluster = Cluster().train()
-    assert cluster.state.committed == -1
+    assert cluster.state.progress.committed == -1
     for name in cluster.names[:-1]:
         assert cluster.feed(inputs.Committed(f"{name}/0", 0, 2.0)) == []
     decisions = cluster.exit("2:1")  # the only one that had not
@@ -292,7 +292,7 @@ def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> Non
     assert to == set(cluster.names) and (offer.number, offer.plan) == (2, third)
     cluster.feed(inputs.Improved(1, second, 900.0))
     cluster.exit("0:0")
-    assert cluster.state.offered is None and cluster.state.better is None, "it was for other members"
+    assert cluster.state.round.offered is None and cluster.state.round.better is None, "it was for other members"
 
 
 def test_a_plan_of_a_search_that_had_begun_before_layers_were_unlent_is_not_offered() -> None:
@@ -303,12 +303,12 @@ def test_a_plan_of_a_search_that_had_begun_before_layers_were_unlent_is_not_offe
     first, stale, late = (PlanFile(source="portfolio", digest=f"sha256:{number}", crossings={"0.1": [by]})
                           for number, by in ((2, 1), (3, 1), (4, -1)))
     assert told(cluster.feed(inputs.Improved(1, first, 900.0)), "offer")
-    assert do.Improve(1, cluster.state.failed, cluster.state.plan) in cluster.feed(
+    assert do.Improve(1, cluster.state.failed, cluster.state.round.plan) in cluster.feed(
         inputs.Unlent("0:0/0", 1, 1, "a hook"))
     assert cluster.feed(inputs.Improved(1, stale, 900.0)) == []
     assert told(cluster.feed(inputs.Improved(1, late, 900.0)), "offer"), "stage 0 lends as before"
     cluster.feed(inputs.Unlent("1:0/0", 1, 1, "a hook"))  # of the first offer
-    assert cluster.state.offered is not None and cluster.state.offered.plan == late
+    assert cluster.state.round.offered is not None and cluster.state.round.offered.plan == late
 
 
 def test_a_failed_planner_ends_the_job_with_its_message() -> None:
@@ -360,7 +360,7 @@ def test_a_worker_that_has_finished_still_serves_the_others_when_one_fails() -> 
     cluster.feed(inputs.Finished("0:0/0", 1))
     decisions = cluster.exit("2:1")
     ((to, _),) = told(decisions, "stop")
-    assert "0:0" in to and cluster.state.finished == frozenset()
+    assert "0:0" in to and cluster.state.round.finished == frozenset()
 
 
 def test_an_exit_with_status_zero_while_others_train_is_a_failure_unless_it_has_finished() -> None:
@@ -431,7 +431,7 @@ def test_a_communication_error_that_no_loss_follows_makes_a_generation_with_the_
     assert "0:1: a transfer failed" in decided["reason"] and "1:1: " in decided["reason"]
     ((to, _),) = told(decisions, "stop")
     assert to == set(cluster.names)
-    assert not events(decisions, "suspected") and not cluster.state.fenced
+    assert not events(decisions, "suspected") and not cluster.state.absent.fenced
     _go_on(cluster)
     assert cluster.state.phase is st.Phase.TRAINING
 
@@ -443,7 +443,7 @@ def test_a_communication_error_that_a_loss_follows_is_forgotten() -> None:
     assert _no_loss(cluster, hinted) == []
     _go_on(cluster)
     assert _hint(cluster, "0:0", generation=1) == []
-    assert cluster.state.generation == 2 and not cluster.state.hints
+    assert cluster.state.generation == 2 and not cluster.state.round.hints
 
 
 def test_when_all_wait_a_generation_with_the_same_members_follows() -> None:
@@ -531,7 +531,7 @@ def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
     assert suspected["removed"] is False and suspected["kind"] == "stalled"
     assert len(decisions) == 1 and cluster.feed(lost) == []
     cluster.declare(FailureKind.STALLED, "1:1/0", "1:0/0")
-    assert dict(cluster.state.out) == {"0:1": "exit", "1:0": "stalled"}
+    assert dict(cluster.state.absent.out) == {"0:1": "exit", "1:0": "stalled"}
     (end,) = endings(cluster.exit("1:1"))
     assert "1:1 exit" in end.message
 

@@ -161,7 +161,7 @@ class Protocol(RuleBasedStateMachine):
         before = self.state
         self.state, decisions = step(before, happened, self.now)
         assert self.state.generation >= before.generation
-        assert self.state.fenced >= before.fenced
+        assert self.state.absent.fenced >= before.absent.fenced
         self.todo.extend(sorted(decisions, key=lambda one: not isinstance(one, do.Record)))  # all of that first
 
     def _carry_out(self) -> None:
@@ -245,7 +245,7 @@ class Protocol(RuleBasedStateMachine):
     def _told_committed(self, iteration: int) -> None:
         assert iteration == (self.committed[-1] + 1 if self.committed else 0), "committed twice or out of order"
         self.committed.append(iteration)
-        live = [p for p in self.processes.values() if p.member.incarnation not in self.state.fenced]
+        live = [p for p in self.processes.values() if p.member.incarnation not in self.state.absent.fenced]
         assert all(p.holds >= iteration for p in live if p.alive), "committed, but not held by all"
 
     # Connections
@@ -606,7 +606,7 @@ class Protocol(RuleBasedStateMachine):
 
     @invariant()
     def the_fenced_are_no_members(self) -> None:
-        assert not {m.incarnation for m in self.state.members.values()} & self.state.fenced
+        assert not {m.incarnation for m in self.state.members.values()} & self.state.absent.fenced
 
     @invariant()
     def a_job_ends_only_for_want_of_a_stage_or_of_a_network(self) -> None:
@@ -633,7 +633,7 @@ class Protocol(RuleBasedStateMachine):
             self.messages_flow(NAMES, 100)
             # Also one whose end was told before its first words had come: it is silent from then on.
             for member in self.dead:
-                if member in (self.state.members.get(member.worker), self.state.joiners.get(member.worker)):
+                if member in (self.state.members.get(member.worker), self.state.arrivals.joiners.get(member.worker)):
                     self._feed(inputs.Lost((inputs.Loss(member.incarnation, "frozen"),), self.now))
             self.messages_flow(NAMES, 100)
             while self.hinted:

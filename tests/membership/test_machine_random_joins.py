@@ -120,7 +120,7 @@ class Joins(base.Protocol):
             return []
         return [name for name, process in sorted(self.processes.items())
                 if name not in self.state.members and name not in decided[-1]["members"]
-                and (not process.alive or process.member.incarnation in self.state.fenced)]
+                and (not process.alive or process.member.incarnation in self.state.absent.fenced)]
 
     @precondition(lambda self: self._empty())
     @rule(data=some.data())
@@ -151,8 +151,8 @@ class Joins(base.Protocol):
 
     @invariant()
     def who_holds_nothing_is_known_to(self) -> None:
-        assert set(self.state.unproven) <= set(self.state.members)
-        assert not set(self.state.unproven) & set(self.state.out)
+        assert set(self.state.arrivals.unproven) <= set(self.state.members)
+        assert not set(self.state.arrivals.unproven) & set(self.state.absent.out)
 
     def check_always(self) -> None:
         super().check_always()
@@ -165,7 +165,7 @@ class Joins(base.Protocol):
             self.messages_flow(base.NAMES, 100)
             self.work(base.NAMES, 80)
         if self.end is None:
-            assert not self.state.joiners and not self.state.leaving
+            assert not self.state.arrivals.joiners and not self.state.absent.leaving
             assert {process.name for process in self._those(lambda p: not p.ended)} == set(self.state.members)
 
 

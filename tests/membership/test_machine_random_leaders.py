@@ -180,7 +180,7 @@ class Led(joins.Joins):
         except LeadLost:
             leader.die()
             return
-        assert after.generation >= before.generation and after.fenced >= before.fenced
+        assert after.generation >= before.generation and after.absent.fenced >= before.absent.fenced
         leader.state = after
         leader.todo.extend(sorted(decisions, key=lambda one: not isinstance(one, do.Record)))
         self.acting = leader

@@ -33,23 +33,23 @@ class Moves(joins.Joins):
         mover, to = base._pick(data, self._movers())
         self._feed(inputs.MovesFound(self.state.generation, {mover: to}))
 
-    @precondition(lambda self: set(self.state.moves) & set(self._empty()))
+    @precondition(lambda self: set(self.state.moving.moves) & set(self._empty()))
     @rule(data=some.data())
     def the_movers_launcher_starts_its_process(self, data: Any) -> None:
-        self._comes(base._pick(data, sorted(set(self.state.moves) & set(self._empty()))))
+        self._comes(base._pick(data, sorted(set(self.state.moving.moves) & set(self._empty()))))
 
     def _comes(self, name: str) -> None:
         self.lives += 1
         rank = self.processes[name].member.rank
         member = st.Member(name, rank, f"{name}/{self.lives}", 100 + rank + 1000 * self.lives, "host")
-        process = self.processes[name] = base.Process(member, self.staggered, ready=True, move=self.state.move)
+        process = self.processes[name] = base.Process(member, self.staggered, ready=True, move=self.state.moving.move)
         self._of(process).outside = True
         self._connect(process)
 
     @invariant()
     def who_moves_is_a_member(self) -> None:
         if self.end is None:
-            assert all(self.state.member(who) is not None for who in self.state.moves.values())
+            assert all(self.state.member(who) is not None for who in self.state.moving.moves.values())
 
     def check_always(self) -> None:
         super().check_always()
@@ -63,7 +63,7 @@ class Moves(joins.Joins):
                 assert any(other["iteration"] < event["iteration"] for other in proven), "its new place had no state"
         if self.end is not None:
             return
-        for to, who in self.state.moves.items():
+        for to, who in self.state.moving.moves.items():
             stage = self.state.known[who].worker[-1]
             last = [name for name in self.state.members if name[-1] == stage] == [self.state.known[who].worker]
             assert last or to not in self.state.members, "its new process is in, and it has not gone"
@@ -77,7 +77,8 @@ TestMoves = Moves.TestCase
 ACTS: tuple[base.Act, ...] = (
     *joins.ACTS,
     (6, lambda p: p._movers(), lambda p, dice: p.planner_wants_a_move(dice)),
-    (6, lambda p: set(p.state.moves) & set(p._empty()), lambda p, dice: p.the_movers_launcher_starts_its_process(dice)),
+    (6, lambda p: set(p.state.moving.moves) & set(p._empty()),
+     lambda p, dice: p.the_movers_launcher_starts_its_process(dice)),
 )
 
 

@@ -98,7 +98,7 @@ def test_a_move_is_a_join_and_one_committed_iteration_later_a_leave() -> None:
     cluster = Moves()
     (joined,) = events(cluster.taken_in(), "joined")
     assert joined["moved_from"] == MOVER
-    assert MOVER in cluster.state.members and not cluster.state.switch, "no iteration has committed yet"
+    assert MOVER in cluster.state.members and not cluster.state.round.switch, "no iteration has committed yet"
     ((to, offer),) = told(cluster.commit(7), "offer")
     assert MOVER in to and offer.plan is None
     decisions = cluster.stand(9)
@@ -106,7 +106,7 @@ def test_a_move_is_a_join_and_one_committed_iteration_later_a_leave() -> None:
     assert (left["worker"], left["kind"]) == (MOVER, "move") and not events(decisions, "suspected")
     ((to, end),) = told(decisions, "end")
     assert to == {MOVER} and end.status == 0 and "has moved" in end.message
-    assert cluster.state.out == {"1:0": "exit", MOVER: "move"} and not cluster.state.moves
+    assert cluster.state.absent.out == {"1:0": "exit", MOVER: "move"} and not cluster.state.moving.moves
 
 
 def test_of_two_moves_each_waits_for_its_own_process_and_none_is_sought_after_them() -> None:
@@ -124,7 +124,7 @@ def test_of_two_moves_each_waits_for_its_own_process_and_none_is_sought_after_th
         cluster.feed(inputs.Resumed(who, cluster.state.generation, cluster.now))
     cluster.commit(7)
     assert [event["worker"] for event in events(cluster.stand(9), "left")] == [MOVER]
-    assert cluster.state.moves == {"1:0": "0:1/0"}
+    assert cluster.state.moving.moves == {"1:0": "0:1/0"}
     cluster.feed(inputs.Exited(2, 4242, 1, cluster.now, "worker-2.log", move=1))
     cluster.plan()
     for who in cluster.who():
@@ -155,14 +155,14 @@ def test_a_process_that_ends_before_its_hello_ends_the_move_and_there_is_no_othe
     cluster.moving()
     (failed,) = events(cluster.feed(inputs.Exited(0, 4242, 1, cluster.now, "worker-0.log", move=1)), "move_failed")
     assert failed["reason"] == "its process ended with status 1; see worker-0.log"
-    assert cluster.state.generation == 3 and MOVER in cluster.state.members and not cluster.state.moves
+    assert cluster.state.generation == 3 and MOVER in cluster.state.members and not cluster.state.moving.moves
 
 
 def test_after_three_processes_in_a_row_have_failed_nothing_is_moved_any_more() -> None:
     cluster = Moves()
     cluster.moving()
     for life in (1, 2, 3):
-        assert cluster.state.moves or events(cluster.found(), "moving")
+        assert cluster.state.moving.moves or events(cluster.found(), "moving")
         cluster.hello(TO, life)
         assert events(cluster.declare(FailureKind.EXIT, f"{TO}/{life}"), "move_failed")
     assert not cluster.found()
@@ -177,7 +177,7 @@ def test_a_change_before_the_process_is_in_ends_the_move_and_the_process(how: st
     (failed,) = events(decisions, "move_failed")
     assert failed["reason"] in ("the membership has changed", "the worker was asked to leave")
     assert [(to, end.status) for to, end in told(decisions, "end") if TO in to] == [({TO}, 1)]
-    assert not cluster.state.joiners and not cluster.state.moves
+    assert not cluster.state.arrivals.joiners and not cluster.state.moving.moves
 
 
 def test_when_the_mover_fails_its_process_comes_in_as_any_other() -> None:
@@ -185,8 +185,8 @@ def test_when_the_mover_fails_its_process_comes_in_as_any_other() -> None:
     cluster.moving()
     cluster.comes()
     decisions = cluster.exit(MOVER)
-    assert not events(decisions, "move_failed") and not cluster.state.moves
-    assert TO in cluster.state.joiners
+    assert not events(decisions, "move_failed") and not cluster.state.moving.moves
+    assert TO in cluster.state.arrivals.joiners
 
 
 def test_the_process_fails_once_it_is_in_and_the_mover_stays() -> None:
@@ -217,7 +217,7 @@ def test_a_process_of_another_host_that_came_first_ends_the_move_and_is_taken_in
     cluster = Moves()
     cluster.moving()
     cluster.comes(host="other")
-    assert not cluster.state.moves and TO in cluster.state.joiners and cluster.state.switch
+    assert not cluster.state.moving.moves and TO in cluster.state.arrivals.joiners and cluster.state.round.switch
 
 
 def test_the_position_is_offered_to_no_host() -> None:
@@ -269,7 +269,7 @@ def test_the_ends_of_earlier_processes_of_the_rank_are_told_again_and_do_not_end
     assert events(cluster.feed(inputs.Exited(0, 4242, 1, 50.0, move=1)), "move_failed")
     cluster.found()
     assert not events(cluster.feed(inputs.Exited(0, 4242, 1, 50.0, move=1)), "move_failed"), "that was the one before"
-    assert cluster.state.fruitless == 1 and cluster.state.moves
+    assert cluster.state.moving.fruitless == 1 and cluster.state.moving.moves
 
 
 def test_a_coordinator_that_comes_back_knows_who_stays_out_and_how_often_moves_have_failed() -> None:
@@ -283,9 +283,10 @@ def test_a_coordinator_that_comes_back_knows_who_stays_out_and_how_often_moves_h
     cluster.feed(inputs.Exited(0, 4242, 1, cluster.now, move=1))
     come_back(cluster)
     return_all(cluster)
-    assert (cluster.state.fruitless, cluster.state.move) == (1, 1) and cluster.state.given_up == {"0:0", "1:0"}
+    assert (cluster.state.moving.fruitless, cluster.state.moving.move) == (1, 1)
+    assert cluster.state.absent.given_up == {"0:0", "1:0"}
     cluster.found()
-    assert cluster.state.move == 2
+    assert cluster.state.moving.move == 2
 
 
 def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers_again() -> None:
@@ -295,4 +296,4 @@ def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers
     come_back(cluster)
     assert commands.in_force(cluster.state, "another host")[-1] == begun
     return_all(cluster)
-    assert told(cluster.comes(), "offer") and cluster.state.moves == {TO: f"{MOVER}/0"}
+    assert told(cluster.comes(), "offer") and cluster.state.moving.moves == {TO: f"{MOVER}/0"}

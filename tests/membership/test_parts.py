@@ -73,7 +73,7 @@ def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle()
     assert [event["worker"] for event in events(decisions, "suspected")] == ["0:1.1"]
     ((to, _),) = told(decisions, "end")
     assert to == {"0:1.1"}
-    assert set(cluster.state.stranded) == {"0:1.0"}
+    assert set(cluster.state.absent.stranded) == {"0:1.0"}
     cluster.plan()
     ((to, _),) = told(cluster.reports(), "go")
     assert to == set(stop.members)
@@ -93,7 +93,7 @@ def test_both_parts_lost_at_once_are_one_decision_without_a_stranded() -> None:
     lost = tuple(inputs.Loss(f"0:1.{part}/0", FailureKind.FROZEN) for part in range(2))
     decisions = cluster.feed(inputs.Lost(lost, cluster.now))
     ((_, stop),) = told(decisions, "stop")
-    assert stop.out == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.stranded
+    assert stop.out == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.absent.stranded
 
 
 def test_a_stranded_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None:
@@ -102,7 +102,7 @@ def test_a_stranded_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> N
     command, emitted = cluster.exit("0:1.0")
     assert isinstance(command, do.Command) and command.message.type == "out"
     assert isinstance(emitted, do.Emit) and emitted.event["event"] == "suspected" and emitted.event["stranded"]
-    assert cluster.state.generation == 2 and not cluster.state.stranded
+    assert cluster.state.generation == 2 and not cluster.state.absent.stranded
 
 
 def test_a_stranded_that_comes_back_to_another_coordinator_idles_on() -> None:
@@ -169,13 +169,13 @@ def taken_in() -> Parts:
     """Both parts of 0:1 are members again, with no state yet."""
     cluster = without_a_part()
     cluster.hello("0:1.1", life=1)
-    assert not cluster.state.switch
+    assert not cluster.state.round.switch
     says_ready(cluster, "0:1.1/1")
-    assert cluster.state.switch
+    assert cluster.state.round.switch
     for member in list(cluster.state.members.values()):
         cluster.feed(inputs.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
     recover(cluster, 3)
-    assert cluster.state.unproven == {"0:1.0": "stranded", "0:1.1": "exit"}
+    assert cluster.state.arrivals.unproven == {"0:1.0": "stranded", "0:1.1": "exit"}
     return cluster
 
 
@@ -185,14 +185,14 @@ def acknowledges(cluster: Parts, incarnation: str) -> list[do.Decision]:
 
 def test_a_new_part_and_the_spare_come_in_together() -> None:
     cluster = taken_in()
-    assert not cluster.state.stranded and not cluster.state.joiners and not cluster.state.out
+    assert not cluster.state.absent.stranded and not cluster.state.arrivals.joiners and not cluster.state.absent.out
     assert set(cluster.state.members) == set(cluster.names)
     acknowledges(cluster, "0:1.0/0")
     acknowledges(cluster, "0:1.1/1")
-    assert not cluster.state.unproven and not cluster.state.acknowledged
+    assert not cluster.state.arrivals.unproven and not cluster.state.round.acknowledged
     assert [event["worker"] for event in events(cluster.log, "joined")] == ["0:1.0", "0:1.1"]
     cluster.exit("1:1.0")
-    assert cluster.state.phase is st.Phase.RECOVERING and set(cluster.state.stranded) == {"1:1.1"}
+    assert cluster.state.phase is st.Phase.RECOVERING and set(cluster.state.absent.stranded) == {"1:1.1"}
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -201,7 +201,8 @@ def test_a_part_alone_is_no_copy_of_its_stage(restarted: bool) -> None:
     acknowledges(cluster, "0:1.1/1")
     if restarted:
         cluster.state = restore(8, cluster.journal)
-        assert cluster.state.acknowledged == {"0:1.1"} and set(cluster.state.unproven) == {"0:1.0", "0:1.1"}
+        assert cluster.state.round.acknowledged == {"0:1.1"}
+        assert set(cluster.state.arrivals.unproven) == {"0:1.0", "0:1.1"}
     (end,) = endings(cluster.exit("1:1.0"))
     assert "stage 1 has lost its last worker" in end.message
 
@@ -211,25 +212,26 @@ def test_a_part_that_dies_before_it_has_its_state_leaves_the_other_a_stranded_ag
     acknowledges(cluster, "0:1.0/0")
     member = cluster.state.members["0:1.1"]
     cluster.feed(inputs.Exited(member.rank, member.pid, -9, cluster.now))
-    assert set(cluster.state.stranded) == {"0:1.0"} and cluster.state.out == {"0:1.1": "exit", "0:1.0": "stranded"}
-    assert not cluster.state.unproven and not endings(cluster.log)
+    assert set(cluster.state.absent.stranded) == {"0:1.0"}
+    assert cluster.state.absent.out == {"0:1.1": "exit", "0:1.0": "stranded"}
+    assert not cluster.state.arrivals.unproven and not endings(cluster.log)
     recover(cluster, 3)
     says_ready(cluster, "0:1.0/0")
     cluster.hello("0:1.1", life=2)
     says_ready(cluster, "0:1.1/2")
-    assert cluster.state.switch
+    assert cluster.state.round.switch
 
 
 def test_a_failure_elsewhere_sends_both_parts_back_to_wait() -> None:
     cluster = taken_in()
     acknowledges(cluster, "0:1.0/0")
     cluster.exit("1:0.0")
-    assert set(cluster.state.joiners) == {"0:1.0", "0:1.1"} and set(cluster.state.stranded) == {"1:0.1"}
+    assert set(cluster.state.arrivals.joiners) == {"0:1.0", "0:1.1"} and set(cluster.state.absent.stranded) == {"1:0.1"}
     recover(cluster, 3)
-    assert not cluster.state.switch
+    assert not cluster.state.round.switch
     says_ready(cluster, "0:1.0/0")
     says_ready(cluster, "0:1.1/1")
-    assert cluster.state.switch
+    assert cluster.state.round.switch
 
 
 def test_a_stranded_keeps_its_place_until_it_is_silent() -> None:
@@ -240,9 +242,9 @@ def test_a_stranded_keeps_its_place_until_it_is_silent() -> None:
     assert free_places(cluster.state, places, 8, cluster.now).ranks == (cluster.names.index("0:1.1"),)
     decisions = cluster.feed(inputs.Lost((inputs.Loss("0:1.0/0", FailureKind.FROZEN),), cluster.now))
     assert told(decisions, "end") and events(decisions, "suspected")[0]["kind"] == "frozen"
-    assert not cluster.state.stranded and cluster.state.phase is st.Phase.TRAINING
+    assert not cluster.state.absent.stranded and cluster.state.phase is st.Phase.TRAINING
     for name in ("0:1.0", "0:1.1"):
         cluster.hello(name, life=2)
-        assert not cluster.state.switch
+        assert not cluster.state.round.switch
         says_ready(cluster, f"{name}/2")
-    assert cluster.state.switch
+    assert cluster.state.round.switch

@@ -213,7 +213,7 @@ def test_an_error_during_a_recovery_counts_as_any_other():
 def test_who_was_declared_out_says_nothing_any_more():
     cluster = Cluster().train()
     cluster.exit("1:0")
-    assert raised(cluster, "1:0", CORRUPT) == [] and not cluster.state.faults
+    assert raised(cluster, "1:0", CORRUPT) == [] and not cluster.state.script.faults
 
 
 def test_a_joiner_that_raises_does_not_join_and_its_error_is_told():
@@ -239,7 +239,7 @@ def test_only_the_latest_errors_are_remembered():
     cluster = Cluster(80, 1).train()
     for pipeline in range(70):
         raised(cluster, f"{pipeline}:0", Fault("ValueError", "x", 1, f"F{pipeline}.0"))
-    assert len(cluster.state.faults) == 64 and not endings(cluster.log)
+    assert len(cluster.state.script.faults) == 64 and not endings(cluster.log)
 
 
 # What the job goes on without
@@ -300,7 +300,7 @@ def test_only_ten_are_left_out_within_a_hundred_iterations():
     later = skipping(1)
     for iteration in range(12):
         fails(later, "0:0", Fault("ValueError", "x", 11 * iteration, "F0.3", whole=True), iteration + 1)
-    assert len(events(later.log, "skipped")) == 12 and len(later.state.left_out) <= 10
+    assert len(events(later.log, "skipped")) == 12 and len(later.state.script.left_out) <= 10
 
 
 def test_a_restarted_coordinator_leaves_out_the_same():
@@ -308,4 +308,4 @@ def test_a_restarted_coordinator_leaves_out_the_same():
     fails(cluster, "1:0", CORRUPT)
     fails(cluster, "2:0", CORRUPT)
     records = [decision.record.to_json() for decision in cluster.log if isinstance(decision, do.Record)]
-    assert restore(6, records).left_out == ((6, "1.3"),)
+    assert restore(6, records).script.left_out == ((6, "1.3"),)

@@ -17,7 +17,7 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.protocol import Out
 from megatron_recycle.membership.resume import Checkpoint, Resume
-from megatron_recycle.membership.state import Closing, Member, Phase, Said, State
+from megatron_recycle.membership.state import PART_OF, Closing, Member, Phase, Round, Said, State
 from megatron_recycle.observe.events import KINDS
 from megatron_recycle.plan import Grid
 from megatron_recycle.plan.plan_file import PlanFile
@@ -53,59 +53,62 @@ KEPT: dict[str, Any] = {
 def test_every_field_is_kept_by_a_record_or_listed_with_the_reason_why_not() -> None:
     lists = [{*records.DECIDED}, {*records.MOVES}, {*records.OTHERWISE}, {*records.TRANSIENT}]
     named = [name for one in lists for name in one]
-    assert sorted(named) == sorted(one.name for one in fields(State)), "a field of the state in none, or in two"
+    own = {one.name for one in fields(State)} - {*PART_OF.values()}
+    assert sorted(named) == sorted(own | {*PART_OF}), "a field of the state in none, or in two"
     assert all(records.TRANSIENT.values()) and all(records.OTHERWISE.values())
 
 
 def test_what_a_record_keeps_is_what_was_written() -> None:
     assert KEPT.keys() == {*records.DECIDED, *records.MOVES}, "give the new field a value, unlike its default"
-    before = State(size=2, **KEPT)
-    assert all(getattr(before, name) != getattr(State(size=2), name) for name in KEPT)
+    before = State(size=2).with_(**KEPT)
+    assert all(before.value(name) != State(size=2).value(name) for name in KEPT)
     written = json.loads(json.dumps(records.decided(before, ()).record.to_json()))
     after = records.restore(2, [written])
-    assert {name: getattr(after, name) for name in KEPT} == KEPT
-    assert all(isinstance(kind, FailureKind) for kind in (*after.out.values(), *after.unproven.values()))
+    assert {name: after.value(name) for name in KEPT} == KEPT
+    kinds = (*after.absent.out.values(), *after.arrivals.unproven.values())
+    assert all(isinstance(kind, FailureKind) for kind in kinds)
     assert after.phase is Phase.RETURNING and after.known == {"a": ONE, "b": OTHER}
 
 
 def test_what_follows_from_other_records() -> None:
-    state = State(size=2, **{**KEPT, "learnt": {"1": [{"what": "broadcast"}]}, "closing": None}, since=5.0)
+    state = State(size=2).with_(**{**KEPT, "learnt": {"1": [{"what": "broadcast"}]}, "closing": None}, since=5.0)
     resume = Resume(target=12, next=13, attempt=1)
     event = {"event": "x", "t": 1.0, "worker": "0:0"}
     written = [records.learnt(state), records.decided(state, ()), records.went(state, resume, "sha256:1", ()),
                records.offer(state, 9), records.proven(state, "0:0", event), records.moves(state.with_(move=5), ())]
     journal = json.loads(json.dumps([one.record.to_json() for one in written]))
     after = records.taken_up(records.restore(2, journal), journal, {"sha256:1": ONE_PLAN}.get)
-    assert (after.resume, after.offers, after.unproven, after.move) == (resume, 9, {}, 5)
-    assert (after.learnt, after.plan, after.since) == ({"1": ({"what": "broadcast"},)}, ONE_PLAN, 5.0)
+    assert (after.resume, after.offers, after.arrivals.unproven, after.moving.move) == (resume, 9, {}, 5)
+    assert (after.forming.learnt, after.round.plan, after.since) == ({"1": ({"what": "broadcast"},)}, ONE_PLAN, 5.0)
     more = [records.adopted(state, "sha256:2", event), records.resumed(state, event), records.committed(14),
             records.checkpoint(state, Checkpoint(13, "/here", None), event),
             records.ended(1, "over", True, event)]
     journal += json.loads(json.dumps([one.record.to_json() for one in more]))
     after = records.taken_up(records.restore(2, journal), journal, {"sha256:2": OTHER_PLAN}.get)
-    assert (after.plan, after.since, after.committed, after.ended) == (OTHER_PLAN, None, 14, (1, "over", True))
+    assert (after.round.plan, after.since, after.progress.committed) == (OTHER_PLAN, None, 14)
+    assert after.ended == (1, "over", True)
     assert after.phase is Phase.ENDED and after.checkpoints == (Checkpoint(13, "/here", None),)
 
 
 def test_what_was_committed_before_all_went_back_is_not_committed_after_another_failure() -> None:
     """And not where the record of that failure is missing, or what came after it."""
-    went, before = State(size=2, generation=7, committed=3), State(size=2, generation=7, committed=12)
+    went, before = State(size=2).with_(generation=7, committed=3), State(size=2).with_(generation=7, committed=12)
     resume, restored = Resume(target=3, next=4, attempt=2, restored={"1": "0:0"}), {"event": "restored", "t": 5.0}
-    late = State(size=2, generation=8, committed=4)
+    late = State(size=2).with_(generation=8, committed=4)
     written = [records.committed(12), records.decided(before, ()), records.went(went, resume, None, (restored,)),
                records.decided(late, ()), records.went(late, Resume(target=4, next=5, attempt=3), None, ())]
     journal = json.loads(json.dumps([one.record.to_json() for one in written]))
-    assert [records.restore(2, journal[:number]).committed for number in (2, 3, 4, 5)] == [12, 3, 4, 4]
-    assert records.restore(2, [*journal[:3], records.committed(4).record.to_json()]).committed == 4
-    assert records.restore(2, [*journal, records.committed(6).record.to_json()]).committed == 6
+    assert [records.restore(2, journal[:number]).progress.committed for number in (2, 3, 4, 5)] == [12, 3, 4, 4]
+    assert records.restore(2, [*journal[:3], records.committed(4).record.to_json()]).progress.committed == 4
+    assert records.restore(2, [*journal, records.committed(6).record.to_json()]).progress.committed == 6
 
 
 def test_a_generation_begins_without_what_was_of_the_last_one_alone() -> None:
-    state = State(size=2, generation=3, reports={"0:0": report()}, plan=ONE_PLAN, switch=4, hints={"0:0": "e"},
-                  offers=4)
+    state = State(size=2).with_(generation=3, reports={"0:0": report()}, plan=ONE_PLAN, switch=4, hints={"0:0": "e"},
+                                offers=4)
     after = state.next_generation(mended=1)
-    assert (after.generation, after.reports, after.plan, after.switch, after.hints) == (4, {}, None, 0, {})
-    assert (after.offers, after.mended) == (4, 1)
+    assert after.generation == 4 and after.round == Round()
+    assert (after.offers, after.tries.mended) == (4, 1)
 
 
 def test_kinds_travel_as_their_text() -> None:
@@ -116,7 +119,7 @@ def test_kinds_travel_as_their_text() -> None:
 
 def test_a_journal_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
     journal = Journal.create(tmp_path / "journal.jsonl")
-    journal.append({**records.decided(State(size=2, **KEPT), ()).record.to_json(), "out": {"1:0": "spare"}})
+    journal.append({**records.decided(State(size=2).with_(**KEPT), ()).record.to_json(), "out": {"1:0": "spare"}})
     journal.close()
     arguments = argparse.Namespace(run_dir=tmp_path, resume=True, size=2)
     with pytest.raises(JournalError, match="only with the version that has begun it"):
@@ -127,8 +130,8 @@ def test_a_journal_of_protocol_version_5_is_read() -> None:
     """Its descriptions have the framework's settings beside ours, which nothing reads any more."""
     lines = Path(__file__).with_name("journal-5.jsonl").read_text().splitlines()
     state = records.restore(6, [json.loads(line) for line in lines])
-    assert (state.generation, state.committed, state.out) == (3, 5, {"1:0": "exit", "1:1": "exit"})
-    assert state.job.tied == ((0, 1),) and state.job.seed == 7 and state.models["0"] == Model(model="m")
+    assert (state.generation, state.progress.committed, state.absent.out) == (3, 5, {"1:0": "exit", "1:1": "exit"})
+    assert state.job.tied == ((0, 1),) and state.job.seed == 7 and state.forming.models["0"] == Model(model="m")
     assert state.checkpoints == (Checkpoint(3, "/checkpoints/step4", {"name": "1.1"}),)
-    assert state.faults[0].fault.where == "in F1.3 of iteration 4" and state.resume is not None
+    assert state.script.faults[0].fault.where == "in F1.3 of iteration 4" and state.resume is not None
     assert (state.resume.target, state.resume.attempt) == (3, 2)

@@ -138,7 +138,7 @@ def test_a_forged_event_log_changes_nothing_for_the_next_coordinator(tmp_path: P
     journal, past = process.open_journal(argparse.Namespace(run_dir=tmp_path, resume=True, size=6),
                                          tmp_path / "events.jsonl")
     journal.close()
-    assert past.state is not None and past.state.committed == 4
+    assert past.state is not None and past.state.progress.committed == 4
     assert {event["event"] for event in past.untold} >= {"started"}
     process.Planning(lambda plan: None).resume(
         Job.from_json({"grid": cluster.grid, "block": 2}), frozenset(), past.told)

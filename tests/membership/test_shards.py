@@ -125,7 +125,7 @@ def test_a_worker_that_has_a_shard_alone_hands_it_over_before_it_leaves() -> Non
     cluster = Sharded(copies=1)
     for name in ("1:0", "2:0"):
         cluster.feed(inputs.Leave(f"{name}/0"))
-    assert cluster.state.switch and cluster.commit_all(0)
+    assert cluster.state.round.switch and cluster.commit_all(0)
     for name in cluster.names:
         cluster.feed(inputs.Boundary(f"{name}/0", 1, 1, cluster.now))
     assert len(cluster.state.members) == 4, "nobody has gone yet"

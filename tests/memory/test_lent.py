@@ -222,8 +222,8 @@ def offered(job: Job, late: Moment) -> Plan:
     state, found = job.control.state, threading.Event()
     costs = Costs.uniform(job.shape.stages * job.shape.chunks, 300, 300, 300).to_json()
     described = structs.replace(state.job, costs=costs, planner_budget=0.5, horizon=1e9)
-    assert state.plan is not None
-    told = Planning().improve(described, frozenset({"1:1"}), state.plan, found)
+    assert state.round.plan is not None
+    told = Planning().improve(described, frozenset({"1:1"}), state.round.plan, found)
     found.set()
     assert told is not None
     better = Plan.from_file(told)

@@ -142,7 +142,7 @@ def test_workers_that_leave_hand_their_shards_over_first(copies, seed):
             job.wait_event("leaving", worker=name)
         job.release(early)
         job.wait_held(late)
-        job.wait_for(lambda: job.control.state.switch or len(job.control.state.members) == 6, "the next boundary")
+        job.wait_for(lambda: job.control.state.round.switch or len(job.control.state.members) == 6, "the next boundary")
         job.release(late)
         results = job.wait()
         check(job, results, leavers)

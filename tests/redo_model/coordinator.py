@@ -155,8 +155,8 @@ class Coordinator:
         done = {Worker.parse(name): [*map(Action.parse, listed)] for name, listed in order.done.items()}
         rest = redo(whole, done, order.closed)
         if rest is None:
-            assert self._state.redo is not None
-            self.refused.append((self._state.redo.iteration, done, order.closed))
+            assert self._state.round.redo is not None
+            self.refused.append((self._state.round.redo.iteration, done, order.closed))
             return None
         if rest.makespan > whole.makespan and not order.closed:
             self.longer += 1

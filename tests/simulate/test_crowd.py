@@ -30,9 +30,11 @@ def shape(state: State) -> tuple[Any, ...]:
     """What decides how a job goes on."""
     resume = state.resume
     assert resume is not None and state.go is not None
-    return (state.phase, state.generation, sorted(state.members), dict(state.out), sorted(state.unproven),
-            (resume.target, resume.next, resume.attempt), state.committed, dict(state.committed_by), state.behind,
-            sorted(state.resumed), state.since, state.go.plan.failed)
+    progress = state.progress
+    return (state.phase, state.generation, sorted(state.members), dict(state.absent.out),
+            sorted(state.arrivals.unproven), (resume.target, resume.next, resume.attempt), progress.committed,
+            dict(progress.committed_by), progress.behind, sorted(state.round.resumed), state.since,
+            state.go.plan.failed)
 
 
 def test_all_at_once_is_one_by_one():
@@ -56,7 +58,7 @@ def test_a_worker_comes_back_at_a_boundary():
     assert job.asked.switch and job.empty == []
     job.stand(111.0, 6)
     assert not job.asked.switch and sorted(job.state.members) == sorted(f"{d}:{s}" for d in range(3) for s in range(2))
-    assert job.state.generation == 3 and not job.state.out
+    assert job.state.generation == 3 and not job.state.absent.out
 
 
 def test_a_worker_moves_where_a_stage_was_hit_too_hard():

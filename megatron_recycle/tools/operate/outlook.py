@@ -232,7 +232,7 @@ def _repair(facts: Facts) -> str:
     waiting = [*(facts.told or {}).get("joiners", ())]
     if waiting:
         return f"nothing: {', '.join(waiting[:_TOLD])} {'is' if len(waiting) == 1 else 'are'} about to join"
-    given_up = state.given_up if state is not None else frozenset()
+    given_up = state.absent.given_up if state is not None else frozenset()
     if seen.started.get("max_restarts") and not seen.out.keys() <= given_up:
         return "nothing yet: the launcher starts them again (max_restarts)"
     if found is None:

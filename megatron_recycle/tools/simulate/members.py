@@ -70,7 +70,7 @@ class Members:
     @property
     def empty(self) -> list[str]:
         """Positions that nobody has or is about to take, in order of their ranks."""
-        taken = {*self.state.members, *self.state.joiners, *self.state.moves}
+        taken = {*self.state.members, *self.state.arrivals.joiners, *self.state.moving.moves}
         return [name for name in self._names if name not in taken]
 
     def lose(self, positions: Collection[str], whole_host: bool, now: float, committed: int) -> None:
@@ -78,7 +78,7 @@ class Members:
         self._now = now
         self._commit(committed)
         kind = FailureKind.UNREACHABLE if whole_host else FailureKind.EXIT
-        present = {**self.state.joiners, **self.state.members}
+        present = {**self.state.arrivals.joiners, **self.state.members}
         losses = tuple(inputs.Loss(present[name].incarnation, kind) for name in positions if name in present)
         if losses:
             self._feed(inputs.Lost(losses, now))
@@ -92,7 +92,7 @@ class Members:
         rank = self._ranks[position]
         member = Member(position, rank, f"{position}/{life}", rank + life * len(self._names), host)
         self._feed(inputs.Hello(member))
-        if self.state.joiners.get(position) != member:
+        if self.state.arrivals.joiners.get(position) != member:
             return False  # another process waits for it
         self._feed(inputs.Ready(member.incarnation, self.state.job.told(Model()), _report(committed)))
         return True
@@ -101,7 +101,7 @@ class Members:
         """All members stand at the boundary that they were asked to make."""
         self._now, self.asked.switch = now, False
         self._commit(committed)
-        if not self.training or not self.state.switch:
+        if not self.training or not self.state.round.switch:
             return
         *most, last = self.state.members
         self.state = self.state.with_(standing=dict.fromkeys(most, now))
@@ -150,11 +150,11 @@ class Members:
         while self.state.phase is Phase.RECOVERING:
             self.generations += 1
             generation = self.state.generation
-            proven = [name for name in self.state.members if name not in self.state.unproven]
-            waits = [name for name in proven if name not in self.state.reports]
+            proven = [name for name in self.state.members if name not in self.state.arrivals.unproven]
+            waits = [name for name in proven if name not in self.state.round.reports]
             if waits:
                 report = _report(committed)
-                self.state = self.state.with_(reports={**self.state.reports, **dict.fromkeys(waits[:-1], report)})
+                self.state = self.state.with_(reports={**self.state.round.reports, **dict.fromkeys(waits[:-1], report)})
                 self._feed(inputs.Reported(self.state.members[waits[-1]].incarnation, generation, report))
             if self._wanted is not None and self._wanted.generation == self.state.generation:
                 order, self._wanted = self._wanted, None
@@ -163,7 +163,7 @@ class Members:
                 self._feed(answer)
             if self.state.generation != generation or not self.training:
                 break
-            for name in [*self.state.unproven]:
+            for name in [*self.state.arrivals.unproven]:
                 self._feed(inputs.Holds(self.state.members[name].incarnation, generation, inputs.Received()))
             *most, last = self.state.members
             self.state = self.state.with_(resumed=dict.fromkeys(most, self._now))
@@ -172,7 +172,7 @@ class Members:
     def _commit(self, committed: int, feed: bool = False) -> None:
         """Iterations up to this one are committed by all: as `training.committed` notes them."""
         last = committed - 1
-        if not self.training or last <= self.state.committed:
+        if not self.training or last <= self.state.progress.committed:
             return
         *most, final = self.state.members
         if not feed:

@@ -266,7 +266,7 @@ class Recycling:
         spare = self._due.get(position) == unit
         if spare:
             del self._due[position]
-        elif self._moving.get(position) != unit or position not in members.state.moves:
+        elif self._moving.get(position) != unit or position not in members.state.moving.moves:
             return Answer()
         if not members.come(position, f"host{unit.host}", now, iteration) and spare:
             self.slots.lose([unit])  # a worker has moved there meanwhile: another place is sought
@@ -296,7 +296,7 @@ class Recycling:
             if members.state.generation > before.generation:
                 joined = members.state.members.keys() - before.members.keys()
                 copy = self.setting.job.state_seconds if joined else 0.0
-                self._follow_moves(before.moves)
+                self._follow_moves(before.moving.moves)
                 pauses += ((REJOIN, self.stalls.rejoin + copy),)
                 answer = replace(answer, course=self._course())
         return self._and(replace(answer, pauses=pauses))
@@ -318,7 +318,7 @@ class Recycling:
             return answer
         if members.asked.moves is not None:
             members.find_moves()
-        self._moving = {to: unit for to, unit in self._moving.items() if to in members.state.moves}
+        self._moving = {to: unit for to, unit in self._moving.items() if to in members.state.moving.moves}
         for position, beside in members.asked.starts:
             unit = self.slots.unit(Worker.parse(members.at_rank(beside)))
             if unit is not None:
@@ -330,7 +330,8 @@ class Recycling:
         if self.elastic and self.slots.spare and self.pipelines < self.setting.job.pipelines and not self._growing:
             self._growing = True
             wakes += ((GROW_AFTER, "grow"),)
-        leaving = any(to in members.state.members for to in members.state.moves)  # once an iteration is committed
+        state = members.state
+        leaving = any(to in state.members for to in state.moving.moves)  # once an iteration is committed
         boundary = answer.boundary or members.asked.switch or self._saving or leaving
         return replace(answer, wakes=wakes, boundary=boundary)
 
