@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from megatron_recycle.control.journal import JournalError
 from megatron_recycle.control.memory import Memory
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import Input, Interrupted
@@ -18,6 +19,9 @@ from megatron_recycle.membership.protocol import Offer, TooLarge
 from megatron_recycle.membership.state import State
 
 log = logging.getLogger(__name__)
+
+_DEFECT = ("the coordinator cannot decide what follows from {} ({!r}), a defect of megatron-recycle: please report "
+           "it, with post-mortem/")
 
 
 class Executor(Protocol):
@@ -69,11 +73,12 @@ def carry_out(executor: Executor, decision: do.Decision) -> None:
 
 class Leader:
     """The state of one job. Every input is decided, remembered, and carried out to its end, whatever fails of it on the
-    way. Inputs come one at a time; whoever feeds sees to that.
+    way; one that cannot be decided ends the job. Inputs come one at a time; whoever feeds sees to that.
 
     Args:
         clock: Unix seconds.
-        tolerant: an error of the executor is logged, and the other decisions are carried out all the same.
+        tolerant: an error of the executor is logged, and the other decisions are carried out all the same; one of the
+            machine ends the job.
     """
 
     def __init__(self, state: State, memory: Memory, executor: Executor, clock: Callable[[], float] = time.time,
@@ -88,7 +93,15 @@ class Leader:
         """Decide what follows, and do it. Where nobody can be told to go on, the job ends: all would wait for ever. A
         plan that is only better is done without."""
         before, untold = self.state, ""
-        self.state, decisions = self.memory.step(before, happened, self._clock())
+        try:
+            self.state, decisions = self.memory.step(before, happened, self._clock())
+        except JournalError:
+            raise
+        except Exception as error:  # whoever has said this would say it again and again
+            if not self._tolerant:
+                raise
+            log.exception("recycle: what follows from %s cannot be decided", kind := type(happened).__name__)
+            self.state, decisions = self.memory.end(before, _DEFECT.format(kind, error), self._clock())
         self._executor.follow(before, self.state)
         for decision in decisions:
             try:

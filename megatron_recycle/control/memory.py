@@ -45,7 +45,11 @@ class Memory:
             except OSError as error:
                 failed = error
         log.error("recycle: %s", text := _unwritable(self._journal.path, failed))
-        after, decisions = closing.end(before, 1, text, now)
+        return self.end(before, text, now)
+
+    def end(self, before: State, why: str, now: float) -> Step:
+        """The job is over, for reasons that are not the machine's."""
+        after, decisions = closing.end(before, 1, why, now)
         self._write(decisions)
         return after, decisions
 

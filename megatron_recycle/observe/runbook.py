@@ -34,7 +34,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "cannot-go-on": (
         r"cannot work together", r"the recovery has failed", r"no plan for the grid", r"cannot be brought together",
         r"disagree on the verdict", r"which some stage lost before it held it", r"an abort takes more than",
-        r"did not abort a group", r"could not be carried out", r"speaks of rank", r"message is not sent",
+        r"did not abort a group", r"could not be carried out", r"cannot decide what follows", r"speaks of rank",
+        r"message is not sent",
         r"cannot tell what it has to", r"cannot read what the coordinator", r"planning failed", r"planning the rest",
     ),
     "checkpoints": (

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recycle.control import Coordinator, Journal
+from megatron_recycle.control import Coordinator, Journal, memory
 from megatron_recycle.control import journal as store_module
 from megatron_recycle.control.parcels import opened
 from megatron_recycle.membership import decisions as do
@@ -309,3 +309,27 @@ def test_a_note_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     assert again.records == kept and [record["kind"] for record in kept] == ["committed", "decided", "committed"]
     assert [record.get("iteration") for record in kept] == [999, None, 1000]
     again.close()
+
+
+@pytest.mark.parametrize("kind", ["Hello", "Ready", "Planned", "Resumed", "Committed", "Exited", "Reported", "Boundary",
+                                  "Adopted", "Finished"])
+def test_what_cannot_be_decided_ends_the_job_for_all(kind, tmp_path, monkeypatch):
+    """A defect of the machine: its input would be told again on every new connection, and nobody would go on."""
+    real = memory.step
+
+    def step(state: st.State, happened: Any, *rest: Any) -> Any:
+        if type(happened).__name__ == kind:
+            raise KeyError("0:7")
+        return real(state, happened, *rest)
+
+    async def life() -> None:
+        journal = Paper(tmp_path / "journal.jsonl")
+        job = Job(journal, lambda event: None)
+        _a_life(job)
+        ended = job.state.ended
+        assert ended is not None and ended[0] == 1
+        assert f"cannot decide what follows from {kind} (KeyError('0:7')), a defect" in ended[1]
+        assert journal.records[-1]["kind"] == "end" and job.coordinator._executor.ended.result() == do.End(*ended)
+
+    monkeypatch.setattr(memory, "step", step)
+    asyncio.run(life())
