@@ -100,6 +100,8 @@ ANYWHERE = (
     Option("overlap_p2p_comm_warmup_flush", "activations and gradients travel beside computation in any case",
            becomes=False),
     Option("defer_embedding_wgrad_compute", "the plan defers all weight gradients", becomes=False),
+    Option("test_mode", "in each forward it compares norms of queries and keys with ranks that may be gone; "
+           "--recycle-verify-every N (RECYCLE_VERIFY_EVERY) compares all that peers hold", becomes=False),
     Option("check_for_large_grads", "it looks at each rank's own sums, which depend on who computes what",
            becomes=False),
 )
