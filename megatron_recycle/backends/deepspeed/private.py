@@ -15,6 +15,8 @@ TESTED = "0.19.8"
 
 NAMES: Sequence[Private] = (
     Private("deepspeed.accelerator", "get_accelerator"),
+    Private("deepspeed.checkpoint.constants", "FP32_WEIGHT_KEY PARAM_GROUPS"),
+    Private("deepspeed.checkpoint.universal_checkpoint", "load_hp_checkpoint_state"),
     Private("deepspeed.monitor.comet", "CometMonitor"),
     Private("deepspeed.monitor.csv_monitor", "csvMonitor"),
     Private("deepspeed.monitor.monitor", "MonitorMaster"),
@@ -35,6 +37,7 @@ NAMES: Sequence[Private] = (
     Private("deepspeed.runtime.utils", "is_model_parallel_parameter"),
     Private("deepspeed.runtime.zero.config", "ZeroStageEnum"),
     Private("deepspeed.runtime.zero.utils", "get_norm_dtype"),
+    Private("deepspeed.utils.bwc", "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size"),
     Private("deepspeed.utils.tensor_fragment", "fragment_address"),
     Private("deepspeed.utils.timer", "SynchronizedWallClockTimer ThroughputTimer"),
 )
