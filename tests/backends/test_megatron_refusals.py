@@ -366,7 +366,8 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
 @pytest.mark.parametrize(("name", "value", "then"), [
     ("rerun_mode", "validate_results", "disabled"), ("overlap_grad_reduce", True, True), ("async_save", True, False),
     ("overlap_param_gather", True, False),
-    ("defer_embedding_wgrad_compute", True, False), ("check_for_large_grads", True, False), ("log_energy", True, False),
+    ("defer_embedding_wgrad_compute", True, False), ("check_for_large_grads", True, False),
+    ("test_mode", True, False), ("log_energy", True, False),
     ("log_params_norm", True, False), ("error_injection_rate", 1000, 0), ("log_max_attention_logit", True, False),
     ("save_wgrads_interval", 10, None), ("save_dgrads_interval", 10, None), ("log_straggler", True, False),
     ("check_weight_hash_across_dp_replicas_interval", 10, None), ("distributed_timeout_seconds_after_init", 60, None)])

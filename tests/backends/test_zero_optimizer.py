@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
@@ -9,6 +11,7 @@ from torch import nn
 
 from megatron_recycle.backends.deepspeed.recut import recut
 from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
+from megatron_recycle.errors import UnsupportedError
 
 
 def _made(clipping: float) -> tuple[nn.Parameter, ZeroOptimizer]:
@@ -64,3 +67,38 @@ def test_a_checkpoint_of_other_pipelines_is_cut_anew(before: int, after: int, bf
             state = one.state[master]
             assert torch.equal(master, other) and state["step"] == 7
             assert torch.equal(state["exp_avg"], 2 * other) and torch.equal(state["exp_avg_sq"], 3 * other)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 3), (2, 3), (4, 5)])
+def test_shards_take_their_pieces_of_a_universal_checkpoint(rank: int, size: int, tmp_path: Path):
+    """And the stage's parameters are all set, also those whose shards are elsewhere."""
+    one, expected = (_of_two_groups(rank, size, bf16=False) for _ in range(2))
+    groups = [{**group, "lr": 0.25, "params": []} for group in one.param_groups]
+    (tmp_path / "zero").mkdir()
+    torch.save({"param_groups": groups, "clip_grad": 2.0}, tmp_path / "zero" / "optimizer_state.pt")
+    for parameter in one.shards.parameters:
+        folder = tmp_path / "zero" / one._names[parameter]
+        folder.mkdir()
+        for key, factor in (("fp32", 1), ("exp_avg", 2), ("exp_avg_sq", 3)):
+            torch.save({"param": factor * parameter.detach()}, folder / f"{key}.pt")
+        torch.save(torch.tensor(7.0), folder / "step.pt")
+        parameter.data.zero_()
+    one.load_universal(str(tmp_path), 0, 1)
+    assert one.clip_grad == 2.0 and {group["lr"] for group in one.param_groups} == {0.25}
+    for parameter, other in zip(one.shards.parameters, expected.shards.parameters, strict=True):
+        assert torch.equal(parameter, other)
+    for master, other in zip(one.shards.masters(rank), expected.shards.masters(rank), strict=True):
+        state = one.state[master]
+        assert torch.equal(master, other)
+        if other.abs().sum():  # not padding alone
+            assert state["step"] == 7
+            assert torch.equal(state["exp_avg"], 2 * other) and torch.equal(state["exp_avg_sq"], 3 * other)
+
+
+def test_state_of_blocks_is_not_cut_anew():
+    one = _of_two_groups(0, 1, bf16=False)
+    written = one.state_dict()
+    written["base_optimizer_state"]["state"] = {0: {"step": 3, "wrapped": {
+        "state1": torch.zeros(38, dtype=torch.uint8), "absmax1": torch.zeros(1)}}}
+    with pytest.raises(UnsupportedError, match=r"of blocks \(absmax1\).*go on with 1 pipelines"):
+        recut([written].__getitem__, 1, 0, 2, one.numels)
