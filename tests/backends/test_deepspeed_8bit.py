@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_recycle.backends.deepspeed.support import _of_8_bits
 from tests.backends import gpt_job
 from tests.harness import Hold, Job
 from tests.references import run
@@ -55,6 +57,15 @@ def test_training_and_checkpoints_are_stocks_through_a_failure(job: dict[str, An
 def test_without_zero_bf16_is_refused() -> None:
     with pytest.raises(AssertionError, match="Adam8bit with bf16 and without ZeRO"):
         run(gpt_job.train, 4, {**JOB, "bf16": True})
+
+
+def test_what_has_8_bits_is_known_by_another_name_too() -> None:
+    import bitsandbytes.optim
+
+    weights = [torch.nn.Parameter(torch.ones(4))]
+    assert _of_8_bits(bitsandbytes.optim.Adam8bit(weights))
+    assert _of_8_bits(bitsandbytes.optim.Adam(weights, optim_bits=8))
+    assert not _of_8_bits(bitsandbytes.optim.Adam(weights)) and not _of_8_bits(torch.optim.Adam(weights))
 
 
 def test_shards_of_another_number_of_pipelines_are_refused(tmp_path: Path) -> None:

@@ -62,6 +62,11 @@ def given_up(config: Mapping[str, Any]) -> list[str]:
             if (section := config.get(name)) and (not isinstance(section, Mapping) or section.get("enabled", True))]
 
 
+def _of_8_bits(optimizer: Any) -> bool:
+    """Whether an optimizer's state is bitsandbytes' blocks of 8 bits: its ``Adam8bit``, or ``Adam(optim_bits=8)``."""
+    return type(optimizer).__name__.endswith("8bit") or getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
+
+
 def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
     optimizer = torch_optimizer(engine)
     return [
@@ -73,8 +78,7 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
         (not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ in _COMMUNICATING_OPTIMIZERS,
          f"optimizer {type(optimizer).__name__}: use one of torch.optim, for instance "
          '{"type": "Adam", "params": {"torch_adam": true}}'),
-        (type(optimizer).__name__.endswith("8bit") and engine.bfloat16_enabled()
-         and not engine.zero_optimization_stage(),
+        (_of_8_bits(optimizer) and engine.bfloat16_enabled() and not engine.zero_optimization_stage(),
          f"optimizer {type(optimizer).__name__} with bf16 and without ZeRO, where DeepSpeed's blocks of 8-bit state go "
          "on from parameter to parameter: set zero_optimization.stage to 1"),
         (engine.has_moe_layers, "mixture-of-experts layers: use dense ones"),
