@@ -105,9 +105,9 @@ def test_what_was_committed_before_all_went_back_is_not_committed_after_another_
 
 def test_a_generation_begins_without_what_was_of_the_last_one_alone() -> None:
     state = State(size=2).with_(generation=3, reports={"0:0": report()}, plan=ONE_PLAN, switch=4, hints={"0:0": "e"},
-                                offers=4)
+                                offers=4, closing=Closing("the disk is full"))
     after = state.next_generation(mended=1)
-    assert after.generation == 4 and after.round == Round()
+    assert after.generation == 4 and after.round == Round() and after.closing is None
     assert (after.offers, after.tries.mended) == (4, 1)
 
 
