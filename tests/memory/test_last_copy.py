@@ -184,6 +184,7 @@ CHECKPOINTS = Shape(2, 2, 2, 8, save=(2, 4)).with_settings(guard="checkpoint")
 def test_a_lost_stage_comes_back_from_the_newest_checkpoint(phase, stage):
     with Job(CHECKPOINTS, [Moment(f"0:{stage}", "forward", 1), Moment(f"1:{stage}", phase, 6)], seed=stage) as job:
         check_ends_well(job, out={f"0:{stage}"})
+    assert len(told(job, "restored")) == 1, [one for one in job.control.events if one["event"] != "committed"]
     (event,) = told(job, "restored")
     assert (event["stages"], event["iteration"], event["from"]) == ([stage], 3, {str(stage): "checkpoint"})
     assert 1 <= event["lost"] <= 3
