@@ -57,10 +57,11 @@ def make_redo(plans: Plans, job: Job, order: MakeRedo) -> Input:
     """The plan for the rest of an interrupted iteration, if there is one."""
     try:
         plan = plans.redo and plans.redo(job, order)
+        ahead = plans.redo(job, order.ahead) if plans.redo and plan and order.ahead else None
     except Exception:  # the iteration can always begin anew
         log.exception("recycle: planning the rest of an iteration failed")
-        plan = None
-    return Redone(order.generation, plan)
+        plan = ahead = None
+    return Redone(order.generation, plan, ahead)
 
 
 def improve(plans: Plans, job: Job, order: Improve, cancelled: threading.Event) -> Input | None:

@@ -113,7 +113,8 @@ class MakeRedo:
     `plan` is the generation's; `done` has the actions that each live worker has done of the iteration, in its order.
     Nothing of the stages that are `closed` is to be run again. `size`: the micro-batches of each of the iteration's
     pipelines, which the script may have changed, and those of a block of its exact reduction. `lent`: digest of the
-    plan by which they were done, where that lends layers.
+    plan by which they were done, where that lends layers. `ahead`: the same of the iteration after it, which workers of
+    closed stages may have begun; None: nobody has.
     """
 
     generation: int
@@ -122,6 +123,7 @@ class MakeRedo:
     size: tuple[int, int]
     closed: tuple[int, ...] = ()
     lent: str = ""
+    ahead: MakeRedo | None = None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ from megatron_recycle.membership.decisions import (
     Decision,
     Emit,
     MakePlan,
-    MakeRedo,
     Step,
     Tell,
 )
@@ -301,7 +300,9 @@ def redone(state: State, happened: Redone, now: float) -> Step:
     """The plan for the rest of the iteration, or that it begins anew."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation or state.round.redo is None:
         return state, ()
-    return _go(state.with_(redo=replace(state.round.redo, known=True, plan=happened.plan)), now)
+    later = state.round.redo.ahead
+    known = None if later is None else replace(later, known=True, plan=happened.ahead)
+    return _go(state.with_(redo=replace(state.round.redo, known=True, plan=happened.plan, ahead=known)), now)
 
 
 def plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
@@ -333,9 +334,8 @@ def _go(state: State, now: float) -> Step:
             state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.arrivals.unproven)))
     if state.round.redo is None and (done := redo.done(state, resume)):
-        return state.with_(redo=redo.asked(state, resume, done)), (
-            MakeRedo(state.generation, state.round.plan, done, redo.size(state, resume), resume.closed,
-                     redo.lent(state, resume, done)),)
+        rest, order = redo.asked(state, resume, done)
+        return state.with_(redo=rest), (order,)
     if state.round.redo is not None and not state.round.redo.known:
         return state, ()
     carry, back = policies.carried(state, resume), redo.repeated(state, resume, now)
@@ -363,6 +363,7 @@ def _go(state: State, now: float) -> Step:
         closes=redo.closes(state),
         without=policies.left_out(state),
         carried=carry,
+        ahead=redo.ahead(state, resume),
     )
     back += policies.told(state, state.go, resume.next, now)
     back += guarding.exposed(state, now)

@@ -163,10 +163,12 @@ class PlanFailed:
 
 @dataclass(frozen=True)
 class Redone:
-    """The answer to `MakeRedo`: a plan that begins with all that is done; None: the iteration is begun anew."""
+    """The answer to `MakeRedo`: a plan that begins with all that is done; None: the iteration is begun anew. `ahead`:
+    the same of the iteration after it."""
 
     generation: int
     plan: PlanFile | None
+    ahead: PlanFile | None = None
 
 
 @dataclass(frozen=True)

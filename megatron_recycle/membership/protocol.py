@@ -122,6 +122,7 @@ class Go(Message, frozen=True, tag="go"):
         left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         without: pipelines whose micro-batches are not run.
+        carried: of the iteration that is begun; `ahead`: of the one after it.
         closes: whether scripts may leave an iteration before all have committed it.
         writers: the job ends without the stages ``missing``: these processes save what they hold, and nobody connects.
     """
@@ -138,6 +139,7 @@ class Go(Message, frozen=True, tag="go"):
     keepers: Mapping[str, str] = field(default_factory=dict)
     without: tuple[int, ...] = ()
     carried: Carry | None = None
+    ahead: Carry | None = None
     closes: bool = True
     writers: tuple[str, ...] = ()
     missing: tuple[int, ...] = ()

@@ -8,15 +8,16 @@ dead worker has done is lost: its peers run it again, with inputs from their nei
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.policies import policy
 from megatron_recycle.membership.protocol import Carry
-from megatron_recycle.membership.report import Report
+from megatron_recycle.membership.report import KeptReport, Report
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Redo, State
 
@@ -28,11 +29,16 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.script.left_out):
         return {}
-    found = {worker: levelled([() if kept is None else kept.actions
-                               for kept in (report.kept_of(resume.next) for report in reports)])
-             for worker, reports in _by_worker(state).items()}
-    kept = {worker: actions for worker, actions in found.items() if actions}
+    kept = _kept(state, resume.next, {*range(state.stages)})
     return kept if len(_lent(state, resume, kept)) < 2 else {}
+
+
+def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
+    """The same of the iteration after ``resume.next``: workers of closed stages may have begun that."""
+    kept = _kept(state, resume.next + 1, {*resume.closed})
+    alike = {(each.microbatches, each.block, each.lent) for each in _attempts(state, resume.next + 1, kept)}
+    left_out = any(iteration == resume.next + 1 for iteration, _ in state.script.left_out)
+    return kept if not left_out and len(alike) == 1 and not any(lent for _, _, lent in alike) else {}
 
 
 def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -60,18 +66,14 @@ def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> 
     return "".join(_lent(state, resume, found))
 
 
-def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> Redo:
-    """The rest of the iteration, before its plan is known."""
-    reports = _by_worker(state)
-    kept = [report.kept_of(resume.next) for worker in found for report in reports[worker]]
-    return Redo(resume.next, {name: len(actions) for name, actions in found.items()},
-                any(each is not None and each.provisional for each in kept))
-
-
-def size(state: State, resume: Resume) -> tuple[int, int]:
-    """Micro-batches of each pipeline of the iteration, and those of a block."""
-    kept = next(each for report in state.round.reports.values() if (each := report.kept_of(resume.next)) is not None)
-    return kept.microbatches, kept.block
+def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> tuple[Redo, MakeRedo]:
+    """The rest of the iteration, and of what is begun of the one after it, before their plans are known."""
+    assert state.round.plan is not None
+    later = begun(state, resume)
+    ahead = MakeRedo(state.generation, state.round.plan, later, _size(state, resume.next + 1)) if later else None
+    return (replace(_redo(state, resume.next, found), ahead=_redo(state, resume.next + 1, later) if later else None),
+            MakeRedo(state.generation, state.round.plan, found, _size(state, resume.next), resume.closed,
+                     lent(state, resume, found), ahead))
 
 
 def carried(state: State, resume: Resume) -> Carry | None:
@@ -83,7 +85,15 @@ def carried(state: State, resume: Resume) -> Carry | None:
     closing = _closed(state, resume) if resume.closed else []
     closed = next((state.round.reports[name].closed for name in closing), None)
     return Carry(redo.iteration, resume.attempt, redo.plan, redo.plan.done, redo.provisional,
-                 None if closed is None else (closed.loss, closed.weight))
+                    None if closed is None else (closed.loss, closed.weight))
+
+
+def ahead(state: State, resume: Resume) -> Carry | None:
+    """As `carried`, of the iteration after that one. Stages that are not closed any more have to begin it anew."""
+    redo = None if state.round.redo is None else state.round.redo.ahead
+    if redo is None or redo.plan is None or not resume.closed or redo.iteration != resume.next + 1:
+        return None
+    return Carry(redo.iteration, 1, redo.plan, redo.plan.done, redo.provisional)
 
 
 def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
@@ -119,14 +129,41 @@ def without_kept(state: State, resume: Resume) -> Resume:
     redo, reports = state.round.redo, _by_worker(state)
     if redo is None or redo.plan is None:
         return replace(resume, closed=())
-    return replace(resume, redone=resume.redone - sum(
-        min(count, _counted(reports[worker][0], resume.next)) for worker, count in redo.done.items()))
+    kept = sum(min(count, _counted(reports[worker][0], resume.next)) for worker, count in redo.done.items())
+    if redo.ahead is not None and redo.ahead.plan is not None:
+        kept += sum(min(count, reports[worker][0].actions) for worker, count in redo.ahead.done.items()
+                    if reports[worker][0].iteration == redo.ahead.iteration)
+    return replace(resume, redone=resume.redone - kept)
+
+
+def _kept(state: State, iteration: int, stages: Collection[int]) -> dict[str, tuple[str, ...]]:
+    """The actions of ``iteration`` that each worker of these stages has kept, if it has kept some."""
+    found = {worker: levelled([() if kept is None else kept.actions
+                               for kept in (report.kept_of(iteration) for report in reports)])
+             for worker, reports in _by_worker(state).items() if Process.parse(worker).worker.stage in stages}
+    return {worker: actions for worker, actions in found.items() if actions}
+
+
+def _attempts(state: State, iteration: int, found: Mapping[str, tuple[str, ...]]) -> list[KeptReport]:
+    """Those at ``iteration`` of the parts of these workers."""
+    reports = _by_worker(state)
+    kept = (report.kept_of(iteration) for worker in found for report in reports[worker])
+    return [each for each in kept if each is not None]
+
+
+def _redo(state: State, iteration: int, found: Mapping[str, tuple[str, ...]]) -> Redo:
+    return Redo(iteration, {name: len(actions) for name, actions in found.items()},
+                any(each.provisional for each in _attempts(state, iteration, found)))
+
+
+def _size(state: State, iteration: int) -> tuple[int, int]:
+    """Micro-batches of each pipeline of ``iteration``, and those of a block."""
+    kept = next(each for report in state.round.reports.values() if (each := report.kept_of(iteration)) is not None)
+    return kept.microbatches, kept.block
 
 
 def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> set[str]:
-    reports = _by_worker(state)
-    kept = [report.kept_of(resume.next) for worker in found for report in reports[worker]]
-    return {"" if each is None else each.lent for each in kept}
+    return {each.lent for each in _attempts(state, resume.next, found)}
 
 
 def _closed(state: State, resume: Resume) -> list[str]:

@@ -78,13 +78,14 @@ class Closing(Value, frozen=True, omit_defaults=True):
 class Redo(Value, frozen=True):
     """The rest of an interrupted iteration: `iteration`, and its `plan` once that is `known`; then None means that the
     iteration is begun anew. `done`: how many actions of it each worker has done. `provisional`: some were done before
-    the iteration ahead was committed there."""
+    the iteration ahead was committed there. `ahead`: the same of the iteration after it."""
 
     iteration: int
     done: Mapping[str, int]
     provisional: bool
     known: bool = False
     plan: PlanFile | None = None
+    ahead: Redo | None = None
 
 
 @dataclass(frozen=True)

@@ -108,18 +108,18 @@ class Scope:
     Attributes:
         left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
         without: pipelines whose micro-batches are not run; the mean is over those that are.
-        carried: what of a generation's first iteration goes on where it stood; None: nothing.
+        carried: iterations that go on where they stood: a generation's first one, and what is begun of the next one.
         closes: whether scripts may leave an iteration before all have committed it.
     """
 
     left_out: Sequence[tuple[int, str]] = ()
     without: frozenset[int] = frozenset()
-    carried: Carried | None = None
+    carried: tuple[Carried, ...] = ()
     closes: bool = True
 
     def carried_in(self, iteration: int) -> Carried | None:
         """What of ``iteration`` goes on where it stood."""
-        return self.carried if self.carried is not None and self.carried.iteration == iteration else None
+        return next((carried for carried in self.carried if carried.iteration == iteration), None)
 
     def hit(self, plan: Plan) -> frozenset[Microbatch]:
         """The micro-batches of the pipelines that are left out."""
@@ -162,7 +162,7 @@ class Generation:
         scope: what is run of its iterations.
         groups: of its members.
         course: of the plan in use.
-        rest: of an iteration that goes on where it stood; None: there is none.
+        rests: of the iterations that go on where they stood.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: of the last two attempts. An idle worker may be an iteration late: a loss that is let
@@ -177,18 +177,19 @@ class Generation:
     course: Course
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
-    rest: Course | None = None
+    rests: Mapping[int, Course] = field(default_factory=dict)
     shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,
            exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None) -> Generation:
         """A new one, that follows ``plan``."""
-        carried, hit = scope.carried, scope.hit(plan)
-        rest = None if carried is None else Course.of(
+        hit = scope.hit(plan)
+        rests = {carried.iteration: Course.of(
             replace(carried.plan.without(hit), done=carried.done), groups.me, exact, stage, cuts)
+            for carried in scope.carried}
         return cls(epoch, prefix, tries, scope, groups, Course.of(plan, groups.me, exact, stage, cuts),
-                   Transport(groups, stage.device), keepers or {}, rest)
+                   Transport(groups, stage.device), keepers or {}, rests)
 
     @property
     def program(self) -> Program:
@@ -227,19 +228,19 @@ class Generation:
 
     def begun_anew(self) -> Generation:
         """The same generation, in which nothing goes on where it stood."""
-        return replace(self, scope=replace(self.scope, carried=None))
+        return replace(self, scope=replace(self.scope, carried=()), rests={})
 
     def program_of(self, iteration: int) -> Program:
         """The program of this worker for ``iteration``."""
-        if self.rest is not None and self.scope.carried_in(iteration) is not None:
-            return self.rest.program
+        if iteration in self.rests:
+            return self.rests[iteration].program
         left_out = self.scope.poisoned(iteration)
         return self._of_whole.without(left_out, self.groups.me) if left_out else self._of_whole
 
     def reduction_of(self, iteration: int) -> Reduction:
         """How the gradients of ``iteration`` become one."""
-        if self.rest is not None and self.scope.carried_in(iteration) is not None:
-            return self.rest.reduction
+        if iteration in self.rests:
+            return self.rests[iteration].reduction
         return self.reduction
 
     def left_out_of(self, iteration: int) -> int:

@@ -192,6 +192,7 @@ class Loop:
                 if not drains or (begun and not drain(generation, committed + 1)):
                     standing.renew()
                     recovery.renew(site, standing, generation)
+            site.current.set(site.current.get().begun_anew())
             self.stepper.gather()
         except GenerationOver as error:
             self._recover(error)

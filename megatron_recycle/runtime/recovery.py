@@ -212,15 +212,14 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
                       site.current.rested)
     site.current.rested = None
     scope = Scope(go.left_out, frozenset(go.without),
-                  None if go.carried is None else Carried.read(go.carried), go.closes)
+                  tuple(Carried.read(each) for each in (go.carried, go.ahead) if each is not None), go.closes)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
                                Plan.from_file(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
                                cuts(site.stage, groups, go.resume, begun=False))
-    carried = scope.carried
-    goes_on = carried is not None and (site.place.me in carried.done or site.place.me.stage in go.resume.closed)
-    taken_up = carried.iteration if carried is not None and goes_on else None
-    site.current.let_go([each for each in site.current.kept if each > go.resume.target and each != taken_up])
+    closed = {go.resume.next} if site.place.me.stage in go.resume.closed else frozenset[int]()
+    goes_on = closed | {carried.iteration for carried in scope.carried if site.place.me in carried.done}
+    site.current.let_go([each for each in site.current.kept if each > go.resume.target and each not in goes_on])
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
                      site.phases.working(CONNECT), go.resume)
@@ -278,7 +277,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     before = cuts(site.stage, groups, go.resume, begun=True)
     if not todo.enter and not todo.back:
         stepper.reconcile(todo, go.resume.target, groups, before)
-        carried = generation.scope.carried
+        carried = generation.scope.carried_in(go.resume.next)
         if carried is not None and carried.provisional and stepper.refuted:
             site.current.let_go([*site.current.kept])
             site.current.set(generation.begun_anew())

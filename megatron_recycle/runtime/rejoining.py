@@ -19,7 +19,8 @@ def rejoin(site: Site, stepper: Stepper) -> None:
     standing.rejoin()
     iteration = standing.iteration
     program, kept = generation.program_of(iteration), site.current.kept[iteration]
-    site.meters.memory.give_up()  # the next iteration may have been under way, which begins anew
+    if iteration + 1 not in site.current.kept:  # it may have been under way, and begins anew
+        site.meters.memory.give_up()
     shared = opened(site, generation, iteration, standing.attempt)
     for action in program.actions:
         sent = passes_on(program.plan, site.place.me, action)

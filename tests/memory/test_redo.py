@@ -218,6 +218,33 @@ def stays(shape: Shape, within: float = 0.0) -> None:
     assert go["iteration"] == 1, "the others had still to do some of it"
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.night) for seed in range(1, 8))])
+@pytest.mark.parametrize("second", [None, Moment("2:0", "backward", 2, 2), Moment("2:1", "recovering", 1)], ids=str)
+@pytest.mark.parametrize(("reduction", "clipping"), [("exact", 0.0), ("fast", 0.0), ("exact", 0.05)])
+def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping, second, seed):
+    """1:1 dies before it has reduced iteration 1. The scripts of the other stages have left that, and the first one has
+    run all forwards of the next one. With clipping they are void: a guess was wrong."""
+    shape = replace(SHAPES["3x3"], microbatches=4, iterations=4, clipping=clipping)
+    held, seen = Moment("1:1", "reduce", 1), list[Moment]()
+    job = Job(shape.with_settings(reduction=reduction), [] if second is None else [second], holds=[held],
+              seed=2 * seed, at=lambda job, moment: seen.append(moment))
+    forwards = 3 * 4
+
+    def ahead() -> bool:
+        return sum((each.phase, each.iteration, each.worker[-1]) == ("forward", 2, "0") for each in [*seen]) == forwards
+
+    with job:
+        job.wait_held()
+        job.wait_for(ahead, "the first stage to go ahead")
+        job.release(held, die=True)
+        out = {"1:1", *(() if second is None else [second.worker])}
+        check(job, job.wait(), out, within=0.0 if reduction == "exact" else 1e-5)
+    if second is None and not clipping:
+        assert lost(job) == [0]
+        begun = Counter(moment.worker for moment in seen if (moment.phase, moment.iteration) == ("forward", 2))
+        assert sum(begun[f"{pipeline}:0"] for pipeline in range(3)) == forwards, begun
+
+
 def test_a_worker_that_had_no_micro_batch_of_a_closed_iteration_stays_with_its_stage(monkeypatch):
     """0:1 is so slow that the plan has nothing for it. It leaves iteration 1 with its peers, and 1:0 dies in its
     reduction."""

@@ -147,7 +147,9 @@ class Coordinator:
             plan = planned(self._asked, frozenset(map(Worker.parse, order.failed)))
             self._feed(inputs.Planned(order.generation, plan, 1.0))
         else:
-            self._feed(inputs.Redone(order.generation, self._redo(order)))
+            rest = self._redo(order)
+            ahead = self._redo(order.ahead) if rest is not None and order.ahead is not None else None
+            self._feed(inputs.Redone(order.generation, rest, ahead))
 
     def _redo(self, order: do.MakeRedo) -> PlanFile | None:
         """As `control.planning.Planning.redo`."""

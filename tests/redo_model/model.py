@@ -101,13 +101,11 @@ def _routes(plan: Plan, _: Worker) -> Mapping[tuple[int, int, int], Worker]:
 
 @dataclass
 class Outcome:
-    """What came of a case: how many steps it took, its events, the iterations that were taken up after a failure, how
-    often one began anew since that takes less time, and by iteration how many actions were run that a live worker had
-    done already."""
+    """What came of a case: how many steps it took, its events, how often an iteration began anew since that takes less
+    time, and by iteration how many actions were run that a live worker had done already."""
 
     steps: int
     events: Counter[str]
-    taken_up: set[int]
     begun_anew: int
     twice: Counter[int]
 
@@ -296,8 +294,7 @@ class Job:
             self._step()
         self._check()
         events = Counter(str(event["event"]) for event in self.coordinator.events)
-        taken_up = {go.carried.iteration for go in self.coordinator.goes if go.carried}
-        return Outcome(self._steps, events, taken_up, self.coordinator.longer, self._twice)
+        return Outcome(self._steps, events, self.coordinator.longer, self._twice)
 
     def _step(self) -> None:
         self._steps += 1

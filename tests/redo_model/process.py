@@ -163,17 +163,14 @@ class Generation:
     wires: Wires
     members: tuple[str, ...]
     plan: Plan
-    carried: Carry | None
-    rest: Plan | None
+    carried: Mapping[int, Carry]
+    rests: Mapping[int, Plan]
     closed: tuple[int, ...]
     table: ShardTable | None = None
     """Of this process' stage."""
 
     def plan_of(self, iteration: int) -> Plan:
-        return self.rest if self.rest is not None and self.carries(iteration) else self.plan
-
-    def carries(self, iteration: int) -> bool:
-        return self.carried is not None and self.carried.iteration == iteration
+        return self.rests.get(iteration, self.plan)
 
     def stage(self, *stages: int) -> list[str]:
         """The members of these stages."""
@@ -337,6 +334,7 @@ class Process:
             self.standing.renew()
             old = self._now
             self._generation = replace(old, wires=self.job.wires(old.number, self.standing.epoch.renewal, old.members))
+            self._begin_anew()
             yield from self._gather()
         except Over:
             yield from self._recover()
@@ -358,7 +356,8 @@ class Process:
         if counted != (0 if kept is None else len(kept.done)):
             raise Violation(f"{self.name} goes on after {counted} actions, and has kept {kept}")
         self._lend(plan, iteration, self.exact)
-        chain = generation.carried.chain if generation.carries(iteration) else standing.attempt
+        carried = generation.carried.get(iteration)
+        chain = standing.attempt if carried is None else carried.chain
         computed, self.log = Computed(), {}
         if kept is not None:
             standing.take_up(kept.done)
@@ -557,7 +556,7 @@ class Process:
     def _collect(self, plan: Plan, computed: Computed, iteration: int) -> Generator[Pause, None, Sums]:
         """What this worker adds to its stage's gradient: its own sums and those of its helpers, which get theirs."""
         route, wires, generation = self.job.routes(plan), self._now.wires, self._now
-        holds = generation.carries(iteration) and 1 in generation.closed
+        holds = iteration == min(generation.carried, default=-1) and 1 in generation.closed
         if self.me.stage == 0 and not holds:
             for principal in {route[d, m, 1] for d, m, _ in self.job.lent if route[d, m, 0] == self.me}:
                 part = {key: value for key, value in computed.lent.items() if route[key[1], key[2], 1] == principal}
@@ -591,8 +590,8 @@ class Process:
 
     def _wait_loss(self, iteration: int) -> Generator[Pause, None, int]:
         """The loss, or that which some script knows."""
-        carried = self._now.carried
-        known = carried.loss if carried is not None and self._now.carries(iteration) else None
+        carried = self._now.carried.get(iteration)
+        known = None if carried is None else carried.loss
         together = self._losses(iteration)
         if known is not None and self.job.rules.told_loss:
             return int(known[0])
@@ -892,18 +891,18 @@ class Process:
         return standing.report(kept=kept, closed=closed, shards=shards)
 
     def _rebuild(self, go: Go) -> Life:
-        standing, carried, resume = self.standing, go.carried, go.resume
+        standing, resume = self.standing, go.resume
         standing.join(go.generation)
         members = tuple(go.members)
         plan = self.job.plan(go.plan)
         wires = self.job.wires(go.generation, 0, members)
-        rest = self.job.plan(carried.plan) if carried else None
-        mine = carried is not None and bool(rest is not None and rest.done.get(self.me))
-        for each in [each for each in self.kept
-                     if each > resume.target and not (mine and each == carried.iteration)]:
+        carried = {each.iteration: each for each in (go.carried, go.ahead) if each is not None}
+        rests = {iteration: self.job.plan(each.plan) for iteration, each in carried.items()}
+        mine = {iteration for iteration, rest in rests.items() if rest.done.get(self.me)}
+        for each in [each for each in self.kept if each > resume.target and each not in mine]:
             del self.kept[each]
         table = next((each for each in resume.shards if each.stage == self.me.stage), None)
-        self._generation = Generation(go.generation, wires, members, plan, carried, rest, resume.closed, table)
+        self._generation = Generation(go.generation, wires, members, plan, carried, rests, resume.closed, table)
         yield from self._all("connect", "connect", None)
 
     def _reconcile(self, resume: Resume) -> Life:
@@ -934,12 +933,15 @@ class Process:
         elif todo.anew:
             yield from self._all("anew", ("anew", target), None)
             self._settle(self._verdict(target))
-        carried = self._now.carried
+        carried = self._now.carried.get(resume.next)
         if carried is not None and carried.provisional and self._refuted and self.job.rules.void:
             self.kept.clear()
-            self._generation = replace(self._now, carried=None)
+            self._begin_anew()
         if self.cut is not None:
             yield from self._reconcile_shards(self.cut, resume)
+
+    def _begin_anew(self) -> None:
+        self._generation = replace(self._now, carried={}, rests={})
 
     def _copy_slices(self, slices: Sequence[tuple[Worker, Worker, int]], target: int) -> Life:
         """Who lacks the gradient of ``target`` gets its slices, and what belongs to it (shard -1)."""

@@ -77,18 +77,14 @@ def test_without_failures_nobody_does_anything_twice(seed):
 
 @pytest.mark.parametrize("batch", batches(2))
 def test_nothing_that_a_live_worker_has_done_of_an_iteration_is_run_again_after_one_death(batch):
-    """What some have done of the next iteration is. Where the rest would take longer than the whole, all begin anew."""
-    ahead = 0
+    """Nor of the next iteration. Where the rest would take longer than the whole, all begin anew."""
     for seed in range(EACH * batch, EACH * (batch + 1)):
         case = case_of(seed, parts=1, spoils=False)
         kills = tuple(replace(kill, host=False) for kill in case.kills[:1])
         case = replace(case, kills=kills, shape=replace(case.shape, wrong=frozenset()))
         outcome = play(case)
-        again = {iteration for iteration, count in outcome.twice.items() if count}
-        assert outcome.begun_anew or not again & outcome.taken_up, case
+        assert outcome.begun_anew or not sum(outcome.twice.values()), case
         assert not outcome.events["repeated"], "no message is lost with one worker"
-        ahead += sum(outcome.twice.values())
-    assert ahead < 12 * EACH
 
 
 def test_the_same_case_runs_the_same_way():
