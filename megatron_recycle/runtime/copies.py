@@ -18,9 +18,10 @@ from megatron_recycle.membership.guarding import CHECKPOINTS
 from megatron_recycle.membership.report import GuardReport
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import GUARD
-from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, pieces, read, written
+from megatron_recycle.runtime.state_copy import Told, bytes_of, checksum, pieces, read
 
 _SIZE, _TEXT, _SUMS, _FIRST_PIECE = GUARD[0], GUARD[1], GUARD[2], 3
+_CPU = torch.device("cpu")
 _KEPT = 2
 """Copies of one stage: all workers have the one before as long as some make the next."""
 
@@ -36,8 +37,7 @@ class StateCopy:
     def of(cls, tensors: Mapping[str, torch.Tensor], facts: Any) -> StateCopy:
         """Of what `state_copy.give` takes."""
         own = {**tensors}
-        told = {"facts": written(facts, own)}
-        text = json.dumps({**told, "tensors": [described(name, tensor) for name, tensor in own.items()]})
+        text = Told.of(facts, own).text
         return cls(text, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()})
 
     @property
@@ -46,10 +46,10 @@ class StateCopy:
 
     def open(self, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
         """The tensors, each where it was, and the facts; the copy stays as it is. Raises TransferError."""
-        told = json.loads(self.text)
-        tensors = {name: self.tensors[name].to("cpu" if on_cpu else device, copy=True)
-                   for name, _, _, on_cpu in told["tensors"]}
-        return tensors, read(told["facts"], tensors)
+        told = Told.from_json(json.loads(self.text))
+        tensors = {shape.name: self.tensors[shape.name].to("cpu" if shape.on_cpu else device, copy=True)
+                   for shape in told.tensors}
+        return tensors, read(told.facts, tensors)
 
 
 def send(comm: Comm, to: int, copy: StateCopy) -> None:
@@ -72,8 +72,7 @@ def receive(comm: Comm, source: int) -> StateCopy:
     text = torch.empty(int(size), dtype=torch.uint8)
     comm.receive(text, source, _TEXT).wait()
     told = text.numpy().tobytes().decode()
-    tensors = {name: torch.empty(shape, dtype=getattr(torch, kind))
-               for name, kind, shape, _ in json.loads(told)["tensors"]}
+    tensors = {shape.name: shape.empty(_CPU) for shape in Told.from_json(json.loads(told)).tensors}
     flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
     cut = pieces({name: part.nbytes for name, part in flat.items()}, 1)
     parts = [flat[piece.name][piece.start:piece.stop] for piece in cut]

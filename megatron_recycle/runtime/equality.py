@@ -22,6 +22,7 @@ from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import digest
+from megatron_recycle.runtime.facts import Facts
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.scripts import some_are_between
 from megatron_recycle.runtime.site import Site
@@ -164,5 +165,5 @@ def _take_over(site: Site, stepper: Stepper, generation: Generation, odd: Sequen
     began = time.monotonic()
     site.agent.event(Corrupt(iteration + 1, _named(digests)))
     tensors, facts, received = take(groups, odd, site.stage.device)
-    stepper.enter(tensors, facts)
+    stepper.enter(tensors, Facts.from_json(facts))
     site.agent.event(Healed(iteration + 1, received.bytes, round(1000 * (time.monotonic() - began), 1)))

@@ -8,17 +8,18 @@ only: these are at most one pass ahead, and give the others the table in the rec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
+from msgspec.structs import asdict
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Grid, Microbatch, Plan
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.history import History
+from megatron_recycle.runtime.history import History, Rows
 
 Reports = dict[tuple[int, int], tuple[float, ...]]
 """(pipeline, micro-batch) -> what the last stage reports of it."""
@@ -72,6 +73,12 @@ class _FailedSave:
     def do(self) -> None:
         self.record()
         self.recorded = True
+
+
+class Evaluated(Rows, frozen=True):
+    """What passes have told, and the numbers of those that have `failed`."""
+
+    failed: Sequence[int]
 
 
 class Evaluations:
@@ -128,14 +135,14 @@ class Evaluations:
         if first:
             self._failed_save.do()
 
-    def told(self) -> dict[str, Any]:
+    def told(self) -> Evaluated:
         """What passes have told so far, for a worker that comes in."""
-        return {**self.history.told(), "failed": list(self.failed)}
+        return Evaluated(**asdict(self.history.told()), failed=list(self.failed))
 
-    def take(self, told: Mapping[str, Any]) -> None:
+    def take(self, told: Evaluated) -> None:
         """Know what another worker has `told`, and nothing else."""
         self.history.take(told)
-        self.failed = dict.fromkeys(told["failed"], _UNKNOWN)
+        self.failed = dict.fromkeys(told.failed, _UNKNOWN)
 
     def skip(self) -> None:
         """There is no pass, as everybody has been told: its table has no number in it."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.copies import StateCopy, receive, send
+from megatron_recycle.runtime.facts import Facts, Past
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.saving import load
 from megatron_recycle.runtime.site import Site
@@ -93,12 +93,11 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     if checkpoint is not None:
         guard.midway = site.stage.shards is not None  # else a stage that is lost says so
         shards.begin_anew(site.stage, groups, go.resume)
-        tensors, facts = load(site, go.generation, checkpoint)
-        told = {**site.asked.told(), "saved": list(guard.saved)}
-        stepper.enter(tensors, {**facts, **told})
+        (tensors, facts), past = load(site, go.generation, checkpoint), site.past
+        stepper.enter(tensors, facts(past))
         if me == min(member for member in groups.members if member not in joined):
             for worker in joined:
-                send(groups.control, groups.control_ranks[worker], StateCopy.of({}, told))
+                send(groups.control, groups.control_ranks[worker], StateCopy.of({}, past))
         site.trainable.brought = None
         site.trainable.lay_out()
         return
@@ -106,7 +105,8 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
         if me == keeper:
             for worker in (worker for worker in joined if worker.stage == stage):
                 send(groups.control, groups.control_ranks[worker], guard.of[stage][target])
-    stepper.enter(*guard.own[target].open(site.stage.device))
+    tensors, copied = guard.own[target].open(site.stage.device)
+    stepper.enter(tensors, Facts.from_json(copied))
     site.trainable.brought = None
     site.trainable.lay_out()
     give(groups, joined, stage_tensors(site.stage), stepper.facts())
@@ -120,7 +120,7 @@ def all_are_back(site: Site, groups: Groups) -> None:
     site.trainable.guard.midway = False
 
 
-def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tensor], Any, Received]:
+def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tensor], Facts, Received]:
     """For a worker that comes in: the state of its stage, from the keeper or, if others hold it, from them; or from the
     checkpoint that all go back to. Raises GenerationOver and TransferError, and what loading that raises."""
     began = time.monotonic()
@@ -130,14 +130,16 @@ def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tenso
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what the script does to it is no part
         giver = min(member for member in groups.members if member not in workers_of(go.resume.joined))
         _, told = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)
-        return tensors, {**facts, **told}, Received(sum(tensor.nbytes for tensor in tensors.values()),
-                                        1000 * (time.monotonic() - began))
+        return tensors, facts(Past.from_json(told)), Received(sum(tensor.nbytes for tensor in tensors.values()),
+                                                              1000 * (time.monotonic() - began))
     keeper = _restored(go).get(groups.me.stage)
     if keeper is None:
-        return take(groups, workers_of(go.resume.joined), site.stage.device)
-    copy = receive(groups.control, groups.control_ranks[keeper])
-    received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
-    return *copy.open(site.stage.device), received
+        tensors, told, received = take(groups, workers_of(go.resume.joined), site.stage.device)
+    else:
+        copy = receive(groups.control, groups.control_ranks[keeper])
+        received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
+        tensors, told = copy.open(site.stage.device)
+    return tensors, Facts.from_json(told), received
 
 
 def _lost(go: Go) -> str:

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Mapping
 
 import torch
+
+from megatron_recycle.plan.value import Value
 
 _MOST = 64 * 2**20
 """Bytes that a worker keeps at most of iterations, and of evaluations."""
 _AT_ONCE = 8
 """One part in so many is let go when that is reached."""
+
+
+class Rows(Value, frozen=True):
+    """All of a `History`, as bytes."""
+
+    numbers: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
 
 
 class History:
@@ -60,14 +69,13 @@ class History:
         index = min(bisect_left(self._numbers, number), len(self._numbers) - 1)
         return bytes(self._rows[self._start(index):self._ends[index]])
 
-    def told(self) -> dict[str, torch.Tensor]:
+    def told(self) -> Rows:
         """All of it, for another worker."""
-        return {"numbers": _tensor(self._numbers.tobytes()), "ends": _tensor(self._ends.tobytes()),
-                "rows": _tensor(self._rows)}
+        return Rows(_tensor(self._numbers.tobytes()), _tensor(self._ends.tobytes()), _tensor(self._rows))
 
-    def take(self, told: Mapping[str, torch.Tensor]) -> None:
+    def take(self, told: Rows) -> None:
         """Know what another worker has `told`, and nothing else."""
-        numbers, ends, rows = (told[name].cpu().numpy().tobytes() for name in ("numbers", "ends", "rows"))
+        numbers, ends, rows = (one.cpu().numpy().tobytes() for one in (told.numbers, told.ends, told.rows))
         self._numbers, self._ends, self._rows = array("q", numbers), array("q", ends), bytearray(rows)
 
     def _start(self, index: int) -> int:

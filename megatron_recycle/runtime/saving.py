@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from msgspec.structs import asdict
 
 from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError, SaveError
 from megatron_recycle.membership import Standing
@@ -31,6 +32,7 @@ from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH
+from megatron_recycle.runtime.facts import Facts, Past, Saved
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.shards import adopt
@@ -155,21 +157,22 @@ def _name(generation: Generation, number: int) -> str:
     return f"{generation.store_prefix}.{number}"
 
 
-def _facts(site: Site, standing: Standing, name: str) -> dict[str, Any] | None:
+def _facts(site: Site, standing: Standing, name: str) -> Mapping[str, Any] | None:
     if site.framework.restore is None or site.config.guard == "none" or standing.verdict is None:
         return None
-    return {"verdict": standing.verdict.to_json(), "pace": standing.mode.to_json(), "grids": site.grids.told(),
-            "name": name}
+    return Saved(standing.verdict, standing.mode, site.grids.told(), name).to_json()
 
 
-def load(site: Site, generation: int, checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(site: Site, generation: int,
+         checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], Callable[[Past], Facts]]:
     """Load this worker's part of a whole checkpoint of this run, at the same time as all others do; returns the stage's
-    tensors and the facts that `Stepper.enter` takes. Raises GenerationOver, also if it cannot be read, which the
-    coordinator is told: then all go back to an older one."""
+    tensors and what makes the facts that `Stepper.enter` takes. Raises GenerationOver, also if it cannot be read, which
+    the coordinator is told: then all go back to an older one."""
     assert site.framework.restore is not None, "this job notes no checkpoint to go back to"
-    told, stage, place = dict(checkpoint.facts or {}), site.stage, checkpoint.place
+    stage, place = site.stage, checkpoint.place
     try:
-        site.framework.restore(place, told["name"])
+        saved = Saved.from_json(checkpoint.facts)
+        site.framework.restore(place, saved.name)
     except (GenerationOver, JobEnded):
         raise
     except Exception as error:  # whatever a framework makes of a file that is not what it was
@@ -182,8 +185,10 @@ def load(site: Site, generation: int, checkpoint: Checkpoint) -> tuple[dict[str,
         site.agent.unreadable(generation, place, why)
         raise GenerationOver(f"the checkpoint in {place} cannot be read") from error
     total = site.grids.of(checkpoint.iteration).total
-    return stage_tensors(stage), {**told, "counters": stage.counters(), "read": {},
-                                  "reports": torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)}
+    reports = torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)
+    return stage_tensors(stage), lambda past: Facts(
+        **asdict(past), counters=stage.counters(), verdict=saved.verdict, reports=reports, pace=saved.pace,
+        grids=saved.grids, read={})
 
 
 def save(site: Site, standing: Standing, generation: Generation, write: Write, clear: Callable[[], None],

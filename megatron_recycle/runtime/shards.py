@@ -23,6 +23,7 @@ from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
+from megatron_recycle.plan.value import Value
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts, exchange
@@ -33,7 +34,7 @@ from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Stage
-from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, read, written
+from megatron_recycle.runtime.state_copy import Shape, bytes_of, checksum, read, written
 
 _MIB = 2**20
 
@@ -192,16 +193,16 @@ def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]
             if giver == me:
                 sending += _send(groups, peers.index(taker), number, shards.tensors(shard))
             elif taker == me:
-                arriving[number] = _receive(groups, peers.index(giver), number, told[number]["tensors"],
+                arriving[number] = _receive(groups, peers.index(giver), number, told[number].tensors,
                                             site.stage.device)
     for number, coming in arriving.items():
         for _, pending in coming.values():
             pending.wait()
         tensors = {name: tensor for name, (tensor, _) in coming.items()}
-        if [checksum(bytes_of(tensor)) for tensor in tensors.values()] != told[number]["sums"]:
+        if [checksum(bytes_of(tensor)) for tensor in tensors.values()] != told[number].sums:
             raise TransferError(f"shard {moves[number][0]} of stage {me.stage} arrived damaged: its checksums differ "
                                 "from the sender's. Check the network and this host's memory")
-        shards.take(moves[number][0], tensors, read(told[number]["numbers"], {}))
+        shards.take(moves[number][0], tensors, read(told[number].numbers, {}))
     for each in sending:
         each.wait()
     return [moves[number][0] for number in arriving]
@@ -240,22 +241,29 @@ def digests(stage: Stage) -> dict[int, int]:
 _TAGS = 2**14
 
 
+class _Told(Value, frozen=True):
+    """What goes ahead of a shard's tensors: which there are, its numbers, as `written`, and the tensors' checksums."""
+
+    tensors: Sequence[Shape]
+    numbers: Any
+    sums: list[int]
+
+
 def _describe(comm: Comm, to: int, number: int, shards: ShardedOptimizer, shard: int) -> list[Pending]:
     tensors = shards.tensors(shard)
-    text = json.dumps({"tensors": [described(name, tensor) for name, tensor in tensors.items()],
-                       "numbers": written(shards.numbers(shard), {}),
-                       "sums": [checksum(bytes_of(tensor)) for tensor in tensors.values()]})
-    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    told = _Told([Shape.of(name, tensor) for name, tensor in tensors.items()], written(shards.numbers(shard), {}),
+                 [checksum(bytes_of(tensor)) for tensor in tensors.values()])
+    data = torch.frombuffer(bytearray(json.dumps(told.to_json()).encode()), dtype=torch.uint8)
     return [comm.send(torch.tensor([data.numel()]), to, SHARD_STATE[_TAGS * number]),
             comm.send(data, to, SHARD_STATE[_TAGS * number + 1])]
 
 
-def _told(comm: Comm, source: int, number: int) -> Mapping[str, Any]:
+def _told(comm: Comm, source: int, number: int) -> _Told:
     size = torch.zeros(1, dtype=torch.int64)
     comm.receive(size, source, SHARD_STATE[_TAGS * number]).wait()
     data = torch.empty(int(size), dtype=torch.uint8)
     comm.receive(data, source, SHARD_STATE[_TAGS * number + 1]).wait()
-    return json.loads(data.numpy().tobytes())
+    return _Told.from_json(json.loads(data.numpy().tobytes()))
 
 
 def _send(groups: Groups, to: int, number: int, tensors: Mapping[str, torch.Tensor]) -> list[Pending]:
@@ -263,13 +271,13 @@ def _send(groups: Groups, to: int, number: int, tensors: Mapping[str, torch.Tens
             for place, tensor in enumerate(tensors.values())]
 
 
-def _receive(groups: Groups, source: int, number: int, told: Sequence[Any],
+def _receive(groups: Groups, source: int, number: int, told: Sequence[Shape],
              device: torch.device) -> dict[str, tuple[torch.Tensor, Pending]]:
     found = {}
-    for place, (name, kind, shape, on_cpu) in enumerate(told):
-        tensor = torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
-        found[name] = tensor, _comm(groups, tensor).receive(bytes_of(tensor), source,
-                                                            SHARD_STATE[_TAGS * number + 2 + place])
+    for place, shape in enumerate(told):
+        tensor = shape.empty(device)
+        found[shape.name] = tensor, _comm(groups, tensor).receive(bytes_of(tensor), source,
+                                                                  SHARD_STATE[_TAGS * number + 2 + place])
     return found
 
 

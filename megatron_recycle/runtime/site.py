@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +25,7 @@ from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.evaluation import Evaluations
+from megatron_recycle.runtime.facts import Past
 from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.history import History
@@ -110,10 +111,6 @@ class Asked(NamedTuple):
     transfers: Transfers
     iterations: History
 
-    def told(self) -> dict[str, Any]:
-        """What iterations and evaluations have told so far, for a worker that comes in."""
-        return {"history": self.iterations.told(), "evaluated": self.evaluations.told()}
-
     def reconcile(self, groups: Groups, epoch: object, joined: Collection[int] = (),
                   back: Collection[int] = ()) -> None:
         """After a failure: bring level what some have seen the end of. ``epoch``: of ``groups``. ``joined``: processes
@@ -151,6 +148,11 @@ class Site:
     meters: Meters
     asked: Asked
     current: Current
+
+    @property
+    def past(self) -> Past:
+        """For a worker that comes in."""
+        return Past(self.asked.iterations.told(), self.asked.evaluations.told(), list(self.trainable.guard.saved))
 
     @property
     def stage(self) -> Stage:

@@ -14,13 +14,15 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import asdict
 
 from megatron_recycle.errors import TransferError
 from megatron_recycle.membership.inputs import Received
 from megatron_recycle.plan import Worker
+from megatron_recycle.plan.value import Value
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import STATE_FACTS, STATE_PIECES, STATE_SUMS
@@ -29,6 +31,39 @@ from megatron_recycle.runtime.stage import Stage
 PIECE = 16 * 2**20
 """Bytes that have one checksum."""
 _SCALARS = (type(None), bool, int, float, str)
+
+
+class Shape(NamedTuple):
+    """A tensor's name, type and shape, and whether it is in CPU memory."""
+
+    name: str
+    kind: str
+    shape: Sequence[int]
+    on_cpu: bool
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Shape:
+        return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu")
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Room for it, on ``device`` if it is not in CPU memory."""
+        return torch.empty(self.shape, dtype=getattr(torch, self.kind), device="cpu" if self.on_cpu else device)
+
+
+class Told(Value, frozen=True):
+    """What travels as text: the ``facts``, as `written`, and which tensors there are."""
+
+    facts: Any
+    tensors: Sequence[Shape]
+
+    @classmethod
+    def of(cls, facts: Any, own: dict[str, torch.Tensor]) -> Told:
+        """Tensors in ``facts`` go to ``own``."""
+        return cls(written(facts, own), [Shape.of(name, tensor) for name, tensor in own.items()])
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self.to_json())
 
 
 @dataclass(frozen=True)
@@ -54,7 +89,8 @@ def pieces(sizes: Mapping[str, int], givers: int, limit: int = PIECE) -> list[Sp
 def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.Tensor], facts: Any) -> None:
     """Send all ``tensors`` and ``facts`` of this stage to those of ``joined`` that are of it.
 
-    ``facts`` is anything made of numbers, text, None, lists, tuples, dicts, counters and tensors.
+    ``facts`` is anything made of numbers, text, None, lists, tuples, dicts, counters, tensors and values, which arrive
+    as dicts.
 
     Raises:
         GenerationOver: a newer generation begins.
@@ -65,7 +101,7 @@ def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.T
     if not takers or groups.me not in givers:
         return
     own = {**tensors}
-    told = json.dumps({"facts": written(facts, own), "tensors": [described(name, own[name]) for name in own]})
+    told = Told.of(facts, own).text
     mine = [piece for piece in pieces({name: tensor.nbytes for name, tensor in own.items()}, len(givers))
             if givers[piece.giver] == groups.me]
     flat = {name: bytes_of(tensor) for name, tensor in own.items()}
@@ -105,14 +141,13 @@ def take(groups: Groups, joined: Sequence[Worker],
     began = time.monotonic()
     text = torch.empty(int(size), dtype=torch.uint8)
     control.receive(text, givers[0], STATE_FACTS[1]).wait()
-    told = json.loads(text.numpy().tobytes())
-    tensors = {name: torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
-               for name, kind, shape, on_cpu in told["tensors"]}
+    told = Told.from_json(json.loads(text.numpy().tobytes()))
+    tensors = {shape.name: shape.empty(device) for shape in told.tensors}
     flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
     cut = pieces({name: tensor.nbytes for name, tensor in tensors.items()}, len(givers))
     _receive(groups, givers, cut, flat)
     received = Received(sum(tensor.nbytes for tensor in tensors.values()), 1000 * (time.monotonic() - began))
-    return tensors, read(told["facts"], tensors), received
+    return tensors, read(told.facts, tensors), received
 
 
 def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Span], flat: Mapping[str, torch.Tensor]) -> None:
@@ -159,15 +194,13 @@ def checksum(part: torch.Tensor) -> int:
     return zlib.crc32(part.cpu().numpy())
 
 
-def described(name: str, tensor: torch.Tensor) -> list[Any]:
-    """Name, type and shape, and whether it is in CPU memory: for JSON."""
-    return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu"]
-
-
 def written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` for JSON; tensors in it go to ``tensors``. `read` gives it back, equal and of the same types."""
+    """``value`` for JSON; tensors in it go to ``tensors``. `read` gives it back, equal and of the same types; a
+    value as the dict of its fields."""
     if isinstance(value, _SCALARS):
         return value
+    if isinstance(value, Value):
+        return written(asdict(value), tensors)
     if isinstance(value, torch.Tensor):
         name = f"fact {len(tensors)}"
         tensors[name] = value

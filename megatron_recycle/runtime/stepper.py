@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from struct import Struct
-from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from megatron_recycle.errors import FailureMet, GenerationOver, RecycleError
 from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
@@ -27,6 +27,7 @@ from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.comm.tags import HELD, SHARD_HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
+from megatron_recycle.runtime.facts import Facts
 from megatron_recycle.runtime.halting import Halt
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
@@ -358,23 +359,21 @@ class Stepper:
 
     # ---- a worker that comes in
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """The facts that a new peer of this stage needs beside the stage's tensors, between two iterations."""
         standing = self.standing
         assert self.pending is None and self.held is None and standing.verdict is not None
-        return {"counters": self._site.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
-                "pace": standing.mode.to_json(), "grids": self._site.grids.told(),
-                "read": dict(list(self.read.items())[:1]), "saved": list(self._site.trainable.guard.saved),
-                **self._site.asked.told()}
+        return Facts(**asdict(self._site.past), counters=self._site.stage.counters(), verdict=standing.verdict,
+                     reports=self.reports, pace=standing.mode, grids=self._site.grids.told(),
+                     read=dict(list(self.read.items())[:1]))
 
-    def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+    def enter(self, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""
-        self._site.stage.load_state(tensors, facts["counters"])
-        self.held, self.pending, self.reports, self.read = None, None, facts["reports"], facts["read"]
+        self._site.stage.load_state(tensors, facts.counters)
+        self.held, self.pending, self.reports, self.read = None, None, facts.reports, facts.read
         self.refuted = False
-        self._site.asked.iterations.take(facts["history"])
-        mode = self.standing.mode.like(StepMode.from_json(facts["pace"]))
-        self.standing.enter(Verdict.from_json(facts["verdict"]), mode)
+        self._site.asked.iterations.take(facts.history)
+        self.standing.enter(facts.verdict, self.standing.mode.like(facts.pace))
         self._site.trainable.gathered = self.standing.stepped
 
     def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 
 from megatron_recycle.control import Go
 from megatron_recycle.errors import DataError, JobEnded
-from megatron_recycle.membership import Verdict
 from megatron_recycle.membership.worker_events import JoinRefused
 from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.comm.handles import Groups
@@ -23,14 +22,14 @@ def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     site.phases.enter(Phase.JOINING, go.resume.next)
     with site.phases.copying():
         tensors, facts, received = take_back(site, groups, go)
-    site.grids.take(facts["grids"])
-    site.asked.evaluations.take(facts["evaluated"])
+    site.grids.take(facts.grids)
+    site.asked.evaluations.take(facts.evaluated)
     # Else it has been in already, and has let go of its data.
-    new, last = stepper.standing.verdict is None, Verdict.from_json(facts["verdict"]).iteration
+    new, last = stepper.standing.verdict is None, facts.verdict.iteration
     later = follows_script(site.framework.data) or (stepper.standing.iteration <= last and not go.resume.restored)
     if new and not later:
         with site.phases.copying():  # a factory is read from its beginning, which may take minutes as well
-            compare_data(site, last, facts["read"])
+            compare_data(site, last, facts.read)
     stepper.enter(tensors, facts)
     if not new:
         stepper.read = {}
@@ -39,8 +38,8 @@ def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     if go.resume.restored:  # the others' scripts are further than their state
         stepper.standing.entered = go.resume.regained
     site.trainable.guard.watched = site.framework.restore is not None
-    site.trainable.guard.saved = tuple(facts["saved"])
-    site.trainable.brought = tensors, facts["counters"]
+    site.trainable.guard.saved = tuple(facts.saved)
+    site.trainable.brought = tensors, facts.counters
     site.framework.registered.lacks = True
     site.trainable.lay_out()
     site.forget_data(go.resume.target)

@@ -23,6 +23,7 @@ def test_a_copy_that_takes_long_is_no_lost_message_though_all_others_wait(me, mo
         states.append(activity.told()["state"])
         return {}, {}, SimpleNamespace(bytes=1)
 
+    monkeypatch.setattr(verify, "Facts", SimpleNamespace(from_json=dict))
     for name in ("give", "take"):
         monkeypatch.setattr(verify, name, copied)
     monkeypatch.setattr(verify, "stage_tensors", lambda stage: {})

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
+from msgspec.structs import astuple
 
 from megatron_recycle.runtime.comm.living.calls import LARGE, Call
 from megatron_recycle.runtime.comm.living.packing import Tensors, packed, size, unpacked
-from megatron_recycle.runtime.history import History
+from megatron_recycle.runtime.history import History, Rows
 
 MOST = 64 * 2**20
 """Bytes that a worker keeps at most, of all its groups."""
@@ -82,12 +83,13 @@ class Results:
 
     def told(self, names: Mapping[str, str]) -> bytes:
         """All of these groups, by the names that another worker knows them by; nothing if there is nothing."""
-        told = [(names[group], large, kept.told()) for (group, large), kept in self._kept.items() if group in names]
+        told = [(names[group], large, astuple(kept.told()))
+                for (group, large), kept in self._kept.items() if group in names]
         if not told:
             return b""
-        table = [[group, large, *(len(part) for part in parts.values())] for group, large, parts in told]
+        table = [[group, large, *map(len, parts)] for group, large, parts in told]
         return b"\n".join([json.dumps(table).encode(), b"".join(
-            part.numpy().tobytes() for _, _, parts in told for part in parts.values())])
+            part.numpy().tobytes() for _, _, parts in told for part in parts)])
 
     def take(self, told: bytes) -> None:
         """Know of these groups what another worker has `told`, and nothing else."""
@@ -98,5 +100,5 @@ class Results:
             parts = [torch.frombuffer(bytearray(data[one:end]), dtype=torch.uint8) if end > one else
                      torch.empty(0, dtype=torch.uint8) for one, end in pairwise(ends)]
             kept = self._kept[group, large] = History(self._most)
-            kept.take(dict(zip(("numbers", "ends", "rows"), parts, strict=True)))
+            kept.take(Rows(*parts))
             start = ends[-1]
