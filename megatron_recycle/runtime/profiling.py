@@ -42,8 +42,8 @@ class Profiling:
         if self._commits > 1:  # the first has much in it that comes once: memory, threads, caches
             self._untold.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:
-                found_lags = generation.transport.lags.told(iteration)
-                self._lags += [] if found_lags is None else [Lags.from_json(found_lags)]
+                told = generation.transport.lags.told(iteration)
+                self._lags += [] if told is None else [Lags(*told)]
         if self._commits < _FIRST:
             return
         found = profile(site, generation.plan, undo) if self._commits == _FIRST or self._commits % _EVERY == 0 else None

@@ -21,6 +21,7 @@ from torch import nn
 
 from megatron_recycle.errors import ConfigError, TransferError, UnsupportedError
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan.value import Value
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
@@ -58,6 +59,13 @@ def register(name: str, thing: Any, things: MutableMapping[str, Stateful] = THIN
         raise UnsupportedError(f"register_state({name!r}): {found}, which cannot be sent to a worker that comes in: "
                                "keep numbers, text, None, lists, tuples, dicts and tensors in it")
     things[name] = thing
+
+
+class _Told(Value, frozen=True):
+    """The state of a thing, or why it cannot be sent."""
+
+    why: str | None
+    state: Any
 
 
 @dataclass
@@ -119,14 +127,14 @@ class Registered:
 
     def _copy(self) -> StateCopy:
         """What is sent. The giver does not fail: the one that takes it is told."""
-        found: dict[str, Any] = {}
+        found: dict[str, _Told] = {}
         for name, thing in self.things.items():
             try:
                 state = thing.state_dict()
                 why = _unsendable(state, "its state_dict()")
             except Exception as error:  # noqa: BLE001 - of the script's own code
                 state, why = None, f"its state_dict() fails with {type(error).__name__}: {error}"
-            found[name] = {"why": why} if why else {"state": _plain(state)}
+            found[name] = _Told(why, None if why else _plain(state))
         return StateCopy.of({}, found)
 
     def _take(self, comm: Comm, giver: int, device: torch.device) -> str | None:
@@ -137,11 +145,12 @@ class Registered:
         if found.keys() != self.things.keys():
             return (f"its script has registered {_names(self.things)}, and its peers' {_names(found)} "
                     "(register_state): what is registered must not depend on when a worker was started")
-        for name, told in found.items():
-            if "why" in told:
-                return f"what its peers' scripts have registered as {name!r} cannot be sent: {told['why']}"
+        for name, one in found.items():
+            told = _Told.from_json(one)
+            if told.why:
+                return f"what its peers' scripts have registered as {name!r} cannot be sent: {told.why}"
             try:
-                self.things[name].load_state_dict(told["state"])
+                self.things[name].load_state_dict(told.state)
             except Exception as error:  # noqa: BLE001 - of the script's own code
                 return (f"load_state_dict() of what its script has registered as {name!r} fails with "
                         f"{type(error).__name__}: {error}")

@@ -20,14 +20,17 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from msgspec import field
+from msgspec.structs import replace
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
 from megatron_recycle.errors import SetUpError
+from megatron_recycle.plan.value import Value
 
-Entry = Mapping[str, Any]
-"""One thing that a process was told, for JSON."""
+Record = Sequence[Mapping[str, Any]]
+"""What a process was told, for JSON."""
 
 ALONE = "alone"
 """torch's name of the backend that talks to nobody."""
@@ -59,6 +62,21 @@ _REMEDY = ("a worker cannot come back to this job: let the script do the same fr
            "whenever it is started, and pass parameters only, or short values, there")
 
 
+class Entry(Value, frozen=True, omit_defaults=True):
+    """One thing that a process was told: by a collective over ``group`` in ``tensors``, or else by `SetUp.note`.
+    ``lost``: why its ``value`` is not known."""
+
+    what: str
+    group: str = ""
+    tensors: list[list[Any]] = field(default_factory=list)
+    value: Any = None
+    lost: str = ""
+
+    def __str__(self) -> str:
+        kinds = ", ".join(" x ".join(map(str, kind)) for kind in self.tensors)
+        return f"torch.distributed.{self.what}({kinds or 'nothing'}) over {self.group}" if self.group else self.what
+
+
 class SetUp(Protocol):
     """The time until a process takes part in training, as what it is told in it."""
 
@@ -68,7 +86,7 @@ class SetUp(Protocol):
     def note(self, name: str, find: Callable[[], Any]) -> Any:
         """The result of ``find`` (anything JSON can hold); in a process that joins, the result at the job's start."""
 
-    def close(self) -> list[Entry]:
+    def close(self) -> Record:
         """Training begins; returns what was told, of a process of the start. Raises SetUpError."""
 
 
@@ -112,15 +130,15 @@ class SetUpRecorder(_Apart):
             setattr(dist.ProcessGroup, name, self._recording(name, getattr(dist.ProcessGroup, name)))
         return self
 
-    def close(self) -> list[Entry]:
+    def close(self) -> Record:
         for name, method in self._stock.items():
             setattr(dist.ProcessGroup, name, method)
         self._stock = {}
-        return self._entries
+        return [entry.to_json() for entry in self._entries]
 
     def note(self, name: str, find: Callable[[], Any]) -> Any:
         value = find()
-        self._add({"what": name, "value": value}, 0)
+        self._add(Entry(name, value=value), 0)
         return value
 
     def _recording(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,14 +159,20 @@ class SetUpRecorder(_Apart):
             return work
         entry = _described(name, group, tensors)
         if size > _LONGEST:
-            self._add({**entry, "lost": f"its {size} bytes are more than {_LONGEST}"}, 0)
+            self._add(replace(entry, lost=f"its {size} bytes are more than {_LONGEST}"), 0)
             return work
         if work is None and name not in _RECEIVES:  # NCCL: it is done, in the order of its stream
-            self._add({**entry, "value": _content(tensors)}, size)
+            self._add(replace(entry, value=_content(tensors)), size)
             return work
-        entry["lost"] = "the script had not waited for it when training began"
+        entry = replace(entry, lost="the script had not waited for it when training began")
         self._add(entry, size)
-        return None if work is None else _Awaited(work, entry, tensors)
+        return None if work is None else _Awaited(work, lambda: self._know(entry, tensors))
+
+    def _know(self, entry: Entry, tensors: Sequence[torch.Tensor]) -> None:
+        """The value of an ``entry`` that was lost is there, if it is still kept."""
+        for place, one in enumerate(self._entries):
+            if one is entry:
+                self._entries[place] = replace(entry, value=_content(tensors), lost="")
 
     def _are_parameters(self, tensors: Sequence[torch.Tensor]) -> bool:
         places = _memory(tensors)
@@ -167,7 +191,7 @@ class SetUpRecorder(_Apart):
         if self._bytes <= _MOST:
             self._entries.append(entry)
         else:
-            self._entries.append({"what": "more than was kept"})
+            self._entries.append(Entry("more than was kept"))
             self.close()
 
 
@@ -181,17 +205,15 @@ def recorder() -> SetUpRecorder:
 
 
 class _Awaited:
-    """A torch Work that puts what it has brought into its entry of a record."""
+    """A torch Work that is ``heard`` of when it has brought what it brings."""
 
-    def __init__(self, work: Any, entry: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, work: Any, heard: Callable[[], None]) -> None:
         self._work = work
-        self._entry = entry
-        self._tensors = tensors
+        self._heard = heard
 
     def wait(self, *arguments: Any, **keywords: Any) -> Any:
         done = self._work.wait(*arguments, **keywords)
-        if self._entry.pop("lost", None) is not None:
-            self._entry["value"] = _content(self._tensors)
+        self._heard()
         return done
 
     def __getattr__(self, name: str) -> Any:
@@ -201,13 +223,13 @@ class _Awaited:
 class SetUpReplay(_Apart):
     """Tells a process that joins what the process of its rank was told at the start: ``record``."""
 
-    def __init__(self, record: Sequence[Entry]) -> None:
+    def __init__(self, record: Record) -> None:
         super().__init__()
-        self._record = record
+        self._record = [Entry.from_json(entry) for entry in record]
         self._next = 0
         self._closed = False
 
-    def close(self) -> list[Entry]:
+    def close(self) -> Record:
         if self._next < len(self._record) and not self._closed:
             raise SetUpError(f"this worker's set-up has left out what the job's own did: {self._expected()}; {_REMEDY}")
         self._closed = True
@@ -219,7 +241,7 @@ class SetUpReplay(_Apart):
         return self._closed
 
     def note(self, name: str, find: Callable[[], Any]) -> Any:
-        return self._take({"what": name})["value"]
+        return self._take(Entry(name)).value
 
     def answer(self, name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
         """Put into ``tensors`` what the collective brought at the start. Raises SetUpError."""
@@ -227,16 +249,15 @@ class SetUpReplay(_Apart):
             return
         asked = _described(name, group, tensors)
         if self._closed:
-            raise SetUpError(f"{_words(asked)} in a group that this worker's script made before it came in, which "
+            raise SetUpError(f"{asked} in a group that this worker's script made before it came in, which "
                              "talks to nobody: the other members have another one. Use torch.distributed's default "
                              "group, which is a new one once all workers are there")
         if sum(tensor.nbytes for tensor in tensors) > _FLAG and _memory(tensors) <= _memory(_parameters()):
             return  # peers give them
         entry = self._take(asked)
-        if "lost" in entry:
-            raise SetUpError(f"nobody knows any more what {_words(asked)} brought at the start: {entry['lost']}; "
-                             f"{_REMEDY}")
-        content = torch.frombuffer(bytearray(base64.b64decode(entry["value"])) or bytearray(1), dtype=torch.uint8)
+        if entry.lost:
+            raise SetUpError(f"nobody knows any more what {asked} brought at the start: {entry.lost}; {_REMEDY}")
+        content = torch.frombuffer(bytearray(base64.b64decode(entry.value)) or bytearray(1), dtype=torch.uint8)
         start = 0
         with torch.no_grad():
             for tensor in tensors:
@@ -245,15 +266,14 @@ class SetUpReplay(_Apart):
                 start += tensor.nbytes
 
     def _take(self, asked: Entry) -> Entry:
-        entry = self._record[self._next] if self._next < len(self._record) else {}
-        if any(entry.get(key) != value for key, value in asked.items()):
-            raise SetUpError(f"nobody can answer {_words(asked)}: at this point of its set-up the job did "
-                             f"{self._expected()}; {_REMEDY}")
+        if self._next == len(self._record) or replace(self._record[self._next], value=None, lost="") != asked:
+            raise SetUpError(f"nobody can answer {asked}: at this point of its set-up the job did {self._expected()}; "
+                             f"{_REMEDY}")
         self._next += 1
-        return entry
+        return self._record[self._next - 1]
 
     def _expected(self) -> str:
-        return _words(self._record[self._next]) if self._next < len(self._record) else "nothing of the kind any more"
+        return str(self._record[self._next]) if self._next < len(self._record) else "nothing of the kind any more"
 
 
 class Alone(dist.ProcessGroup):
@@ -324,20 +344,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _described(name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+def _described(name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> Entry:
     ranks = dist.get_process_group_ranks(group)
     kinds: list[list[Any]] = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
     if len(kinds) > 1 and all(kind == kinds[0] for kind in kinds):
         kinds = [[len(kinds), *kinds[0]]]
-    return {"what": _INFORMING[name], "group": f"{len(ranks)} ranks ({zlib.crc32(repr(ranks).encode()):08x})",
-            "tensors": kinds}
-
-
-def _words(entry: Entry) -> str:
-    if "group" not in entry:
-        return str(entry["what"])
-    kinds = ", ".join(" x ".join(map(str, kind)) for kind in entry["tensors"])
-    return f"torch.distributed.{entry['what']}({kinds or 'nothing'}) over {entry['group']}"
+    return Entry(_INFORMING[name], f"{len(ranks)} ranks ({zlib.crc32(repr(ranks).encode()):08x})", kinds)
 
 
 def _content(tensors: Sequence[torch.Tensor]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -208,19 +208,17 @@ class _Door(type(_STOCK)):  # type: ignore[misc]
         return isinstance(instance, (JobStore, _STOCK))
 
 
-def _open_or_stock(cls: Any, *arguments: Any, **options: Any) -> Any:
-    named = dict(zip(("host_name", "port"), arguments, strict=False)) | options
+def _open_or_stock(cls: Any, host_name: Any, port: Any, world_size: Any = None, is_master: Any = False,
+                   timeout: Any = _DEFAULT, *rest: Any, **options: Any) -> Any:
     launched = Launched.read()
-    if launched.control is None or launched.store is None or not _there(named, *launched.store):
-        return _STOCK(*arguments, **options)
-    timeout = options.get("timeout", arguments[4] if len(arguments) > 4 else _DEFAULT)
+    if launched.control is None or launched.store is None or not _there(host_name, port, *launched.store):
+        return _STOCK(host_name, port, world_size, is_master, timeout, *rest, **options)
     return open_store(launched, timeout)
 
 
-def _there(named: Mapping[str, Any], host: str, port: int) -> bool:
+def _there(named: Any, asked: Any, host: str, port: int) -> bool:
     """Whether these arguments of a TCPStore name this port, by any name of its host."""
-    return named.get("port") == port and (
-        named.get("host_name") == host or bool(_addresses(named.get("host_name")) & _addresses(host)))
+    return asked == port and (named == host or bool(_addresses(named) & _addresses(host)))
 
 
 def _addresses(host: Any) -> set[str]:

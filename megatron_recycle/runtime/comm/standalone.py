@@ -86,13 +86,12 @@ class _AlreadyThere:
 
 
 def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,
-              *rest: Any, **keywords: Any) -> Any:
+              pg_options: Any = None, *rest: Any, **keywords: Any) -> Any:
     """In place of `torch.distributed.new_group`: any real backend would look for peers, which come only once this
     process has been admitted."""
     if dist.get_backend() != ALONE:
-        return stock(ranks, timeout, backend, *rest, **keywords)
-    keywords.pop("pg_options", None)
-    return stock(ranks, timeout, ALONE, *rest, **keywords)
+        return stock(ranks, timeout, backend, pg_options, *rest, **keywords)
+    return stock(ranks, timeout, ALONE, None, *rest, **keywords)
 
 
 def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int | None = None, group: Any = None,

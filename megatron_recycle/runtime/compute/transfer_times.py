@@ -8,7 +8,7 @@ not counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 from megatron_recycle.plan import Message
 
@@ -19,6 +19,14 @@ Label = tuple[int, int]
 """Iteration and attempt."""
 
 
+class _Times(NamedTuple):
+    """When messages of an iteration's attempt (``of``) left, and came."""
+
+    of: Label
+    sent: Mapping[str, float]
+    came: Mapping[str, float]
+
+
 class Lags:
     """Times (seconds of the monotonic clock) of the messages of one iteration and of the one before."""
 
@@ -26,7 +34,7 @@ class Lags:
         self._label: Label | None = None
         self._sent: dict[Message, float] = {}
         self._came: dict[Message, float] = {}
-        self._before: dict[str, Any] | None = None
+        self._before: _Times | None = None
 
     def begin(self, label: Label | None) -> None:
         """The messages to come are those of ``label``; None: of something that is not to be measured."""
@@ -42,15 +50,15 @@ class Lags:
         if now - asked > WAITED:
             self._came[message] = now
 
-    def told(self, iteration: int) -> dict[str, Any] | None:
+    def told(self, iteration: int) -> _Times | None:
         """For the coordinator: what is known of ``iteration``, if that is one of the two."""
         kept = (self._written(), self._before)
-        return next((found for found in kept if found is not None and found["of"][0] == iteration), None)
+        return next((found for found in kept if found is not None and found.of[0] == iteration), None)
 
-    def _written(self) -> dict[str, Any] | None:
+    def _written(self) -> _Times | None:
         if self._label is None:
             return None
-        return {"of": list(self._label), "sent": _named(self._sent), "came": _named(self._came)}
+        return _Times(self._label, _named(self._sent), _named(self._came))
 
 
 def _named(times: Mapping[Message, float]) -> dict[str, float]:
