@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ from megatron_recycle.plan import Piece, Plan, Worker, of_place, pieces, results
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.comm.sharded_reduction import at_once
 from megatron_recycle.runtime.compute.device import Device
-from megatron_recycle.runtime.compute.memory import nbytes
+from megatron_recycle.runtime.compute.memory import Held, nbytes
 from megatron_recycle.runtime.compute.sharding_cost import Bytes, described
 from megatron_recycle.runtime.site import Site
 
@@ -24,6 +25,35 @@ _FIRST = ("0:0", "0:0.0")
 """The process that says what holds for all."""
 
 
+class KeptBytes(NamedTuple):
+    """Bytes that a worker uses besides its micro-batches. ``spare`` is not in use most of the time; ``log``: messages
+    and sums that are kept until an iteration is committed."""
+
+    state: int
+    undo: int
+    gradient: int
+    sums: int
+    spare: int
+    log: int = 0
+
+
+class Budget(NamedTuple):
+    """The measurements for the planner: bytes that a micro-batch holds in each of the stage's chunks (``held``), the
+    most that was held at a time and the plan's own number, bytes used otherwise, and bytes left for activations."""
+
+    held: Sequence[Held]
+    peak: int
+    planned: int
+    kept: KeptBytes
+    room: int | None
+
+    def told(self) -> Profiled:
+        """For the coordinator: "before_b" of ``held`` is in the stage's first chunk, "before_b/1" in its second."""
+        held = {of_place(name, chunk): size for chunk, each in enumerate(self.held)
+                for name, size in each._asdict().items()}
+        return Profiled({**held, "peak": self.peak, "planned": self.planned}, self.kept._asdict(), self.room)
+
+
 def sum_buffers(sums: Sequence[Piece]) -> int:
     """Flat buffers that the sums of these pieces fill: one for a single block, two for a run of them (the block that is
     being summed lies apart); one where nothing is kept apart."""
@@ -31,8 +61,8 @@ def sum_buffers(sums: Sequence[Piece]) -> int:
 
 
 def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Sequence[Piece], peers: int,
-               messages: int, communicators: int = 0, on_the_way: int | None = None) -> dict[str, int]:
-    """Bytes that a worker uses besides its micro-batches, by name. ``spare`` is not in use most of the time.
+               messages: int, communicators: int = 0, on_the_way: int | None = None) -> KeptBytes:
+    """Bytes that a worker uses besides its micro-batches, without the ``log``.
 
     Args:
         state: parameters and optimizer state.
@@ -48,11 +78,10 @@ def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Se
     if on_the_way is None:
         on_the_way = gradient * -(-(buffers + 1) // peers) if sums else 0
     spare = on_the_way + (gradient if sums else 0)  # a peer's death brings another block
-    return {"state": nbytes(state), "undo": undo, "gradient": gradient, "sums": buffers * gradient,
-            "spare": spare + messages + communicators}
+    return KeptBytes(nbytes(state), undo, gradient, buffers * gradient, spare + messages + communicators)
 
 
-def room_on(device: Device, limit: float | None, kept: dict[str, int], held: int) -> int | None:
+def room_on(device: Device, limit: float | None, kept: KeptBytes, held: int) -> int | None:
     """Bytes that a worker has for activations; None if nobody has said, and the device does not know.
 
     Args:
@@ -62,17 +91,17 @@ def room_on(device: Device, limit: float | None, kept: dict[str, int], held: int
         held: bytes of activations right now.
     """
     if limit is not None:
-        return max(0, int(limit * _GIB) - sum(kept.values()))
+        return max(0, int(limit * _GIB) - sum(kept))
     room = device.room()
-    return None if room is None else max(0, int(_USABLE * room) + held - kept["spare"])
+    return None if room is None else max(0, int(_USABLE * room) + held - kept.spare)
 
 
 def announce(site: Site, plan: Plan) -> None:
     """Say at the start what is kept for undo and commit."""
     kept = _kept(site, plan, 0)
-    text = f"{kept['gradient'] / _MIB:.1f} MiB of reduced gradient until each commit"
+    text = f"{kept.gradient / _MIB:.1f} MiB of reduced gradient until each commit"
     if site.exact:
-        text += f", {kept['sums'] / _MIB:.1f} MiB of gradients summed apart for the exact reduction"
+        text += f", {kept.sums / _MIB:.1f} MiB of gradients summed apart for the exact reduction"
     shards = site.stage.shards
     if shards is not None:
         masters = nbytes(master for shard in shards.held for master in shards.masters(shard))
@@ -91,27 +120,21 @@ def announce(site: Site, plan: Plan) -> None:
                           described(each, copies, shards.count, site.config.step == "staggered"))
 
 
-def profile(site: Site, plan: Plan, undo: int) -> Profiled:
-    """The measurements for the planner: bytes that a micro-batch holds before and after its B (``held``; "before_b" in
-    the stage's first chunk, "before_b/1" in its second) with the most that was held at a time and the plan's own
-    number, bytes left for activations (``room``), bytes used otherwise (``kept``).
-    """
+def profile(site: Site, plan: Plan, undo: int) -> Budget:
+    """What is measured by now."""
     memory, me = site.meters.memory, site.place.me
     each = [memory.held(chunk) for chunk in plan.problem.place_of]  # all that counts is this worker's stage
     weighed = replace(plan.problem, before_b=tuple(held.before_b for held in each),
                       after_b=tuple(held.after_b for held in each))
-    held = {of_place(name, chunk): size for chunk in range(len(site.place.chunks))
-            for name, size in memory.held(chunk)._asdict().items()}
-    held |= {"peak": memory.peak, "planned": peak(weighed, me, plan.actions(me))}
     kept = _kept(site, plan, undo)
-    return Profiled(held, kept, room_on(site.meters.device, site.config.memory, kept, memory.now))
+    return Budget([memory.held(chunk) for chunk in range(len(site.place.chunks))], memory.peak,
+                  peak(weighed, me, plan.actions(me)), kept,
+                  room_on(site.meters.device, site.config.memory, kept, memory.now))
 
 
-def announce_profile(me: Worker, found: Profiled) -> None:
+def announce_profile(me: Worker, found: Budget) -> None:
     """Log what `profile` found."""
-    held, room = found.held, found.room
-    chunks = sum(name.partition("/")[0] == "before_b" for name in held)
-    before, after = ([held[of_place(name, chunk)] for chunk in range(chunks)] for name in ("before_b", "after_b"))
+    room, before, after = found.room, [one.before_b for one in found.held], [one.after_b for one in found.held]
     if room is not None and room < sum(map(max, before, after)):
         get_logger().warning(
             "megatron-recycle: worker %s has %.2f MiB left for activations, less than one micro-batch needs; plans "
@@ -120,8 +143,8 @@ def announce_profile(me: Worker, found: Profiled) -> None:
         "megatron-recycle: worker %s: a micro-batch holds %s MiB from its forward to its backward, and %s MiB from "
         "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s; messages and sums "
         "that are kept until each commit take %.3f GiB (keep_messages)", me,
-        _mib(before), _mib(after), held["peak"] / _MIB, held["planned"] / _MIB,
-        "" if room is None else f", {room / _MIB:.2f} are there", found.kept["log"] / _GIB)
+        _mib(before), _mib(after), found.peak / _MIB, found.planned / _MIB,
+        "" if room is None else f", {room / _MIB:.2f} are there", found.kept.log / _GIB)
 
 
 def _mib(sizes: Iterable[int]) -> str:
@@ -129,7 +152,7 @@ def _mib(sizes: Iterable[int]) -> str:
     return " + ".join(f"{size / _MIB:.2f}" for size in sizes)
 
 
-def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
+def _kept(site: Site, plan: Plan, undo: int) -> KeptBytes:
     me = site.place.me
     exact = site.exact
     gradient = site.trainable.layout.numel * site.trainable.layout.dtype.itemsize
@@ -141,10 +164,10 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
                       len(plan.problem.live(me.stage)),
                       plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators,
                       _on_the_way(site, plan))
-    kept["log"] = _log(site, plan, kept["sums"] if plan.crossings else 0 if exact else gradient)
+    kept = kept._replace(log=_log(site, plan, kept.sums if plan.crossings else 0 if exact else gradient))
     if shards is not None:  # of the reduced gradient only what lies in them
         length = sum(shards.length(shard) for shard in shards.held)
-        kept["gradient"] = length * site.trainable.layout.dtype.itemsize
+        kept = kept._replace(gradient=length * site.trainable.layout.dtype.itemsize)
     return kept
 
 

@@ -47,7 +47,7 @@ class Profiling:
         if self._commits < _FIRST:
             return
         found = profile(site, generation.plan, undo) if self._commits == _FIRST or self._commits % _EVERY == 0 else None
-        site.agent.measured(self._untold, self._lags, found)
+        site.agent.measured(self._untold, self._lags, None if found is None else found.told())
         self._untold, self._lags = [], []
         if self._commits > _FIRST or found is None:
             return
@@ -72,7 +72,7 @@ def _spent(parts: Mapping[str, float], taken: Mapping[str, Sequence[float]], med
     if actions and host:
         whole = found.get("actions", 0.0) - more
         usual = sum(len(taken[kind]) * medians[kind] for kind in kinds)
-        found["between"] = max(0.0, whole - sum(actions))
-        found["actions"] = whole + more - found["between"]
+        between = found["between"] = max(0.0, whole - sum(actions))
+        found["actions"] = whole + more - between
         found["gap"] = max(0.0, whole - usual) / len(actions)
     return {name: round(seconds, 7) for name, seconds in found.items()}

@@ -38,8 +38,8 @@ def test_without_failures_the_model_is_the_one_of_a_whole_optimizer():
             assert tensor.equal(whole[rank].state[name]), name
         assert len(result.shards) == 2
         ours, theirs = (of[rank].memory.kept for of in (sharded, whole))
-        assert theirs["gradient"] * 0.5 < ours["gradient"] < theirs["gradient"] * 0.8, "two of three shards"
-        assert ours["sums"] == theirs["sums"]
+        assert theirs.gradient * 0.5 < ours.gradient < theirs.gradient * 0.8, "two of three shards"
+        assert ours.sums == theirs.sums
 
 
 def test_a_stage_with_fewer_workers_than_copies_has_as_many_as_it_has_workers():

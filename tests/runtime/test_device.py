@@ -11,7 +11,7 @@ from megatron_recycle.runtime import site
 from megatron_recycle.runtime.compute.device import Cpu, Device, Moment, Pace, device_of
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
-from megatron_recycle.runtime.memory_budget import kept_bytes, room_on
+from megatron_recycle.runtime.memory_budget import KeptBytes, kept_bytes, room_on
 from megatron_recycle.runtime.profiling import _spent
 from megatron_recycle.runtime.site import Meters
 
@@ -124,7 +124,7 @@ def test_a_device_that_counts_its_bytes_is_asked_for_them():
             queue.bytes += 70
         memory.begin_backward((0, number), ())
     assert memory.held().before_b == 70
-    kept = {"state": 500, "spare": 100}
+    kept = KeptBytes(state=500, undo=0, gradient=0, sums=0, spare=100)
     assert room_on(queue, None, kept, held=70) == int(0.9 * 860) + 70 - 100
 
 

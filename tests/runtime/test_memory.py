@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_recycle.runtime.compute.device import Cpu
 from megatron_recycle.runtime.compute.memory import ActivationMemory, Held, nbytes
 from megatron_recycle.runtime.compute.split import Splitter, WeightQueue
-from megatron_recycle.runtime.memory_budget import kept_bytes, room_on
+from megatron_recycle.runtime.memory_budget import KeptBytes, kept_bytes, room_on
 
 ROWS, WIDTH = 64, 32
 TENSOR = ROWS * WIDTH * 4
@@ -104,11 +104,11 @@ def test_shared_memory_counts_once():
 def test_what_does_not_grow_with_activations_is_taken_off_first():
     state = [torch.zeros(1000)] * 2
     fast = kept_bytes(state, undo=12000, gradient=4000, sums=(), peers=3, messages=500)
-    assert fast == {"state": 4000, "undo": 12000, "gradient": 4000, "sums": 4000, "spare": 500}
+    assert fast == KeptBytes(4000, undo=12000, gradient=4000, sums=4000, spare=500)
     exact = kept_bytes(state, undo=0, gradient=4000, sums=[(0, 0, 1), (2, 1, 1)], peers=3, messages=0)
-    assert exact["sums"] == 3 * 4000, "a run of blocks needs two buffers, a single block one"
-    assert exact["spare"] == 4000 * (1 + 2)
-    assert kept_bytes(state, 0, 4000, (), 3, 0, on_the_way=700)["spare"] == 700, "shards: what travels of them"
+    assert exact.sums == 3 * 4000, "a run of blocks needs two buffers, a single block one"
+    assert exact.spare == 4000 * (1 + 2)
+    assert kept_bytes(state, 0, 4000, (), 3, 0, on_the_way=700).spare == 700, "shards: what travels of them"
     cpu = Cpu()
     assert room_on(cpu, None, fast, 0) is None, "nobody says how much of a host's memory is a worker's"
     assert room_on(cpu, 1.0, fast, 0) == 2**30 - 24500
