@@ -6,7 +6,6 @@ trains shares memory with it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +45,7 @@ class StateCopy:
 
     def open(self, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
         """The tensors, each where it was, and the facts; the copy stays as it is. Raises TransferError."""
-        told = Told.from_json(json.loads(self.text))
+        told = Told.parse(self.text)
         tensors = {shape.name: self.tensors[shape.name].to("cpu" if shape.on_cpu else device, copy=True)
                    for shape in told.tensors}
         return tensors, read(told.facts, tensors)
@@ -72,7 +71,7 @@ def receive(comm: Comm, source: int) -> StateCopy:
     text = torch.empty(int(size), dtype=torch.uint8)
     comm.receive(text, source, _TEXT).wait()
     told = text.numpy().tobytes().decode()
-    tensors = {shape.name: shape.empty(_CPU) for shape in Told.from_json(json.loads(told)).tensors}
+    tensors = {shape.name: shape.empty(_CPU) for shape in Told.parse(told).tensors}
     flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
     cut = pieces({name: part.nbytes for name, part in flat.items()}, 1)
     parts = [flat[piece.name][piece.start:piece.stop] for piece in cut]

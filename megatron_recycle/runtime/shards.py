@@ -9,7 +9,6 @@ when it is whole. Whoever has given one away keeps it until the next gradient is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
-from megatron_recycle.plan.value import Value
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts, exchange
@@ -34,7 +32,7 @@ from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Stage
-from megatron_recycle.runtime.state_copy import Shape, bytes_of, checksum, read, written
+from megatron_recycle.runtime.state_copy import Shape, Told, bytes_of, checksum, read, written
 
 _MIB = 2**20
 
@@ -202,7 +200,7 @@ def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]
         if [checksum(bytes_of(tensor)) for tensor in tensors.values()] != told[number].sums:
             raise TransferError(f"shard {moves[number][0]} of stage {me.stage} arrived damaged: its checksums differ "
                                 "from the sender's. Check the network and this host's memory")
-        shards.take(moves[number][0], tensors, read(told[number].numbers, {}))
+        shards.take(moves[number][0], tensors, read(told[number].facts, {}))
     for each in sending:
         each.wait()
     return [moves[number][0] for number in arriving]
@@ -241,19 +239,17 @@ def digests(stage: Stage) -> dict[int, int]:
 _TAGS = 2**14
 
 
-class _Told(Value, frozen=True):
-    """What goes ahead of a shard's tensors: which there are, its numbers, as `written`, and the tensors' checksums."""
+class _Told(Told, frozen=True):
+    """What goes ahead of a shard's tensors: its numbers, which tensors there are, and their checksums."""
 
-    tensors: Sequence[Shape]
-    numbers: Any
-    sums: list[int]
+    sums: Sequence[int]
 
 
 def _describe(comm: Comm, to: int, number: int, shards: ShardedOptimizer, shard: int) -> list[Pending]:
     tensors = shards.tensors(shard)
-    told = _Told([Shape.of(name, tensor) for name, tensor in tensors.items()], written(shards.numbers(shard), {}),
+    told = _Told(written(shards.numbers(shard), {}), [Shape.of(name, tensor) for name, tensor in tensors.items()],
                  [checksum(bytes_of(tensor)) for tensor in tensors.values()])
-    data = torch.frombuffer(bytearray(json.dumps(told.to_json()).encode()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(told.text.encode()), dtype=torch.uint8)
     return [comm.send(torch.tensor([data.numel()]), to, SHARD_STATE[_TAGS * number]),
             comm.send(data, to, SHARD_STATE[_TAGS * number + 1])]
 
@@ -263,7 +259,7 @@ def _told(comm: Comm, source: int, number: int) -> _Told:
     comm.receive(size, source, SHARD_STATE[_TAGS * number]).wait()
     data = torch.empty(int(size), dtype=torch.uint8)
     comm.receive(data, source, SHARD_STATE[_TAGS * number + 1]).wait()
-    return _Told.from_json(json.loads(data.numpy().tobytes()))
+    return _Told.parse(data.numpy().tobytes())
 
 
 def _send(groups: Groups, to: int, number: int, tensors: Mapping[str, torch.Tensor]) -> list[Pending]:

@@ -22,7 +22,7 @@ from msgspec.structs import asdict
 from megatron_recycle.errors import TransferError
 from megatron_recycle.membership.inputs import Received
 from megatron_recycle.plan import Worker
-from megatron_recycle.plan.value import Value
+from megatron_recycle.plan.value import Read, Value
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import STATE_FACTS, STATE_PIECES, STATE_SUMS
@@ -64,6 +64,10 @@ class Told(Value, frozen=True):
     @property
     def text(self) -> str:
         return json.dumps(self.to_json())
+
+    @classmethod
+    def parse(cls: type[Read], text: str | bytes) -> Read:
+        return cls.from_json(json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ def take(groups: Groups, joined: Sequence[Worker],
     began = time.monotonic()
     text = torch.empty(int(size), dtype=torch.uint8)
     control.receive(text, givers[0], STATE_FACTS[1]).wait()
-    told = Told.from_json(json.loads(text.numpy().tobytes()))
+    told = Told.parse(text.numpy().tobytes())
     tensors = {shape.name: shape.empty(device) for shape in told.tensors}
     flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
     cut = pieces({name: tensor.nbytes for name, tensor in tensors.items()}, len(givers))
