@@ -17,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from megatron_recycle.control.etcd_access import USER, Access, hint
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.plan.value import Value
 
 PORT = 2379
 _STALE = ("invalid auth token", "revision of auth store is old")
@@ -34,6 +37,33 @@ class StoreUnreachable(OSError):
 
 class StoreRefused(OSError):
     """The members answer, and do not take it: too large, no space left, no right to."""
+
+
+class _Key(Value, frozen=True):
+    key: bytes
+    create_revision: int
+    value: bytes = b""
+
+
+class _Header(Value, frozen=True):
+    revision: int = 0
+
+
+class _Lease(Value, frozen=True):
+    TTL: int = 0
+
+
+class _Answer(Value, frozen=True):
+    """A member's, to whatever it was asked. What is empty, zero or false is left out, and numbers are text."""
+
+    header: _Header = _Header()
+    kvs: tuple[_Key, ...] = ()
+    succeeded: bool = False
+    ID: int = 0
+    result: _Lease = _Lease()
+    token: str = ""
+    message: Any = ""
+    error: Any = ""
 
 
 @dataclass(frozen=True)
@@ -94,8 +124,7 @@ class Etcd:
         last = prefix.encode()
         end = last[:-1] + bytes([last[-1] + 1])
         told = self._post("/v3/kv/range", {"key": _text(last), "range_end": _text(end)})
-        return [Entry(base64.b64decode(one["key"]).decode(), base64.b64decode(one.get("value", "")),
-                      int(one["create_revision"])) for one in told.get("kvs", ())]
+        return [Entry(one.key.decode(), one.value, one.create_revision) for one in told.kvs]
 
     def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
                leased: Sequence[str] = ()) -> int:
@@ -106,22 +135,21 @@ class Etcd:
         success = [{"request_put": {"key": _text(key.encode()), "value": _text(value),
                                     **({"lease": str(lease)} if key in leased else {})}} for key, value in puts.items()]
         told = self._post("/v3/kv/txn", {"compare": compare, "success": success})
-        return int(told["header"]["revision"]) if told.get("succeeded") else 0
+        return told.header.revision if told.succeeded else 0
 
     def grant(self, seconds: int) -> int:
         """A new lease; returns its number."""
-        return int(self._post("/v3/lease/grant", {"TTL": str(seconds)})["ID"])
+        return self._post("/v3/lease/grant", {"TTL": str(seconds)}).ID
 
     def keep(self, lease: int) -> bool:
         """Begin the lease's time anew; whether it still ran."""
-        told = self._post("/v3/lease/keepalive", {"ID": str(lease)})
-        return int(told.get("result", {}).get("TTL", 0)) > 0
+        return self._post("/v3/lease/keepalive", {"ID": str(lease)}).result.TTL > 0
 
     def revoke(self, lease: int) -> None:
         """End the lease; its keys go."""
         self._post("/v3/lease/revoke", {"ID": str(lease)})
 
-    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: Mapping[str, Any]) -> _Answer:
         until, why, hopeless = time.monotonic() + self._limit, "not tried", set[bool]()
         with self._lock:
             for turn in range(2 * len(self._place.members)):
@@ -145,7 +173,7 @@ class Etcd:
             raise StoreRefused(f"etcd at {why}")
         raise StoreUnreachable(f"etcd does not answer ({why})")
 
-    def _ask(self, host: str, port: int, path: str, body: bytes, left: float) -> dict[str, Any]:
+    def _ask(self, host: str, port: int, path: str, body: bytes, left: float) -> _Answer:
         share = max(0.2, left if len(self._place.members) == 1 else left / 2)
         if self._connection is None:
             self._connection = (http.client.HTTPConnection(host, port, timeout=share) if self._context is None else
@@ -155,12 +183,12 @@ class Etcd:
         if self._access.user and not self._token:
             name, _, password = self._access.user.partition(":")
             user = json.dumps({"name": name, "password": password}).encode()
-            self._token = self._exchange("/v3/auth/authenticate", user, f"{host}:{port}")["token"]
+            self._token = self._exchange("/v3/auth/authenticate", user, f"{host}:{port}").token
         told = self._exchange(path, body, f"{host}:{port}")
         self._answered = True
         return told
 
-    def _exchange(self, path: str, body: bytes, where: str) -> dict[str, Any]:
+    def _exchange(self, path: str, body: bytes, where: str) -> _Answer:
         assert self._connection is not None
         headers = {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
         self._connection.request("POST", path, body, headers)
@@ -170,14 +198,14 @@ class Etcd:
             raise StoreRefused(f"etcd at {where} has users, and takes no client's certificate with a CommonName beside "
                                "them: give one without")
         try:
-            told = json.loads(data)
+            told = msgspec.json.decode(data, type=_Answer, strict=False)
         except ValueError:
             raise ValueError(f"what answers there is no etcd (status {answer.status})") from None
         if answer.status == 200:
-            return dict(told)
-        text = str(told.get("message") or told.get("error") or data[:200])
+            return told
+        text = str(told.message or told.error or data[:200])
         if "lease not found" in text:
-            return {}
+            return _Answer()
         if self._token and any(stale in text for stale in _STALE):
             self._token = ""
         elif 400 <= answer.status < 500:
