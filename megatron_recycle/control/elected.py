@@ -21,11 +21,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec import field
+
 from megatron_recycle.control.etcd import Entry, StoreUnreachable
 from megatron_recycle.control.journal import JournalError
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.plan import Plan, PlanError
 from megatron_recycle.plan.plan_file import PlanFile
+from megatron_recycle.plan.value import Value
 
 LEASE_S = 3
 """Seconds without a sign of life after which another one may lead. etcd grants no lease much shorter."""
@@ -41,6 +44,31 @@ log = logging.getLogger(__name__)
 
 class LeadLost(JournalError):
     """Another one leads by now, or may: what was to be decided is not."""
+
+
+class _Came(Value, frozen=True):
+    """A host that stands by: where it will listen, which start of it this is, and which starts it has seen."""
+
+    control: str
+    came: str
+    seen: Mapping[str, str]
+
+
+class _Lead(Value, frozen=True):
+    """Who has led in a term, or leads."""
+
+    me: str
+    control: str
+    nonce: str
+    term: int
+
+
+class _Written(Value, frozen=True, omit_defaults=True):
+    """A decision: its record, or if that is large the keys of its parts."""
+
+    term: int
+    record: dict[str, Any] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
 
 
 class Shared(Protocol):
@@ -81,6 +109,10 @@ class Sealed:
             found[own] = json.loads(text), entry.created
         return found
 
+    def one(self, name: str) -> tuple[Any, int] | None:
+        """The content of this key, if it is there, as `read` has it."""
+        return self.read(name).get(name)
+
     def put_if(self, created: Mapping[str, int], contents: Mapping[str, Any], lease: int = 0,
                leased: tuple[str, ...] = ()) -> int:
         """As `Shared.put_if`, with this job's names."""
@@ -102,7 +134,7 @@ class Candidate:
 
     def __init__(self, keys: Sealed, me: str, control: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = keys
-        self._content = {"me": me, "control": control, "nonce": secrets.token_hex(8)}
+        self._me, self._control, self._nonce = me, control, secrets.token_hex(8)
         self._came = secrets.token_hex(8)
         self._announced = False
         self._clock = clock
@@ -136,7 +168,8 @@ class Candidate:
         if not self._keys.read("journal/"):
             return
         if self._keys.read("leader"):
-            hosts = ",".join(one["control"] for _, (one, _) in sorted(self._keys.read("candidate/").items()))
+            hosts = ",".join(_Came.from_json(one).control for _, (one, _)
+                             in sorted(self._keys.read("candidate/").items()))
             raise JournalError(f"the job {self._keys.folder} runs already, and goes on without this host: bring it in "
                                f"again with `recycle run --join {hosts}`, the job's token, --nproc, script and "
                                "arguments; a new job needs another --job")
@@ -152,48 +185,46 @@ class Candidate:
             StoreUnreachable.
         """
         read = self._keys.read("candidate/")
-        here = {name: read[f"candidate/{name}"][0] for name in map(str, range(hosts)) if f"candidate/{name}" in read}
-        own, seen = here[self._content["me"]], {name: each["came"] for name, each in here.items()}
-        if own["came"] != self._came:
-            raise JournalError(f"two hosts have come to {self._keys.folder} as --node-rank {self._content['me']}, at "
-                               f"{self._content['control']} and {own['control']}: give each host a number of its own")
-        if own["seen"] != seen:
+        here = {name: _Came.from_json(read[f"candidate/{name}"][0]) for name in map(str, range(hosts))
+                if f"candidate/{name}" in read}
+        own, seen = here[self._me], {name: each.came for name, each in here.items()}
+        if own.came != self._came:
+            raise JournalError(f"two hosts have come to {self._keys.folder} as --node-rank {self._me}, at "
+                               f"{self._control} and {own.control}: give each host a number of its own")
+        if own.seen != seen:
             self._say(seen)
-        elif len(here) == hosts and all(each["seen"] == seen for each in here.values()):
-            return [each["control"] for each in here.values()]
+        elif len(here) == hosts and all(each.seen == seen for each in here.values()):
+            return [each.control for each in here.values()]
         return []
 
     def _say(self, seen: Mapping[str, str]) -> None:
-        self._keys.put_if({}, {f"candidate/{self._content['me']}": {
-            "control": self._content["control"], "came": self._came, "seen": seen}})
+        self._keys.put_if({}, {f"candidate/{self._me}": _Came(self._control, self._came, seen).to_json()})
 
     def try_lead(self) -> ElectedJournal | None:
         """The job's journal, if nobody else leads. Raises StoreUnreachable, and JournalError."""
-        leader = self._keys.read("leader").get("leader")
-        if leader is not None and leader[0]["nonce"] != self._content["nonce"]:
-            self._seen = max(self._seen, leader[0]["term"])
+        held = self._keys.one("leader")
+        leader, revision = (None, 0) if held is None else (_Lead.from_json(held[0]), held[1])
+        if leader is not None and leader.nonce != self._nonce:
+            self._seen = max(self._seen, leader.term)
             return None
         now = self._clock()
         if not self._lease or not self._keys.store.keep(self._lease):
             self._lease = self._keys.store.grant(LEASE_S)
-            self._content["nonce"] = secrets.token_hex(8)
-            leader = None
+            self._nonce, revision = secrets.token_hex(8), 0
         self._kept = now
-        if leader is None:
+        if not revision:  # else the answer to an earlier try was lost
             term = len(self._keys.read("term/")) + 1
             if term <= self._seen:
                 raise JournalError(f"{self._keys.folder} in the store has been emptied: its term was {self._seen}, and "
                                    f"without its journal no coordinator leads. {RESTART}")
-            led = {**self._content, "term": term}
+            led = _Lead(self._me, self._control, self._nonce, term).to_json()
             revision = self._keys.put_if({"leader": 0, f"term/{term:08d}": 0},
                                          {"leader": led, f"term/{term:08d}": led}, self._lease, ("leader",))
             if not revision:
                 return None
-        else:  # the answer to an earlier try was lost
-            revision = leader[1]
         read = self._keys.read("")
         terms = [name for name in sorted(read) if name.startswith("term/")]
-        if not terms or read[terms[-1]][0]["nonce"] != self._content["nonce"]:
+        if not terms or _Lead.from_json(read[terms[-1]][0]).nonce != self._nonce:
             return None
         now = self._clock()
         if not self._keys.store.keep(self._lease):  # all of this has taken too long
@@ -223,7 +254,7 @@ class ElectedJournal:
         self._clock = clock
         written = [_whole(read, name) for name in sorted(read) if name.startswith("journal/")]
         self._count = len(written)
-        led = [read[name][0]["me"] for name in sorted(read) if name.startswith("term/")]
+        led = [_Lead.from_json(read[name][0]).me for name in sorted(read) if name.startswith("term/")]
         self.before: str = led[-2] if len(led) > 1 and led[-2] != led[-1] else ""
         self.records: list[dict[str, Any]] = written + [read[name][0] for name in ("note",) if name in read]
         self._note: Mapping[str, Any] | None = None
@@ -238,13 +269,13 @@ class ElectedJournal:
         """Returns when a majority of the store has the record, in this term. Raises LeadLost, or OSError if the store
         does not take it."""
         name = f"journal/{self._count:08d}"
-        content: dict[str, Any] = {"term": self.term, "record": dict(record)}
-        if len(json.dumps(content)) > _PIECE:
+        content = _Written(self.term, dict(record))
+        if len(json.dumps(content.to_json())) > _PIECE:
             pieces = _pieces(f"part/{self._count:08d}/{self.term:08d}", record)
             for piece, text in pieces.items():
                 self._put({}, {piece: text})
-            content = {"term": self.term, "parts": list(pieces)}
-        self._put({name: 0}, {name: content})
+            content = _Written(self.term, parts=tuple(pieces))
+        self._put({name: 0}, {name: content.to_json()})
         self._count += 1
         self.records.append(dict(record))
 
@@ -254,7 +285,7 @@ class ElectedJournal:
             try:
                 if not self._keys.put_if({**self._mine, **created}, contents):
                     for name, content in contents.items():
-                        had = self._keys.read(name).get(name)
+                        had = self._keys.one(name)
                         if had is None or had[0] != json.loads(json.dumps(content)):  # else the answer was lost
                             raise self._lose("another coordinator leads")
                 return
@@ -354,5 +385,5 @@ def _joined(pieces: Iterable[str]) -> Any:
 
 
 def _whole(read: Mapping[str, tuple[Any, int]], name: str) -> dict[str, Any]:
-    content = read[name][0]
-    return dict(_joined(read[part][0] for part in content["parts"]) if "parts" in content else content["record"])
+    content = _Written.from_json(read[name][0])
+    return dict(_joined(read[part][0] for part in content.parts)) if content.parts else content.record
