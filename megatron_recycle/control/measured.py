@@ -57,8 +57,8 @@ class Profiles:
         """The consequences of a member's `measured` message."""
         incarnations = state.incarnations()
         self._heard[member.worker] = member.incarnation
-        told = measured.to_json()
-        profile = {"worker": member.worker, **told, **(told.pop("memory") or {})}
+        memory = {} if measured.memory is None else measured.memory.to_json()
+        profile = {"worker": member.worker, **measured.to_json(), **memory}
         found = self._planning.measured(profile, member.incarnation)
         spent = self._planning.spent()
         now = {"t": time.time(), "generation": state.generation}

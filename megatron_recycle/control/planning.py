@@ -11,6 +11,7 @@ from typing import Any
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.resizing import resized
+from megatron_recycle.control.told import Told
 from megatron_recycle.measure.measurements import Measured, Measurements
 from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.description import Job
@@ -151,7 +152,7 @@ class Planning:
 
     def resume(self, job: Job, failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
-        profiled = [event for event in told if event["event"] == "profiled"]
+        profiled = [event for event in told if Told.from_json(event).event == "profiled"]
         with self._lock:
             self._measure(job, failed)
             if profiled:

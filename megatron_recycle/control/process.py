@@ -23,6 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import msgspec
+
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
 from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
@@ -34,6 +36,7 @@ from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import joined, listen, reserve
 from megatron_recycle.control.shelf import Shelf
+from megatron_recycle.control.told import Told
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
@@ -44,6 +47,7 @@ from megatron_recycle.observe.events import EventLog, read_events
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.plan import Plan
 from megatron_recycle.plan.plan_file import PlanFile
+from megatron_recycle.plan.value import Value
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -79,6 +83,16 @@ def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
     """The settings in an environment, for hosts that join later."""
     return {variable(option.name): environ[variable(option.name)] for option in options()
             if variable(option.name) in environ and option.name != "run_dir"}
+
+
+class Life(Value, frozen=True):
+    """The job's life, as a launcher tells it (`launch.life.Life.told`)."""
+
+    restarts: bool = False
+    number: int = 0
+    most: int = 0
+    reason: str = ""
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +161,7 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
 def _told(events: Path) -> list[dict[str, Any]]:
     """The events so far. The file is expendable: without it some events are told twice."""
     try:
-        return [event for event in read_events(events) if isinstance(event.get("event"), str)]
+        return [event for event in read_events(events) if Told.understood(event)]
     except (OSError, ValueError) as error:
         logger.warning("recycle: the events so far cannot be read: %s", error)
         return []
@@ -167,15 +181,14 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         journal, past = open_journal(args, events)
         keep = both(plans.keep)
     log = EventLog(events, ticks=schema.TICKS)
-    life = json.loads(args.life) or {}
+    life = msgspec.json.decode(args.life, type=Life | None) or Life()
 
     def emit(event: Mapping[str, Any]) -> None:
-        fields = {**event, **({"v": schema.VERSION} if event["event"] == "started" else {})}
-        log.emit(fields.pop("event"), **fields)
+        log.emit(**{**event, **({"v": schema.VERSION} if Told.from_json(event).event == "started" else {})})
 
-    if life.get("number") and not args.resume:
-        emit({"event": "started_again", "t": time.time(), "restart": life["number"], "of": life["most"],
-              "workers": args.size, "reason": life["reason"]})
+    if life.number and not args.resume:
+        emit({"event": "started_again", "t": time.time(), "restart": life.number, "of": life.most,
+              "workers": args.size, "reason": life.reason})
     for event in past.untold:
         emit(event)
     planning = Planning(keep)
@@ -199,8 +212,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         offered=offered,
         told=(*past.told, *past.untold),
         host="" if args.store else socket.gethostname() + ("" if args.embedded else f"/{args.node}"),
-        shape=Shape(**life["shape"]) if life.get("shape") else None,
-        restarts=life.get("restarts", False),
+        shape=life.shape,
+        restarts=life.restarts,
         shelf=None if elected is None else Shelf(elected.term, leads=elected.leads),
         follows=args.resume or (elected is not None and elected.term > 1),
         before="" if elected is None else elected.before,

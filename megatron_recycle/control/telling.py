@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_recycle.control.server import Server
+from megatron_recycle.control.told import Told
 from megatron_recycle.membership.inputs import Hinted
 from megatron_recycle.membership.protocol import EventTold, Explains
 from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import plain
+from megatron_recycle.plan.value import Value
 
 _KEPT = ("started", "suspected", "joined", "moving", "move_failed")
 """Events that a launcher is told again when it comes back: its closing table is made of them."""
@@ -21,6 +23,12 @@ _NOT_TOLD = ("stopped",)
 """Events that launchers make nothing of, and that are large."""
 
 Event = Mapping[str, Any]
+
+
+class _Handles(Value, frozen=True):
+    """Of a sign of life."""
+
+    sigterm: Any = False
 
 
 class Telling:
@@ -36,37 +44,39 @@ class Telling:
 
     def __init__(self, emit: Callable[[Event], None], server: Server, told: Iterable[Event] = ()) -> None:
         told = list(told)
+        before = [Told.from_json(event) for event in told]
         self.progress: dict[str, Any] = {}
         self.failures: Counter[str] = Counter()
         """How often workers of each host, without its launcher's number, have failed; at the same time counts once."""
         self._emit = emit
         self._server = server
-        self._kept = [dict(event) for event in told if event["event"] in _KEPT]
-        self._hints = {_hint_key(event) for event in told if event["event"] == "hint"}
-        self._explained = {(event.get("rank"), event.get("pid")) for event in told if event["event"] == "explained"}
-        self._commits = _commits(told)
+        self._kept = [dict(event) for event, one in zip(told, before, strict=True) if one.event in _KEPT]
+        self._hints = {(one.worker, one.generation, one.error) for one in before if one.event == "hint"}
+        self._explained = {(one.rank, one.pid) for one in before if one.event == "explained"}
+        self._commits = _commits(before)
         self._counted: set[tuple[str, int]] = set()
-        for event in told:
-            self._count(event)
+        for one in before:
+            self._count(one)
 
     def event(self, event: Event, state: State) -> None:
         """Record an event, and tell the launchers. A commit that an earlier coordinator told just before its end is
         decided once more by this one, and told by it only after the job has gone back to an earlier iteration."""
-        if event["event"] == "restored":
+        told = Told.from_json(event)
+        if told.event == "restored":
             self._commits = frozenset()
-        elif event["event"] == "committed" and event["iteration"] in self._commits:
+        elif told.event == "committed" and told.iteration in self._commits:
             return
-        if event["event"] == "suspected":
-            doing = self.progress.get(_incarnation_of(event, state))
+        if told.event == "suspected":
+            who, host = next(((who, one.host) for who, one in state.known.items()
+                              if (one.worker, one.pid) == (told.worker, told.pid)), ("", ""))
+            doing = self.progress.get(who)
             event = {**event, "progress": doing} if doing else event
-            host = next((one.host for one in state.known.values() if (one.worker, one.pid) == (
-                event["worker"], event.get("pid"))), "")
             event = {**event, "host": host} if host else event
-            self._count(event)
+            self._count(Told.from_json(event))
         self._emit(event)
-        if event["event"] in _KEPT:
+        if told.event in _KEPT:
             self._kept.append(dict(event))
-        if event["event"] not in _NOT_TOLD:
+        if told.event not in _NOT_TOLD:
             self._server.tell_launchers(EventTold(brief(event)))
 
     def again(self) -> list[dict[str, Any]]:
@@ -80,13 +90,13 @@ class Telling:
 
     def handled(self, state: State) -> bool:
         """Whether some script has said that it has a SIGTERM handler of its own."""
-        return any((progress or {}).get("sigterm") is True for incarnation, progress in self.progress.items()
+        return any(_Handles.from_json(progress or {}).sigterm is True for incarnation, progress in self.progress.items()
                    if incarnation in state.known and incarnation not in state.absent.fenced)
 
-    def _count(self, event: Event) -> None:
+    def _count(self, told: Told) -> None:
         """Workers that are lost with the same generation have failed together."""
-        if event["event"] == "suspected" and event.get("removed") is not False and event.get("host"):
-            key = (plain(event["host"]), int(event.get("generation", 0)))
+        if told.event == "suspected" and told.removed is not False and told.host:
+            key = (plain(told.host), told.generation or 0)
             if key not in self._counted:
                 self._counted.add(key)
                 self.failures[key[0]] += 1
@@ -106,38 +116,27 @@ class Telling:
     def hint(self, hint: Hinted, state: State) -> None:
         """Workers repeat their last hint after a reconnect; it is passed on once."""
         member = state.member(hint.incarnation)
-        said = {"event": "hint", "generation": hint.generation, "error": hint.error}
-        key = _hint_key({**said, "worker": member.worker}) if member is not None else None
-        if key is not None and key not in self._hints:
+        if member is not None and (key := (member.worker, hint.generation, hint.error)) not in self._hints:
             self._hints.add(key)
+            said = {"event": "hint", "generation": hint.generation, "error": hint.error}
             self.passed_on(hint.incarnation, said, state)
 
 
 def brief(event: Event) -> dict[str, Any]:
     """An event for launchers. Of what it says of each worker they see the count, and which hosts there are: for
     thousands of workers the whole of it, told to each host, would be more than all that a recovery takes beside."""
-    kept = {key: value for key, value in event.items() if key not in ("members", "pids")}
-    if event["event"] == "started" and isinstance(hosts := event.get("hosts"), dict):
-        kept["hosts"] = {name: host for host, name in {str(host): name for name, host in hosts.items()}.items()}
-    return {**kept, "workers": len(members)} if isinstance(members := event.get("members"), dict) else kept
+    kept, told = {key: value for key, value in event.items() if key not in ("members", "pids")}, Told.from_json(event)
+    if told.event == "started" and told.hosts is not None:
+        kept["hosts"] = {name: host for host, name in {str(host): name for name, host in told.hosts.items()}.items()}
+    return kept if told.members is None else {**kept, "workers": len(told.members)}
 
 
-def _commits(told: Iterable[Event]) -> frozenset[int]:
+def _commits(told: Iterable[Told]) -> frozenset[int]:
     """The committed iterations, since the job has gone back to an earlier one if it has."""
     iterations: set[int] = set()
-    for event in told:
-        if event["event"] == "restored":
+    for one in told:
+        if one.event == "restored":
             iterations.clear()
-        elif event["event"] == "committed" and isinstance(event.get("iteration"), int):
-            iterations.add(event["iteration"])
+        elif one.event == "committed" and one.iteration is not None:
+            iterations.add(one.iteration)
     return frozenset(iterations)
-
-
-def _incarnation_of(event: Event, state: State) -> str:
-    key = (event["worker"], event.get("pid"))
-    return next((who for who, member in state.known.items() if (member.worker, member.pid) == key), "")
-
-
-def _hint_key(event: Event) -> str:
-    """Equal for hints that are the same."""
-    return repr([event.get(name) for name in ("worker", "generation", "error")])
