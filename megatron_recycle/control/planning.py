@@ -127,8 +127,10 @@ class Planning:
     def _made(self, problem: Problem, before: Problem, seed: int, price: PartnerPrice) -> Plan:
         """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
         better, all partners paid, since the communicator is made anew, and still has the memory."""
-        plan, earlier = plan_for(problem, self._cache, work=0, seed=seed), self._cache.get(before)
-        if plan.stats.get("cached") or earlier is None or before == problem:
+        fresh = before != problem and problem not in self._cache
+        plan = plan_for(problem, self._cache, work=0, seed=seed)
+        earlier = self._cache.get(before) if fresh else None
+        if earlier is None:
             return plan
         again = recosted(problem, earlier)
         if overfull(again):
