@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_recycle.environment import COORDINATORS_MODULE, TOKEN
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
+from megatron_recycle.plan.value import Value
 
 _START_LIMIT = 60.0
 _END_LIMIT = 2.0
@@ -62,6 +63,16 @@ class CoordinatorSpec:
             command += ["--store", self.store, "--job", self.job, "--hosts", str(self.hosts)]
             command += ["--begun"] * self.begun
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
+
+
+class Answer(Value, frozen=True):
+    """What a coordinator's process says as it begins: where it listens, or why it does not. One that stands by goes on:
+    what it ``waits`` for, as often as that changes, and then where ``all`` will listen."""
+
+    control: str = ""
+    error: str | None = None
+    waits: str | None = None
+    all: str = ""
 
 
 class Deaths:
@@ -117,9 +128,9 @@ class Service:
         Raises:
             RecycleError: it has refused to start, or has died too often.
         """
-        said = self._said() if self.later or self.standby else {}
+        said = self._said() if self.later or self.standby else Answer()
         status = self.child.status() or 0
-        refused = status > 0 and ("error" in said or (self.later and "control" not in said))
+        refused = status > 0 and (said.error is not None or (self.later and not said.control))
         self.child.release()
         if refused:
             raise RecycleError(_not_started(self.child.log, said))
@@ -129,13 +140,13 @@ class Service:
                                    begun=self.begun)
         return Service(_spawn(spec), self.control, spec, self.deaths, self.linger, self.standby, self.begun, later=True)
 
-    def _said(self) -> dict[str, str]:
+    def _said(self) -> Answer:
         """The lines of a process that has ended, as far as nobody has read them yet."""
         assert self.child.stdout is not None
         said: dict[str, str] = {}
         for line in self.child.stdout.read().splitlines():
             said |= json.loads(line)
-        return said
+        return Answer.from_json(said)
 
     def kill(self) -> None:
         """End the process: nobody needs it."""
@@ -158,11 +169,11 @@ def start(spec: CoordinatorSpec) -> Service:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
     child = _spawn(spec)
-    said = json.loads(next_line(child, _START_LIMIT) or b"{}")
-    if "control" not in said:
+    said = answer(child, _START_LIMIT)
+    if not said.control:
         Service(child, "", spec).kill()
         raise RecycleError(_not_started(child.log, said))
-    return Service(child, said["control"], spec)
+    return Service(child, said.control, spec)
 
 
 def _spawn(spec: CoordinatorSpec) -> Child:
@@ -171,25 +182,22 @@ def _spawn(spec: CoordinatorSpec) -> Child:
     return Child(spec.command(), environ, log, stdout=subprocess.PIPE, tied=spec.tied, deaf=True)
 
 
-def _not_started(log: Path, said: Mapping[str, str]) -> str:
+def _not_started(log: Path, said: Answer) -> str:
     """`said` has the reason, if the process could tell it."""
-    if "error" in said:
-        return f"the coordinator did not start: {said['error']}"
+    if said.error is not None:
+        return f"the coordinator did not start: {said.error}"
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
     return f"the coordinator did not start; the end of {log}:\n{tail}"
 
 
-def next_line(child: Child, limit: float) -> bytes | None:
-    """The next line on the child's standard output; None if it ends, or none comes within ``limit`` seconds."""
+def answer(child: Child, limit: float) -> Answer:
+    """The next line on the child's standard output; empty if it ends, or none comes within ``limit`` seconds."""
     assert child.stdout is not None
     source, line, limit = child.stdout.fileno(), b"", time.monotonic() + limit
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, limit - time.monotonic())):
-                return None
-            part = os.read(source, 1)
-            if not part:
-                return None
+            if not selector.select(max(0.0, limit - time.monotonic())) or not (part := os.read(source, 1)):
+                return Answer()
             line += part
-    return line
+    return Answer.from_json(json.loads(line))

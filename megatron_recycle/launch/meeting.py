@@ -10,22 +10,21 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_recycle.control import tokens
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.reachability import knock
+from megatron_recycle.plan.value import Value
 
 FILE = "join.json"
 _FORMAT = {"format": "recycle-join", "version": 2}
 _PAUSE = 0.2
 
 
-@dataclass(frozen=True)
-class Meeting:
+class Meeting(Value, frozen=True, forbid_unknown_fields=True):
     """The first host, as the others need to know it.
 
     `control` is "host:port" of the coordinator, or several of them. `name` tells the job from earlier jobs in the
@@ -38,7 +37,7 @@ class Meeting:
     token: str = ""
     nproc: int = 0
     refusal: str = ""
-    command: Sequence[str] = ()
+    command: tuple[str, ...] = ()
     folder: str = ""
 
     @property
@@ -54,7 +53,7 @@ def publish(run_dir: Path, meeting: Meeting) -> None:
         part.unlink(missing_ok=True)
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            json.dump({**_FORMAT, **asdict(meeting)}, file)
+            json.dump({**_FORMAT, **meeting.to_json()}, file)
         part.replace(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another --run-dir") from error
@@ -87,7 +86,7 @@ def read(run_dir: Path) -> Meeting | None:
             content = json.load(file)
             if {key: content.pop(key, None) for key in _FORMAT} != _FORMAT:
                 return None
-            return Meeting(**{**content, "command": tuple(content.get("command", ()))})
+            return Meeting.from_json(content)
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged ({error})") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -40,15 +39,15 @@ def start(spec: service.CoordinatorSpec, limit: float, say: Callable[[str], None
     made = service.start(spec)
     made.standby = True
     say(f"recycle: this host's coordinator is at {made.control} when it leads; waiting for those of {spec.hosts} hosts")
-    said, until, why = {"waits": ""}, time.monotonic() + limit, ""
-    while "waits" in said:
-        if said["waits"]:
-            why = f" ({said['waits']})"
-            say(f"recycle: still waiting: {said['waits']}")
-        said = json.loads(service.next_line(made.child, until - time.monotonic()) or b"{}")
-    if "all" not in said:
+    said, until, why = service.Answer(waits=""), time.monotonic() + limit, ""
+    while said.waits is not None:
+        if said.waits:
+            why = f" ({said.waits})"
+            say(f"recycle: still waiting: {said.waits}")
+        said = service.answer(made.child, until - time.monotonic())
+    if not said.all:
         made.kill()
         late = (f"not all of {spec.hosts} hosts have come to {spec.store} within {limit:.0f} s{why}; see "
                 f"{made.child.log}")
-        raise RecycleError(f"the coordinator did not start: {said['error']}" if "error" in said else late)
-    return made, said["all"]
+        raise RecycleError(f"the coordinator did not start: {said.error}" if said.error is not None else late)
+    return made, said.all
