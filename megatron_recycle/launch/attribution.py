@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_recycle.launch.devices import visible
+
 _SETTLE = 0.5
 """Seconds after a process' end until the kernel has written what it knows of it."""
 _GPU_LIMIT = 15.0
@@ -133,9 +135,7 @@ class Host:
     def gpu(self, local_rank: int) -> Gpu | None:
         """The GPU of a process, as CUDA_VISIBLE_DEVICES and the order of the PCI bus name it; None: there is none."""
         there = sorted(self._gpus(), key=lambda gpu: gpu.pci)
-        visible = self._environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            named = [name.strip() for name in visible.split(",") if name.strip()]
+        if (named := visible(self._environ)) is not None:
             if local_rank >= len(named):
                 return None
             name = named[local_rank]

@@ -1,4 +1,5 @@
-"""Which GPU each rank's process has: hosts write it into the run's folder, `recycle status` reads it there."""
+"""Which GPUs processes see, and which one each rank's process has: hosts write that into the run's folder, `recycle
+status` reads it there."""
 
 from __future__ import annotations
 
@@ -8,6 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FOLDER = "devices"
+
+
+def visible(environ: Mapping[str, str]) -> list[str] | None:
+    """The devices that CUDA_VISIBLE_DEVICES names; None: it is not set, and all can be seen."""
+    named = environ.get("CUDA_VISIBLE_DEVICES")
+    return None if named is None else [name.strip() for name in named.split(",") if name.strip()]
 
 
 def write(run_dir: Path, node: str, gpus: Mapping[int, str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch.devices import visible
 
 _INTERACTIVE = 4294967290
 """Step of the shell that `salloc` opens on a node; special steps have this number or a higher one."""
@@ -106,8 +107,7 @@ def _per_node(text: str) -> int | None:
 
 def local_rank(environ: Mapping[str, str], task: Task) -> int:
     """LOCAL_RANK of the worker of a task: 0 where Slurm lets each task see one device only."""
-    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return 0 if len(visible) == 1 and task.count > 1 else task.local
+    return 0 if len(visible(environ) or ()) == 1 and task.count > 1 else task.local
 
 
 def ask(command: Sequence[str]) -> str:
@@ -160,28 +160,28 @@ def unkept(environ: Mapping[str, str], asked: Ask = ask) -> list[str]:
 def missing_flags(words: Sequence[str], environ: Mapping[str, str], config: str) -> list[str]:
     """The options without which this srun does not keep survivors: of its command line `words`, its variables, and
     Slurm's configuration as `scontrol show config` prints it."""
-    given = {"no-kill": "SLURM_NO_KILL" in environ, "kill-on-bad-exit": environ.get("SLURM_KILL_BAD_EXIT"),
-             "wait": environ.get("SLURM_WAIT")}
+    no_kill, bad_exit = "SLURM_NO_KILL" in environ, environ.get("SLURM_KILL_BAD_EXIT")
+    wait = environ.get("SLURM_WAIT")
     end = next((index for index, word in enumerate(words) if index and _PROGRAM.match(word)), len(words))
     options = list(words[1:end])
     for index, word in enumerate(options):
         name, _, value = word.removeprefix("--").partition("=") if word.startswith("--") else ("", "", "")
         if name == "no-kill":
-            given["no-kill"] = value != "off"
+            no_kill = value != "off"
         elif word == "-k":
-            given["no-kill"] = True
+            no_kill = True
         elif name == "kill-on-bad-exit":
-            given[name] = value or "1"
+            bad_exit = value or "1"
         elif word.startswith("-K"):
-            given["kill-on-bad-exit"] = word[2:] or "1"
+            bad_exit = word[2:] or "1"
         elif name == "wait":
-            given[name] = value or (options[index + 1] if index + 1 < len(options) else "")
+            wait = value or (options[index + 1] if index + 1 < len(options) else "")
         elif word.startswith("-W"):
-            given["wait"] = word[2:] or (options[index + 1] if index + 1 < len(options) else "")
-    bad_exit = given["kill-on-bad-exit"] or _configured(config, "KillOnBadExit")
-    wait = given["wait"] or _configured(config, "WaitTime")
-    return [flag for flag, missing in (("--no-kill", not given["no-kill"]),
-                                       ("--kill-on-bad-exit=0", bad_exit != "0"), ("--wait=0", wait != "0")) if missing]
+            wait = word[2:] or (options[index + 1] if index + 1 < len(options) else "")
+    bad_exit = bad_exit or _configured(config, "KillOnBadExit")
+    wait = wait or _configured(config, "WaitTime")
+    return [flag for flag, missing in (("--no-kill", not no_kill), ("--kill-on-bad-exit=0", bad_exit != "0"),
+                                       ("--wait=0", wait != "0")) if missing]
 
 
 def _configured(config: str, name: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from megatron_recycle import nccl_settings
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch.devices import visible
 from megatron_recycle.observe.runbook import with_section
 
 
@@ -43,9 +44,8 @@ def torchrun_environment(
 
 def default_nproc(environ: Mapping[str, str]) -> int:
     """Visible CUDA devices, or 1 without any."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return max(1, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    if (named := visible(environ)) is not None:
+        return max(1, len([name for name in named if name != "-1"]))
     found = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
     return max(1, len(found))
 
