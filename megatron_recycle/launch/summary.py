@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.observe import event_kinds as kinds
 from megatron_recycle.observe.events import format_event
 from megatron_recycle.observe.runbook import ENDED, with_section
 from megatron_recycle.observe.text import printable
@@ -32,14 +33,9 @@ _EVERY = 1.0
 
 @dataclass
 class Failure:
-    """One worker's failure as it is shown; times in milliseconds since it was noticed."""
+    """One worker's failure as it is shown; training went on `resumed_ms` after it was noticed."""
 
-    worker: str
-    rank: int
-    pid: int
-    kind: str
-    iteration: int
-    detected_ms: float
+    suspected: kinds.Suspected
     resumed_ms: float | None = None
     plan: str = ""
 
@@ -73,58 +69,61 @@ class Summary:
             return None
 
     def _add(self, event: Mapping[str, Any]) -> str | None:
-        name = event["event"]
-        if self._known(event):
+        name = kinds.Named.from_json(event).event
+        if self._known(name, event):
             return None
-        if "error" in event and "pid" in event:
-            self.errors[event["rank"], event["pid"]] = event["error"]
-        if name == "explained":
-            return _explained(event)
-        if name == "last_copy":
-            return _last_copy(event)
-        if name == "last_host":
-            return _last_host(event)
-        if name == "started":
-            self.names = {rank: name for name, rank in event["ranks"].items()}
-            return _started(event)
-        if name == "suspected" and event.get("removed", True):
-            self._suspected(event)
-        elif name == "planned":
-            for failure in self._open():
-                failure.plan = str(event.get("source", ""))
-        elif name == "resumed":
-            for failure in self._open():
-                failure.resumed_ms = None if event.get("ms") is None else float(event["ms"])
-        elif name == "restored":
-            self._latest = event["iteration"]
-        elif name == "skipped":
-            self.skipped += 1
-        elif name == "joined":
-            self.joined += "moved_from" not in event
-            self.moved += "moved_from" in event
-        elif name == "committed":
-            if event["iteration"] > self._latest:  # else a coordinator that took over tells of it again
-                self.committed += 1
-                self._latest = event["iteration"]
-            self.loss = event.get("loss", self.loss)
-            if time.monotonic() - self._last < _EVERY:
-                return None
-            self._last = time.monotonic()
-            return _line(event)
+        told = kinds.KINDS[name].from_json(event) if name in kinds.KINDS else None
+        match told:
+            case kinds.Explained():
+                return _explained(told)
+            case kinds.LastCopy():
+                return _last_copy(told)
+            case kinds.LastHost():
+                return _last_host(told)
+            case kinds.Started():
+                self.names = {rank: worker for worker, rank in told.ranks.items()}
+                return _started(told, event)
+            case kinds.Suspected():
+                if told.error is not None:
+                    self.errors[told.rank, told.pid] = told.error
+                if told.removed:
+                    at_once = told.ms if told.stranded else None  # training did not stop for a stranded one
+                    self.failures.append(Failure(told, at_once))
+            case kinds.Planned():
+                for failure in self._open():
+                    failure.plan = told.source
+            case kinds.Resumed():
+                for failure in self._open():
+                    failure.resumed_ms = told.ms
+            case kinds.Restored():
+                self._latest = told.iteration
+            case kinds.Joined():
+                self.joined += told.moved_from is None
+                self.moved += told.moved_from is not None
+            case kinds.Committed():
+                if told.iteration > self._latest:  # else a coordinator that took over tells of it again
+                    self.committed += 1
+                    self._latest = told.iteration
+                self.loss = self.loss if told.loss is None else told.loss
+                if time.monotonic() - self._last < _EVERY:
+                    return None
+                self._last = time.monotonic()
+                return format_event(event)
+        self.skipped += name == "skipped"
         if name == "finished":  # the closing line has its words
-            return _line({key: value for key, value in event.items() if key != "message"})
-        moved = name == "left" and event.get("kind") == FailureKind.MOVE
-        return _line(event) if moved or name in _TOLD else None
+            return format_event({key: value for key, value in event.items() if key != "message"})
+        moved = isinstance(told, kinds.Left) and told.kind == FailureKind.MOVE
+        return format_event(event) if moved or name in _TOLD else None
 
     def rank_of(self, event: Mapping[str, Any]) -> int | None:
         """The rank that an event is about; None: the job, or nobody that is known."""
-        if isinstance(rank := event.get("rank"), int):
-            return rank
-        return next((rank for rank, worker in self.names.items() if worker == event.get("worker")), None)
+        about = kinds.Ranked.from_json(event)
+        if isinstance(about.rank, int):
+            return about.rank
+        return next((rank for rank, worker in self.names.items() if worker == about.worker), None)
 
-    def _known(self, event: Mapping[str, Any]) -> bool:
+    def _known(self, name: str, event: Mapping[str, Any]) -> bool:
         """Whether this event has come before."""
-        name = event["event"]
         if name not in _AGAIN:
             return False
         key = (name, *(event.get(field) for field in _AGAIN[name]))
@@ -132,73 +131,50 @@ class Summary:
         self._seen.add(key)
         return again
 
-    def _suspected(self, event: Mapping[str, Any]) -> None:
-        self.failures.append(
-            Failure(
-                event["worker"],
-                event["rank"],
-                event["pid"],
-                event["kind"],
-                event["iteration"],
-                float(event.get("ms", 0.0)),
-                float(event.get("ms", 0.0)) if event.get("stranded") else None,  # training did not stop for it
-            )
-        )
-
     def _open(self) -> list[Failure]:
         return [failure for failure in self.failures if failure.resumed_ms is None]
 
 
-def _started(event: Mapping[str, Any]) -> str:
-    """With what the job can lose, where that may be news."""
-    hidden = ("survival", "fatal_hosts")
-    line = _line({key: value for key, value in event.items() if key not in hidden})
-    several = len(set(event.get("hosts", {}).values())) > 1
-    copies = len(event.get("grid", {}).get("microbatches", ())) > 1
-    return f"{line}\nrecycle: {event['survival']}" if "survival" in event and (several or not copies) else line
+def _started(told: kinds.Started, event: Mapping[str, Any]) -> str:
+    """With what the job can lose, where that may be news; of what it has worker by worker, people see the counts."""
+    hidden = ("survival", "fatal_hosts", "ranks", "hosts", "grid")
+    shown = {key: value for key, value in event.items() if key not in hidden}
+    if told.grid is not None:
+        shown |= {"pipelines": told.grid.pipelines, "stages": told.grid.stages}
+    hosts = sorted(set(told.hosts.values()))
+    line = format_event({**shown, "hosts": hosts})
+    copies = told.grid is not None and told.grid.pipelines > 1
+    return f"{line}\nrecycle: {told.survival}" if told.survival is not None and (len(hosts) > 1 or not copies) else line
 
 
-def _explained(event: Mapping[str, Any]) -> str:
+def _explained(told: kinds.Explained) -> str:
     """Why a worker has failed, and what takes its node out of service."""
-    gpu, repair = event.get("gpu"), event.get("repair")
-    return (f"recycle: {event['worker']} (rank {event['rank']}, pid {event['pid']}) on {event['host']}"
-            f"{f', {gpu}' if gpu else ''}: {'; '.join(event['causes'])}"
-            + (f". Take the node out: {repair}" if repair else ""))
+    return (f"recycle: {told.worker} (rank {told.rank}, pid {told.pid}) on {told.host}"
+            f"{f', {told.gpu}' if told.gpu else ''}: {'; '.join(told.causes)}"
+            + (f". Take the node out: {told.repair}" if told.repair else ""))
 
 
-def _last_copy(event: Mapping[str, Any]) -> str:
+def _last_copy(told: kinds.LastCopy) -> str:
     """A warning: with what would follow, and what helps."""
-    kept, hosts = event.get("kept_by") or {}, event.get("hosts") or {}
+    kept = told.kept_by or {}
     held = ", ".join(f"stage {stage} has one worker left ({worker}"
-                     + (f" on {hosts[stage]}" if stage in hosts else "")
+                     + (f" on {told.hosts[stage]}" if stage in told.hosts else "")
                      + (f"; {kept[stage]} keeps a copy)" if stage in kept else ")")
-                     for stage, worker in event["stages"].items())
-    without, back = any(stage not in kept for stage in event["stages"]), event.get("checkpoint")
+                     for stage, worker in told.stages.items())
     lost = "; what only it has is lost with it"
-    lost += "" if back is None else f", and all go back to the checkpoint of iteration {back}"
+    lost += "" if told.checkpoint is None else f", and all go back to the checkpoint of iteration {told.checkpoint}"
     lost += ": fill the empty places (max_restarts, `recycle run --join`), or begin with guard memory or --job-restarts"
-    how = lost if without else ""
-    return f"recycle: warning: {held}{how}"
+    return f"recycle: warning: {held}{lost if any(stage not in kept for stage in told.stages) else ''}"
 
 
-def _last_host(event: Mapping[str, Any]) -> str:
+def _last_host(told: kinds.LastHost) -> str:
     """A warning of what has changed with the last failure."""
     held = "; ".join([*(f"{host} has all workers that are left of stage {', '.join(map(str, stages))}"
-                       for host, stages in event["hosts"].items()),
+                       for host, stages in told.hosts.items()),
                       *(f"{host} has a part of each worker that holds shard {', '.join(map(str, shards))} of stage "
                         f"{stage}'s optimizer state"
-                        for host, of in event.get("shards", {}).items() for stage, shards in of.items())])
+                        for host, of in told.shards.items() for stage, shards in of.items())])
     return f"recycle: warning: {held}: without that host the job cannot go on until workers have joined"
-
-
-def _line(event: Mapping[str, Any]) -> str:
-    """An event for people: of what stands in it worker by worker, they see the counts."""
-    shown = {key: value for key, value in event.items() if key not in ("ranks", "hosts", "grid")}
-    if "grid" in event:
-        shown["pipelines"], shown["stages"] = len(event["grid"]["microbatches"]), event["grid"]["stages"]
-    if "hosts" in event:
-        shown["hosts"] = sorted(set(event["hosts"].values()))
-    return format_event(shown)
 
 
 def print_table(
@@ -219,15 +195,14 @@ def print_table(
     console = Console(file=sys.stdout, highlight=False, markup=False, width=None if terminal else 100)
     titles = ("rank", "worker", "pid", "end", "failure", "iteration", "detected", "training again", "plan")
     table = Table(*titles, box=HEAVY_HEAD if terminal else None)
-    failures = {(failure.rank, failure.pid): failure for failure in summary.failures}
+    failures = {(failure.suspected.rank, failure.suspected.pid): failure for failure in summary.failures}
     for rank, pid, end in rows:
         failure = failures.get((rank, pid))
         end = summary.errors.get((rank, pid), end)
         cells = [""] * 5
         if failure is not None:
-            resumed = "never" if failure.resumed_ms is None else f"{failure.resumed_ms:.0f} ms"
-            detected = f"{failure.detected_ms:.0f} ms"
-            cells = [failure.kind, str(failure.iteration), detected, resumed, failure.plan]
+            resumed, was = "never" if failure.resumed_ms is None else f"{failure.resumed_ms:.0f} ms", failure.suspected
+            cells = [was.kind, str(was.iteration), f"{was.ms:.0f} ms", resumed, failure.plan]
         table.add_row(str(rank), summary.names.get(rank, ""), str(pid), end, *cells)
     console.print(table)
     loss = "" if summary.loss is None else f", last loss {summary.loss}"

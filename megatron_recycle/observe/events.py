@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -237,7 +237,7 @@ class EventReader:
         return [json.loads(line) for line in lines]
 
 
-def format_event(record: dict[str, Any]) -> str:
+def format_event(record: Mapping[str, Any]) -> str:
     """One line for people: `recycle: suspected generation=1 worker=1:1 kind=exit ms=21.3`.
 
     Fields that are None or empty lists are left out. Large objects and lists (plans, membership) stay in the file; the

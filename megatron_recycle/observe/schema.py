@@ -60,7 +60,8 @@ EVENTS: Mapping[str, Kind] = {
     "restarted": Kind("a coordinator has taken the job up after its predecessor's end", "generation"),
     "suspected": Kind("a worker has failed; with `removed: false` it stays", "generation iteration worker kind ms? "
                       "rank pid", {"host?": "text", "removed?": "bool", "error?": "text", "where?": "text",
-                                   "progress?": "object", "digests?": "object", "shard?": "int", "shards?": "list"}),
+                                   "progress?": "object", "digests?": "object", "shard?": "int", "shards?": "list",
+                                   "stranded?": "bool"}),
     "explained": Kind("a host shows why a process of its has failed: `causes` are lines, `repair` takes a broken node "
                       "out of service", "generation worker rank pid", {
                           "host": "text", "causes": "list", "gpu?": "text", "repair?": "text"}),

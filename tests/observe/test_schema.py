@@ -10,6 +10,7 @@ import pytest
 
 from megatron_recycle.membership.decisions import Emit
 from megatron_recycle.membership.worker_events import WorkerEvent
+from megatron_recycle.observe.event_kinds import KINDS
 from megatron_recycle.observe.schema import EVENTS, VERSION, fault, page
 from tests.membership.cluster import Cluster
 
@@ -35,6 +36,14 @@ def test_a_worker_says_only_fields_of_the_table() -> None:
     for name, each in SAID.items():
         known = {field.rstrip("?") for field in EVENTS[WORKERS_OWN.get(name, name)].fields()}
         assert {*each.__struct_fields__} <= known, name
+
+
+def test_what_is_read_of_an_event_is_in_the_table_and_may_be_missing_where_the_table_says_so() -> None:
+    for name, kind in KINDS.items():
+        fields = EVENTS[name].fields()
+        assert {each.rstrip("?") for each in fields} >= {*kind.__struct_fields__}, name
+        needed = kind.__struct_fields__[:len(kind.__struct_fields__) - len(kind.__struct_defaults__)]
+        assert {*needed} <= fields.keys(), name
 
 
 def test_what_the_machine_tells_is_of_the_table() -> None:
