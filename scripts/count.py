@@ -74,7 +74,7 @@ WALK = ("runtime.recovery", "recover", "site")
 argument, and where a method of either is called."""
 
 MESSENGERS = ("control", "extensions", "launch", "membership", "runtime")
-"""Packages in which a string key reads a message, a report or a record."""
+"""Packages in which a string key reads a message, a report or a record, but for `runtime.compute`, which sends none."""
 NO_MESSAGES = frozenset({"environ", "counters", "group", "modules", "state_dict", "defaults", "globals()", "values"})
 """What else is read by a string there: variables of the environment, torch's dictionaries."""
 
@@ -254,7 +254,7 @@ class Code:
     def string_keys(self) -> Iterator[tuple[str, int, str]]:
         """Module, line and text of what reads a message or the like by a key that is a text in the code."""
         for module, tree in self.trees.items():
-            if module.split(".")[0] in MESSENGERS:
+            if module.split(".")[0] in MESSENGERS and not module.startswith("runtime.compute."):
                 yield from ((module, node.lineno, ast.unparse(node)) for node in ast.walk(tree) if _reads_key(node))
 
     def fields(self, module: str, name: str) -> int:
