@@ -70,8 +70,7 @@ class Telling:
             who, host = next(((who, one.host) for who, one in state.known.items()
                               if (one.worker, one.pid) == (told.worker, told.pid)), ("", ""))
             doing = self.progress.get(who)
-            event = {**event, "progress": doing} if doing else event
-            event = {**event, "host": host} if host else event
+            event = {**event, **({"progress": doing} if doing else {}), **({"host": host} if host else {})}
             self._count(Told.from_json(event))
         self._emit(event)
         if told.event in _KEPT:

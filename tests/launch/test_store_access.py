@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.control.etcd import Etcd, Place, StoreRefused, StoreUnreachable
+from megatron_recycle.control.etcd import Entry, Etcd, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.etcd_access import Access
 from megatron_recycle.errors import ConfigError
 from tests.launch.test_store import ETCD, free_port
@@ -57,9 +57,9 @@ def etcd(folder: Path, access: Access) -> Iterator[str]:
 
 
 @contextmanager
-def plain() -> Iterator[str]:
+def plain(handler: type[BaseHTTPRequestHandler] = BaseHTTPRequestHandler) -> Iterator[str]:
     """Somebody who speaks HTTP without TLS."""
-    server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    server = HTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -68,6 +68,20 @@ def plain() -> Iterator[str]:
         server.shutdown()
         thread.join(LIMIT)
         server.server_close()
+
+
+def answering(data: bytes) -> type[BaseHTTPRequestHandler]:
+    """Says this, whatever it is asked."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    return Handler
 
 
 def refused(url: str, access: Access, why: str) -> None:
@@ -117,3 +131,17 @@ def test_certificates_that_are_of_no_use_are_refused_before_anything_starts(tmp_
     file.write_text("no certificate")
     with pytest.raises(ConfigError, match="of no use"):
         Access(ca=str(file)).context()
+
+
+@pytest.mark.parametrize("data", [b"x", b"[]", b"null", b'{"kvs": 3}', b'{"kvs": [{"value": "dg=="}]}',
+                                  b'{"kvs": [{"key": "?", "create_revision": "3"}]}', b'{"header": {"revision": []}}'])
+def test_an_answer_of_another_form_is_no_etcds(data: bytes) -> None:
+    with plain(answering(data)) as where, pytest.raises(StoreUnreachable, match="is no etcd"):
+        Etcd(Place.parse(f"etcd://{where}")).range("k")
+
+
+def test_what_an_answer_leaves_out_is_empty_or_nothing() -> None:
+    with plain(answering(b'{"header": {"revision": "7"}, "kvs": [{"key": "aw==", "create_revision": "3"}]}')) as where:
+        store = Etcd(Place.parse(f"etcd://{where}"))
+        assert store.range("k") == [Entry("k", b"", 3)]
+        assert (store.put_if({}, {"k": b"v"}), store.keep(1)) == (0, False)
