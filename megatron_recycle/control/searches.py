@@ -54,14 +54,17 @@ def make_plan(plans: Plans, job: Job, order: MakePlan) -> Input:
 
 
 def make_redo(plans: Plans, job: Job, order: MakeRedo) -> Input:
-    """The plan for the rest of an interrupted iteration, if there is one."""
+    """The plans for the rest of an interrupted iteration, and of the one after it, if there are some."""
+    plan = _rest(plans, job, order)
+    return Redone(order.generation, plan, None if plan is None else _rest(plans, job, order.ahead))
+
+
+def _rest(plans: Plans, job: Job, order: MakeRedo | None) -> PlanFile | None:
     try:
-        plan = plans.redo and plans.redo(job, order)
-        ahead = plans.redo(job, order.ahead) if plans.redo and plan and order.ahead else None
+        return None if plans.redo is None or order is None else plans.redo(job, order)
     except Exception:  # the iteration can always begin anew
         log.exception("recycle: planning the rest of an iteration failed")
-        plan = ahead = None
-    return Redone(order.generation, plan, ahead)
+        return None
 
 
 def improve(plans: Plans, job: Job, order: Improve, cancelled: threading.Event) -> Input | None:

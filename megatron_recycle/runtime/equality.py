@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.worker_events import Corrupt, Healed
 from megatron_recycle.plan import Worker
@@ -30,9 +31,15 @@ from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 from megatron_recycle.runtime.stepper import Stepper
 
 
+def compares(config: RecycleConfig) -> bool:
+    """Whether peers are compared after a recovery. Where a stage is closed that is before the next iteration, and a
+    worker may be healed then: what it had done of that iteration would be of other parameters."""
+    return config.verify == "peers" or config.verify_every > 0
+
+
 def verify_recovery(site: Site, stepper: Stepper, generation: Generation) -> None:
     """After a recovery, and at the start. Raises VerificationError and GenerationOver."""
-    if site.config.verify == "peers" or site.config.verify_every:
+    if compares(site.config):
         standing, first = stepper.standing, generation.epoch.generation == 1
         # A closed stage may not take state from a peer before its last step is final.
         between = not first and some_are_between(generation.groups, standing)

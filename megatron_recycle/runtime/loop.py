@@ -179,8 +179,10 @@ class Loop:
         """Void the work on the next iteration, on all workers alike, and begin it again. ``drains``: all can bring what
         is under way of it to its end."""
         site, standing, committed = self.site, self.standing, self.standing.committed
-        groups, begun = self.site.current.get().groups, not standing.promises.ends_before(committed + 1)
-        groups.reopen()
+        generation, begun = self.site.current.get(), not standing.promises.ends_before(committed + 1)
+        generation.groups.reopen()
+        # Of an iteration that goes on where it stood not all know the shapes of what is under way.
+        drains = drains and committed + 1 not in generation.rests
         site.current.let_go([*site.current.kept])
         try:
             if drains and begun and standing.iteration == committed:  # others may have: all end the same

@@ -29,7 +29,7 @@ from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.description import description
-from megatron_recycle.runtime.equality import verify_recovery
+from megatron_recycle.runtime.equality import compares, verify_recovery
 from megatron_recycle.runtime.first_forward import agree
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
 from megatron_recycle.runtime.guard import all_are_back, go_back
@@ -188,7 +188,8 @@ def report(site: Site, stepper: Stepper) -> Go | None:
     closed = None
     if held is not None and standing.closed == held.iteration:
         closed = ClosedReport(held.iteration, held.loss, held.weight, (site.place.me.stage, *site.tied))
-    kept = tuple(each.report(standing.committed) for each in site.current.kept.values())
+    kept = tuple(each.report(standing.committed) for each in site.current.kept.values()
+                 if each.iteration == standing.committed + 1 or not compares(site.config))
     site.agent.report(generation, _report(site, standing, kept=kept, torn=site.current.torn, closed=closed))
     return site.agent.wait_go(generation)
 

@@ -13,9 +13,11 @@ from msgspec import structs
 from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning, problem_of
+from megatron_recycle.control.searches import Plans, make_redo
 from megatron_recycle.measure.measurements import Measured, Memory
 from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.description import Description, Job, Lendable, Lending
+from megatron_recycle.membership.inputs import Redone
 from megatron_recycle.membership.lending import lending
 from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Worker, violations
 from megatron_recycle.plan.plan_file import PlanFile
@@ -331,3 +333,15 @@ def _size(plan: PlanFile) -> tuple[int, int]:
     """Of its iterations."""
     problem = Plan.from_file(plan).problem
     return max(problem.grid.microbatches), problem.block
+
+
+def test_the_rest_of_an_iteration_is_planned_though_that_of_the_next_one_cannot_be():
+    def fails(job: Job, order: MakeRedo) -> PlanFile | None:
+        if order.size == (1, 1):
+            raise PlanError("no plan of this size")
+        return order.plan
+
+    plan = PlanFile(digest="sha256:1")
+    order = MakeRedo(2, plan, {}, (4, 1), ahead=MakeRedo(2, plan, {}, (1, 1)))
+    happened = make_redo(Plans(lambda job, failed: plan, redo=fails), DESCRIPTION, order)
+    assert happened == Redone(2, plan, None)

@@ -226,7 +226,7 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
     run all forwards of the next one. With clipping they are void: a guess was wrong."""
     shape = replace(SHAPES["3x3"], microbatches=4, iterations=4, clipping=clipping)
     held, seen = Moment("1:1", "reduce", 1), list[Moment]()
-    job = Job(shape.with_settings(reduction=reduction), [] if second is None else [second], holds=[held],
+    job = Job(shape.with_settings(reduction=reduction, verify="none"), [] if second is None else [second], holds=[held],
               seed=2 * seed, at=lambda job, moment: seen.append(moment))
     forwards = 3 * 4
 
@@ -243,6 +243,27 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
         assert lost(job) == [0]
         begun = Counter(moment.worker for moment in seen if (moment.phase, moment.iteration) == ("forward", 2))
         assert sum(begun[f"{pipeline}:0"] for pipeline in range(3)) == forwards, begun
+
+
+def test_work_on_the_next_iteration_is_not_kept_where_peers_are_compared_before_it():
+    """0:0 has run it with a flipped number, which its peers find and heal once the iteration before is final."""
+    shape = replace(SHAPES["3x3"], microbatches=4, iterations=4).with_settings(reduction="exact", verify_every=100)
+    held, seen = Moment("1:1", "reduce", 1), set[Moment]()
+
+    def at(job: Job, moment: Moment) -> None:
+        if moment == Moment("0:0", "forward", 2):
+            (odd,) = (process for process in job.processes.values() if process.name == "0:0")
+            with torch.no_grad():
+                next(odd.worker.site.stage.module.parameters()).view(-1)[0] += 1
+        seen.add(moment)
+
+    job = Job(shape, holds=[held], at=at)
+    with job:
+        job.wait_held()
+        job.wait_for(lambda: {Moment(f"{pipeline}:0", "forward", 2, 3) for pipeline in range(3)} <= seen, "forwards")
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:1"})
+    assert [event["worker"] for event in job.control.events if event["event"] == "healed"] == ["0:0"]
 
 
 def test_a_worker_that_had_no_micro_batch_of_a_closed_iteration_stays_with_its_stage(monkeypatch):
