@@ -47,6 +47,7 @@ class Shared(Value, frozen=True, kw_only=True):
         block: micro-batches of a block; 0: their order does not count.
         cap: micro-batches that each worker may hold, or each by name; nothing: twice as many as with 1F1B.
         tied: stages that step together.
+        compared: whether peers are compared after a recovery: those of a closed stage before the next iteration.
         costs: as the user gives them, in the form of a plan file; None: they are measured.
         objective: "period" or "makespan".
         partner_cost: seconds that a new pair of workers takes.
@@ -67,6 +68,7 @@ class Shared(Value, frozen=True, kw_only=True):
     policy: PolicyName = DEFAULT.name
     clip_norm: str = ""
     check_forward: bool = False
+    compared: bool = False
     objective: str = "period"
     reduction: str = ""
     keep_messages: str = ""

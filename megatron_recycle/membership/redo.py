@@ -34,7 +34,10 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
 
 
 def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
-    """The same of the iteration after ``resume.next``: workers of closed stages may have begun that."""
+    """The same of the iteration after ``resume.next``: workers of closed stages may have begun that. Nothing where they
+    are compared before it: one that is healed then has done this with other parameters."""
+    if state.job.compared:
+        return {}
     kept = _kept(state, resume.next + 1, {*resume.closed})
     alike = {(each.microbatches, each.block, each.lent) for each in _attempts(state, resume.next + 1, kept)}
     left_out = any(iteration == resume.next + 1 for iteration, _ in state.script.left_out)

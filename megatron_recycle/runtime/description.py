@@ -9,6 +9,7 @@ from megatron_recycle.plan import Costs
 from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.chunked import lendings_of
 from megatron_recycle.runtime.comm.backend import BACKENDS
+from megatron_recycle.runtime.equality import compares
 from megatron_recycle.runtime.lent.layers import offer
 from megatron_recycle.runtime.site import Site
 
@@ -40,7 +41,7 @@ def description(site: Site) -> Description:
         tied=tuple(map(tuple, stage.tied_stages)), model=stage.model,
         ties=tuple((tie.number, tuple(tie.stages)) for tie in stage.ties),
         costs=Costs.parse(config.costs, chunks).to_json() if config.costs else None,
-        full_backward=site.may_be_full,
+        full_backward=site.may_be_full, compared=compares(config),
         # Where all are at the end of an iteration before any begins the next one, that end counts.
         objective="period" if config.step == "staggered" and site.closes else "makespan",
         lendable=_lendable(site),

@@ -32,8 +32,7 @@ from megatron_recycle.runtime.stepper import Stepper
 
 
 def compares(config: RecycleConfig) -> bool:
-    """Whether peers are compared after a recovery. Where a stage is closed that is before the next iteration, and a
-    worker may be healed then: what it had done of that iteration would be of other parameters."""
+    """Whether peers are compared after a recovery."""
     return config.verify == "peers" or config.verify_every > 0
 
 

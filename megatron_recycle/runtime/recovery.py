@@ -29,7 +29,7 @@ from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.description import description
-from megatron_recycle.runtime.equality import compares, verify_recovery
+from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.first_forward import agree
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
 from megatron_recycle.runtime.guard import all_are_back, go_back
@@ -188,8 +188,7 @@ def report(site: Site, stepper: Stepper) -> Go | None:
     closed = None
     if held is not None and standing.closed == held.iteration:
         closed = ClosedReport(held.iteration, held.loss, held.weight, (site.place.me.stage, *site.tied))
-    kept = tuple(each.report(standing.committed) for each in site.current.kept.values()
-                 if each.iteration == standing.committed + 1 or not compares(site.config))
+    kept = tuple(each.report(standing.committed) for each in site.current.kept.values())
     site.agent.report(generation, _report(site, standing, kept=kept, torn=site.current.torn, closed=closed))
     return site.agent.wait_go(generation)
 
@@ -218,9 +217,6 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
                                Plan.from_file(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
                                cuts(site.stage, groups, go.resume, begun=False))
-    closed = {go.resume.next} if site.place.me.stage in go.resume.closed else frozenset[int]()
-    goes_on = closed | {carried.iteration for carried in scope.carried if site.place.me in carried.done}
-    site.current.let_go([each for each in site.current.kept if each > go.resume.target and each not in goes_on])
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
                      site.phases.working(CONNECT), go.resume)
@@ -278,6 +274,11 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     before = cuts(site.stage, groups, go.resume, begun=True)
     if not todo.enter and not todo.back:
         stepper.reconcile(todo, go.resume.target, groups, before)
+    # Not sooner: a worker that says that its stage is closed has all its messages, until its step is undone.
+    closed = {go.resume.next} if site.place.me.stage in go.resume.closed else frozenset[int]()
+    goes_on = closed | {carried.iteration for carried in generation.scope.carried if site.place.me in carried.done}
+    site.current.let_go([each for each in site.current.kept if each > go.resume.target and each not in goes_on])
+    if not todo.enter and not todo.back:
         carried = generation.scope.carried_in(go.resume.next)
         if carried is not None and carried.provisional and stepper.refuted:
             site.current.let_go([*site.current.kept])

@@ -898,9 +898,6 @@ class Process:
         wires = self.job.wires(go.generation, 0, members)
         carried = {each.iteration: each for each in (go.carried, go.ahead) if each is not None}
         rests = {iteration: self.job.plan(each.plan) for iteration, each in carried.items()}
-        mine = {iteration for iteration, rest in rests.items() if rest.done.get(self.me)}
-        for each in [each for each in self.kept if each > resume.target and each not in mine]:
-            del self.kept[each]
         table = next((each for each in resume.shards if each.stage == self.me.stage), None)
         self._generation = Generation(go.generation, wires, members, plan, carried, rests, resume.closed, table)
         yield from self._all("connect", "connect", None)
@@ -933,6 +930,9 @@ class Process:
         elif todo.anew:
             yield from self._all("anew", ("anew", target), None)
             self._settle(self._verdict(target))
+        mine = {iteration for iteration, rest in self._now.rests.items() if rest.done.get(self.me)}
+        for each in [each for each in self.kept if each > target and each not in mine]:
+            del self.kept[each]
         carried = self._now.carried.get(resume.next)
         if carried is not None and carried.provisional and self._refuted and self.job.rules.void:
             self.kept.clear()
