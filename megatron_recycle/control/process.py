@@ -37,7 +37,7 @@ from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import joined, listen, reserve
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.told import Told
-from megatron_recycle.membership.next_life import Shape
+from megatron_recycle.membership.next_life import JobLife
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
@@ -47,7 +47,6 @@ from megatron_recycle.observe.events import EventLog, read_events
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.plan import Plan
 from megatron_recycle.plan.plan_file import PlanFile
-from megatron_recycle.plan.value import Value
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
@@ -83,16 +82,6 @@ def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
     """The settings in an environment, for hosts that join later."""
     return {variable(option.name): environ[variable(option.name)] for option in options()
             if variable(option.name) in environ and option.name != "run_dir"}
-
-
-class Life(Value, frozen=True):
-    """The job's life, as a launcher tells it (`launch.life.Life.told`)."""
-
-    restarts: bool = False
-    number: int = 0
-    most: int = 0
-    reason: str = ""
-    shape: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -181,7 +170,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         journal, past = open_journal(args, events)
         keep = both(plans.keep)
     log = EventLog(events, ticks=schema.TICKS)
-    life = msgspec.json.decode(args.life, type=Life | None) or Life()
+    life = msgspec.json.decode(args.life, type=JobLife | None) or JobLife()
 
     def emit(event: Mapping[str, Any]) -> None:
         log.emit(**{**event, **({"v": schema.VERSION} if Told.from_json(event).event == "started" else {})})

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from megatron_recycle.membership.next_life import Shape
+from megatron_recycle.membership.next_life import JobLife, Shape
 from megatron_recycle.membership.protocol import End
 
 
@@ -40,8 +40,8 @@ class Life:
 
     def told(self) -> str:
         """For the coordinator's command line."""
-        return json.dumps({"restarts": self.number < self.most, "number": self.number, "most": self.most,
-                           "reason": self.reason, "shape": None if self.shape is None else self.shape.to_json()})
+        told = JobLife(self.number < self.most, self.number, self.most, self.reason, self.shape)
+        return json.dumps(told.to_json())
 
     def variables(self) -> dict[str, str]:
         """As torchrun sets them."""

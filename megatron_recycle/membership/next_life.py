@@ -26,6 +26,17 @@ class Shape(Value, frozen=True):
         return cls(job.grid.stages * job.parts, job.grid.total)
 
 
+class JobLife(Value, frozen=True):
+    """A life of the job, as a launcher tells the coordinator: its `number`, of at most so many; whether another one may
+    follow (`restarts`); the `reason` for it, and the `shape` of the one before."""
+
+    restarts: bool = False
+    number: int = 0
+    most: int = 0
+    reason: str = ""
+    shape: Shape | None = None
+
+
 class Share(Value, frozen=True):
     """A host's part of a life: its number among the hosts, its first rank, and how many ranks it has; none where the
     host is a spare."""
