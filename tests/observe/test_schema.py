@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from megatron_recycle.control.told import Told
 from megatron_recycle.membership.decisions import Emit
 from megatron_recycle.membership.worker_events import WorkerEvent
 from megatron_recycle.observe.event_kinds import KINDS
@@ -44,6 +45,14 @@ def test_what_is_read_of_an_event_is_in_the_table_and_may_be_missing_where_the_t
         assert {each.rstrip("?") for each in fields} >= {*kind.__struct_fields__}, name
         needed = kind.__struct_fields__[:len(kind.__struct_fields__) - len(kind.__struct_defaults__)]
         assert {*needed} <= fields.keys(), name
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_a_coordinator_understands_any_event_of_the_table(name: str) -> None:
+    values: dict[str, Any] = {"int": 1, "number": 0.5, "text": "a", "list": [1], "object": {"a": 1}, "bool": True,
+                              "any": "a"}
+    assert Told.understood({"event": name, "t": 0.5, **{
+        field.rstrip("?"): values[kind] for field, kind in EVENTS[name].fields().items()}})
 
 
 def test_what_the_machine_tells_is_of_the_table() -> None:
