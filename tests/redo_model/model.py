@@ -444,7 +444,7 @@ class Job:
 
     def _check_refused(self, iteration: int, listed: Mapping[Worker, Sequence[Action]], closed: Sequence[int]) -> None:
         """An iteration begins anew only if a message of a closed stage is lost that somebody is still to read: with the
-        worker that had made it and one that had used it."""
+        worker that had made it and one that had used it, or has thrown its sums away."""
         problem = self.problem
         done = {(PASS[action.kind], *values.place(problem, worker.stage, action))
                 for worker, actions in listed.items() for action in actions}
@@ -456,7 +456,7 @@ class Job:
         if not lost:
             raise Violation(f"iteration {iteration} begins anew, although nothing is lost: {listed}, closed {closed}")
         for each in lost:
-            if all(name in self._lives for name in self._ran.get((iteration, each), ())):
+            if not self.shape.spoils and all(name in self._lives for name in self._ran.get((iteration, each), ())):
                 raise Violation(f"iteration {iteration} begins anew: {each} had nobody read, and its maker has left")
 
     def _check(self) -> None:

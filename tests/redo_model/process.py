@@ -78,7 +78,7 @@ class Rules:
     void: bool = True
     """What was computed on a wrong guess is thrown away."""
     idle: bool = True
-    """Who has had nothing to do of an iteration has kept nothing of it."""
+    """Who has had nothing to do of a closed iteration goes on with it all the same, as its stage does."""
     resend: bool = True
     """A closed stage sends what others are still to read."""
     stays: bool = True
@@ -828,9 +828,9 @@ class Process:
         standing.rejoin()
         iteration = standing.iteration
         plan = generation.plan_of(iteration)
-        if iteration not in self.kept and not self.job.rules.idle:
+        if iteration not in self.kept:
             raise Violation(f"{self.name} rejoins iteration {iteration}, of which it has kept nothing")
-        self.log = self.kept[iteration].log if iteration in self.kept else {}
+        self.log = self.kept[iteration].log
         self._open(iteration)
         yield from self._look("rejoining")
         for action in plan.actions(self.me) if self.job.rules.resend else ():
@@ -888,6 +888,8 @@ class Process:
         shards = None if self.cut is None else self.cut.told(standing.holds, self.job.shape.asked.copies)
         if held is not None and standing.closed == held.iteration and self.job.rules.stays:
             closed = ClosedReport(held.iteration, held.loss, 0.0, tuple(self.job.closed_where(self.me.stage)))
+            if held.iteration not in self.kept and self.job.rules.idle:
+                raise Violation(f"{self.name} has closed iteration {held.iteration}, of which it has kept nothing")
         return standing.report(kept=kept, closed=closed, shards=shards)
 
     def _rebuild(self, go: Go) -> Life:
@@ -931,6 +933,8 @@ class Process:
             yield from self._all("anew", ("anew", target), None)
             self._settle(self._verdict(target))
         mine = {iteration for iteration, rest in self._now.rests.items() if rest.done.get(self.me)}
+        if self.me.stage in resume.closed and self.job.rules.idle:
+            mine.add(resume.next)
         for each in [each for each in self.kept if each > target and each not in mine]:
             del self.kept[each]
         carried = self._now.carried.get(resume.next)
