@@ -88,7 +88,7 @@ def carried(state: State, resume: Resume) -> Carry | None:
     closing = _closed(state, resume) if resume.closed else []
     closed = next((state.round.reports[name].closed for name in closing), None)
     return Carry(redo.iteration, resume.attempt, redo.plan, redo.plan.done, redo.provisional,
-                    None if closed is None else (closed.loss, closed.weight))
+                 None if closed is None else (closed.loss, closed.weight))
 
 
 def ahead(state: State, resume: Resume) -> Carry | None:

@@ -190,10 +190,9 @@ class Loop:
             site.agent.event(RolledBack(committed, standing.roll_back()))
             site.phases.enter(Phase.RECOVERING, committed + 1)
             with site.phases.waiting(HANDLES):
-                generation = site.current.get()
-                if not drains or (begun and not drain(generation, committed + 1)):
+                if not drains or (begun and not drain(site.current.get(), committed + 1)):
                     standing.renew()
-                    recovery.renew(site, standing, generation)
+                    recovery.renew(site, standing, site.current.get())
             site.current.set(site.current.get().begun_anew())
             self.stepper.gather()
         except GenerationOver as error:

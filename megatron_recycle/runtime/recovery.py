@@ -278,11 +278,10 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     closed = {go.resume.next} if site.place.me.stage in go.resume.closed else frozenset[int]()
     goes_on = closed | {carried.iteration for carried in generation.scope.carried if site.place.me in carried.done}
     site.current.let_go([each for each in site.current.kept if each > go.resume.target and each not in goes_on])
-    if not todo.enter and not todo.back:
-        carried = generation.scope.carried_in(go.resume.next)
-        if carried is not None and carried.provisional and stepper.refuted:
-            site.current.let_go([*site.current.kept])
-            site.current.set(generation.begun_anew())
+    carried = generation.scope.carried_in(go.resume.next)
+    if carried is not None and carried.provisional and stepper.refuted:
+        site.current.let_go([*site.current.kept])
+        site.current.set(generation.begun_anew())
     joined = _processes(site, groups, go.resume.joined)
     with site.phases.copying() if joined else nullcontext():
         site.asked.reconcile(groups, standing.epoch, joined, joined if go.resume.restored else ())
