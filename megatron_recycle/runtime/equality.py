@@ -18,7 +18,6 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.worker_events import Corrupt, Healed
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
@@ -26,9 +25,13 @@ from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.facts import Facts
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.scripts import some_are_between
+from megatron_recycle.runtime.shard_moves import copy
+from megatron_recycle.runtime.shards import digests as shard_digests
+from megatron_recycle.runtime.shards import gather
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 
 def compares(config: RecycleConfig) -> bool:
@@ -36,30 +39,29 @@ def compares(config: RecycleConfig) -> bool:
     return config.verify == "peers" or config.verify_every > 0
 
 
-def verify_recovery(site: Site, stepper: Stepper, generation: Generation) -> None:
-    """After a recovery, and at the start. Raises VerificationError and GenerationOver."""
-    if compares(site.config):
-        standing, first = stepper.standing, generation.epoch.generation == 1
-        # A closed stage may not take state from a peer before its last step is final.
-        between = not first and some_are_between(generation.groups, standing)
-        standing.unverified = between or standing.rejoins
-        if not standing.unverified:
-            _verify(site, stepper, generation, heal=not first)
-            standing.verified = standing.committed + 1
+class PeerCheck(WorkerExtension):
+    """Peers are compared when all hold a state, and before iterations."""
 
+    def settle(self, meeting: Meeting) -> None:
+        """After a recovery, and at the start. Raises VerificationError."""
+        site, standing, first = meeting.site, meeting.standing, meeting.go.generation == 1
+        if compares(site.config):
+            # A closed stage may not take state from a peer before its last step is final.
+            between = not first and some_are_between(meeting.groups, standing)
+            standing.unverified = between or standing.rejoins
+            if not standing.unverified:
+                _verify(site, meeting.stepper, meeting.generation, heal=not first)
+                standing.verified = standing.committed + 1
 
-def verify_boundary(site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
-    """Before ``iteration`` begins, if it is one of every `verify_every`, or the last recovery has not compared them;
-    all peers do so at the same one.
-
-    Raises VerificationError, GenerationOver, WrongGuess.
-    """
-    if not stepper.standing.due(iteration, site.config.verify_every):
-        return
-    stepper.wait()
-    with site.phases.waiting("a check"):
-        _verify(site, stepper, generation, heal=True)
-    stepper.standing.verified, stepper.standing.unverified = iteration, False
+    def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
+        """If ``iteration`` is one of every `verify_every`, or the last recovery has not compared them; all peers do so
+        at the same one. Raises VerificationError."""
+        if not stepper.standing.due(iteration, site.config.verify_every):
+            return
+        stepper.wait()
+        with site.phases.waiting("a check"):
+            _verify(site, stepper, generation, heal=True)
+        stepper.standing.verified, stepper.standing.unverified = iteration, False
 
 
 def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) -> None:
@@ -109,7 +111,7 @@ def _differing(site: Site, groups: Groups, cuts: Cuts) -> dict[int, dict[Worker,
     peers = groups.peers(groups.me.stage)
     found = torch.zeros(len(cuts.holders), len(peers), dtype=torch.float64)
     with site.phases.working("check"):
-        for shard, value in shards.digests(site.stage).items():
+        for shard, value in shard_digests(site.stage).items():
             if shard in cuts.of(groups.me):
                 found[shard, peers.index(groups.me)] = value
     groups.stage_control.sum(found).wait()
@@ -136,10 +138,10 @@ def _heal_shards(site: Site, stepper: Stepper, groups: Groups, cuts: Cuts, moves
         if odd == site.place.me:
             site.agent.event(Corrupt(iteration + 1, _named(digests[shard]), shard))
     with site.phases.working(COPY), site.phases.writing():
-        taken = shards.copy(site, groups, moves)
+        taken = copy(site, groups, moves)
         for shard in taken:
             own.copy_to_model(shard)
-        shards.gather(site.stage, groups, cuts, groups.peers(groups.me.stage))  # they may have come from the odd one
+        gather(site.stage, groups, cuts, groups.peers(groups.me.stage))  # they may have come from the odd one
     if taken:
         size = sum(tensor.nbytes for shard in taken for tensor in own.tensors(shard).values())
         site.agent.event(Healed(iteration + 1, size, round(1000 * (time.monotonic() - began), 1), tuple(taken)))

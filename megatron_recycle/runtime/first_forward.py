@@ -24,11 +24,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_map_only
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.membership import Standing
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch, digest
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
+from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 _TWICE = "first forward"
 """This work has limits of its own: it takes several forwards' time."""
@@ -64,10 +66,14 @@ def first_forward(site: Site, groups: Groups, chunk: int, run: Run, inputs: Inpu
     return made
 
 
-def agree(site: Site, groups: Groups) -> None:
+class FirstForwards(WorkerExtension):
     """All parts of a worker run a forward twice if one of them has to: it may have come in, or not have ended its own
-    before a failure. Raises GenerationOver."""
-    if groups.siblings is not None:
+    before a failure."""
+
+    def settle(self, meeting: Meeting) -> None:
+        self.renew(meeting.site, meeting.standing, meeting.groups)
+
+    def renew(self, site: Site, standing: Standing, groups: Groups) -> None:
         every = range(len(site.place.chunks))
         found = _on_any_part(site, groups, *(chunk in site.unchecked for chunk in every))
         site.unchecked.update(chunk for chunk in every if found[chunk])

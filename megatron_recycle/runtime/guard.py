@@ -9,51 +9,63 @@ newest checkpoint, where no copy is as new; there each gets the shards that are 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from megatron_recycle.control import Go
-from megatron_recycle.membership import workers_of
+from megatron_recycle.membership import Standing, workers_of
 from megatron_recycle.membership.inputs import Received
 from megatron_recycle.membership.worker_events import Guarded
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import COPY
-from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.copies import StateCopy, receive, send
 from megatron_recycle.runtime.facts import Facts, Past
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.saving import load
+from megatron_recycle.runtime.shards import begin_anew
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.state_copy import give, stage_tensors, take
+from megatron_recycle.runtime.state_copy import give, stage_tensors
 from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.worker_extension import PEERS, Meeting, Source, WorkerExtension
 
 
-def refresh(site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
-    """Before ``iteration`` begins, make copies if they are due; all workers do so at the same iteration. Not before
-    an iteration was committed: what there is then, the script can make again.
+class LastCopies(WorkerExtension):
+    """A stage that is lost comes back."""
 
-    Raises GenerationOver and WrongGuess.
-    """
-    guard, number = site.trainable.guard, generation.epoch.generation
-    if not generation.keepers:
-        guard.forget()
-        return
-    if not guard.due(number, iteration, site.config.guard_interval):
-        return
-    stepper.wait()
-    if stepper.standing.verdict is None:
-        return
-    began, first = time.monotonic(), guard.begins
-    with site.phases.working(COPY):
-        own = StateCopy.of(stage_tensors(site.stage), stepper.facts())
-        kept = _exchange(generation, own)
-        guard.keep(number, iteration, own, kept)
-    if first or kept:
-        _tell(site, iteration, own, kept, 1000 * (time.monotonic() - began))
+    def reports(self, site: Site, standing: Standing) -> Mapping[str, Any]:
+        """The copies that this worker has, and the earliest checkpoint that it can go back to."""
+        guard, since = site.trainable.guard, site.framework.data.since
+        read = bisect_left(range(-1, standing.committed + 1), since,
+                           key=lambda iteration: site.grids.number(iteration + 1))
+        return {"guard": guard.report(guard.back, read - 1)}
+
+    def source(self, meeting: Meeting) -> Source | None:
+        return _WayBack() if meeting.resume.restored else None
+
+    def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
+        """Make copies if they are due; all workers do so at the same iteration. Not before an iteration was committed:
+        what there is then, the script can make again."""
+        guard, number = site.trainable.guard, generation.epoch.generation
+        if not generation.keepers:
+            guard.forget()
+            return
+        if not guard.due(number, iteration, site.config.guard_interval):
+            return
+        stepper.wait()
+        if stepper.standing.verdict is None:
+            return
+        began, first = time.monotonic(), guard.begins
+        with site.phases.working(COPY):
+            own = StateCopy.of(stage_tensors(site.stage), stepper.facts())
+            kept = _exchange(generation, own)
+            guard.keep(number, iteration, own, kept)
+        if first or kept:
+            _tell(site, iteration, own, kept, 1000 * (time.monotonic() - began))
 
 
 def _exchange(generation: Generation, own: StateCopy) -> dict[int, StateCopy]:
@@ -81,65 +93,73 @@ def _tell(site: Site, iteration: int, own: StateCopy, kept: Mapping[int, StateCo
             site.config.guard_interval)
 
 
-def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
-    """For a worker that is left: take up the state after the iteration that all go back to, and give those that come in
-    what they need. Raises GenerationOver."""
-    me, guard, target = groups.me, site.trainable.guard, go.resume.target
-    joined, checkpoint = workers_of(go.resume.joined), go.resume.checkpoint
-    guard.go_back(target)
-    where = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint.place}"
-    get_logger().warning("megatron-recycle: %s: all go back to the state after iteration %d, from %s", _lost(go),
-                         target, where)
-    if checkpoint is not None:
-        guard.midway = site.stage.shards is not None  # else a stage that is lost says so
-        shards.begin_anew(site.stage, groups, go.resume)
-        (tensors, facts), past = load(site, go.generation, checkpoint), site.past
-        stepper.enter(tensors, facts(past))
-        if me == min(member for member in groups.members if member not in joined):
-            for worker in joined:
-                send(groups.control, groups.control_ranks[worker], StateCopy.of({}, past))
+class _WayBack(Source):
+    """The state after an iteration that all go back to, from copies or a checkpoint."""
+
+    def give(self, meeting: Meeting) -> None:
+        """Take up that state, and give those that come in what they need."""
+        site, groups, resume = meeting.site, meeting.groups, meeting.resume
+        guard, target, checkpoint = site.trainable.guard, resume.target, resume.checkpoint
+        guard.go_back(target)
+        where = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint.place}"
+        get_logger().warning("megatron-recycle: %s: all go back to the state after iteration %d, from %s",
+                             _lost(meeting.go), target, where)
+        if checkpoint is None:
+            self._from_copies(meeting)
+        else:
+            guard.midway = site.stage.shards is not None  # else a stage that is lost says so
+            begin_anew(site.stage, groups, resume)
+            (tensors, facts), past = load(site, meeting.go.generation, checkpoint), site.past
+            meeting.stepper.enter(tensors, facts(past))
+            if groups.me == min(member for member in groups.members if member not in meeting.joined):
+                for worker in meeting.joined:
+                    send(groups.control, groups.control_ranks[worker], StateCopy.of({}, past))
         site.trainable.brought = None
         site.trainable.lay_out()
-        return
-    for stage, keeper in _restored(go).items():
-        if me == keeper:
-            for worker in (worker for worker in joined if worker.stage == stage):
-                send(groups.control, groups.control_ranks[worker], guard.of[stage][target])
-    tensors, copied = guard.own[target].open(site.stage.device)
-    stepper.enter(tensors, Facts.from_json(copied))
-    site.trainable.brought = None
-    site.trainable.lay_out()
-    give(groups, joined, stage_tensors(site.stage), stepper.facts())
+        if checkpoint is None:
+            give(groups, meeting.joined, stage_tensors(site.stage), meeting.stepper.facts())
+        self._await_all(meeting)
 
+    def _from_copies(self, meeting: Meeting) -> None:
+        site, groups, target = meeting.site, meeting.groups, meeting.resume.target
+        guard = site.trainable.guard
+        for stage, keeper in _restored(meeting.go).items():
+            if groups.me == keeper:
+                for worker in (worker for worker in meeting.joined if worker.stage == stage):
+                    send(groups.control, groups.control_ranks[worker], guard.of[stage][target])
+        tensors, copied = guard.own[target].open(site.stage.device)
+        meeting.stepper.enter(tensors, Facts.from_json(copied))
 
-def all_are_back(site: Site, groups: Groups) -> None:
-    """Wait until everybody stands where all go back to. Only then does one that has come in count: else a failure would
-    find a stage behind the others, with nobody who holds what they do. Raises GenerationOver."""
-    with site.phases.waiting("the others' way back"):
-        count(groups.control, True)
-    site.trainable.guard.midway = False
-
-
-def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tensor], Facts, Received]:
-    """For a worker that comes in: the state of its stage, from the keeper or, if others hold it, from them; or from the
-    checkpoint that all go back to. Raises GenerationOver and TransferError, and what loading that raises."""
-    began = time.monotonic()
-    if go.resume.checkpoint is not None:
-        shards.begin_anew(site.stage, groups, go.resume)
-        tensors, facts = load(site, go.generation, go.resume.checkpoint)
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what the script does to it is no part
-        giver = min(member for member in groups.members if member not in workers_of(go.resume.joined))
-        _, told = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)
-        return tensors, facts(Past.from_json(told)), Received(sum(tensor.nbytes for tensor in tensors.values()),
-                                                              1000 * (time.monotonic() - began))
-    keeper = _restored(go).get(groups.me.stage)
-    if keeper is None:
-        tensors, told, received = take(groups, workers_of(go.resume.joined), site.stage.device)
-    else:
+    def take(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Facts, Received]:
+        """From the keeper or, if others hold the stage, from them; or from the checkpoint. Raises what loading that
+        raises, too."""
+        began, site, groups, resume = time.monotonic(), meeting.site, meeting.groups, meeting.resume
+        if resume.checkpoint is not None:
+            begin_anew(site.stage, groups, resume)
+            tensors, facts = load(site, meeting.go.generation, resume.checkpoint)
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # not what the script changes
+            giver = min(member for member in groups.members if member not in meeting.joined)
+            _, told = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)
+            return tensors, facts(Past.from_json(told)), Received(sum(tensor.nbytes for tensor in tensors.values()),
+                                                                  1000 * (time.monotonic() - began))
+        keeper = _restored(meeting.go).get(groups.me.stage)
+        if keeper is None:
+            return PEERS.take(meeting)
         copy = receive(groups.control, groups.control_ranks[keeper])
         received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
         tensors, told = copy.open(site.stage.device)
-    return tensors, Facts.from_json(told), received
+        return tensors, Facts.from_json(told), received
+
+    def taken(self, meeting: Meeting) -> None:
+        meeting.standing.entered = meeting.resume.regained  # the others' scripts are further than their state
+        self._await_all(meeting)
+
+    def _await_all(self, meeting: Meeting) -> None:
+        """Wait until everybody stands where all go back to. Only then does one that has come in count: else a failure
+        would find a stage behind the others, with nobody who holds what they do."""
+        with meeting.site.phases.waiting("the others' way back"):
+            count(meeting.groups.control, True)
+        meeting.site.trainable.guard.midway = False
 
 
 def _lost(go: Go) -> str:

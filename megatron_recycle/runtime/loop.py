@@ -15,20 +15,17 @@ from megatron_recycle.membership.worker_events import RolledBack
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime import recovery
+from megatron_recycle.runtime import worker_extensions as extensions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY
 from megatron_recycle.runtime.attempt import Attempt, opened
 from megatron_recycle.runtime.between import Between
 from megatron_recycle.runtime.draining import drain
-from megatron_recycle.runtime.equality import verify_boundary
 from megatron_recycle.runtime.generation import Generation
-from megatron_recycle.runtime.guard import refresh
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.rejoining import rejoin
-from megatron_recycle.runtime.shards import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
-from megatron_recycle.runtime.taking_in import share_registered
 
 _POLL_SECONDS = 0.001
 
@@ -67,17 +64,15 @@ class Loop:
             self.stepper.wait()
 
     def _at_boundary(self, iteration: int) -> Generation:
-        """Do what is due before ``iteration``: a switch, a check of the peers, another plan."""
+        """Do what is due before ``iteration``: a switch, the extensions' work, another plan."""
         site, standing, generation = self.site, self.standing, self.site.current.get()
         self.stepper.poll()
-        if site.current.owed:
-            self.stepper.wait()
-        adopt(site, generation.groups)
-        share_registered(site, generation.groups)
+        for extension in extensions.ALL:
+            extension.catch_up(site, self.stepper, generation)
         if standing.promises.ends_before(iteration):
             self._await_switch(iteration)
-        verify_boundary(site, self.stepper, generation, iteration)
-        refresh(site, self.stepper, generation, iteration)
+        for extension in extensions.ALL:
+            extension.due(site, self.stepper, generation, iteration)
         return self._adopt(iteration)
 
     def _adopt(self, iteration: int) -> Generation:

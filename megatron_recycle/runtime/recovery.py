@@ -8,9 +8,7 @@ generation starts again with fresh reports.
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from megatron_recycle.config import RecycleConfig
@@ -21,28 +19,23 @@ from megatron_recycle.membership.report import ClosedReport, Report
 from megatron_recycle.membership.worker_events import Rebuilt
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
-from megatron_recycle.runtime import shards
+from megatron_recycle.runtime import worker_extensions as extensions
 from megatron_recycle.runtime.activity import CONNECT
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.levelling import Levelling
-from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.description import description
-from megatron_recycle.runtime.equality import verify_recovery
-from megatron_recycle.runtime.first_forward import agree
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
-from megatron_recycle.runtime.guard import all_are_back, go_back
 from megatron_recycle.runtime.held import save_what_is_held
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
-from megatron_recycle.runtime.scripts import some_are_between
 from megatron_recycle.runtime.shards import cuts
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.state_copy import give, stage_tensors
 from megatron_recycle.runtime.stepper import Stepper
 from megatron_recycle.runtime.taking_in import take_in
+from megatron_recycle.runtime.worker_extension import PEERS, Meeting
 
 _POLL_SECONDS = 0.001
 _CONNECT_PER_RANK = 0.05  # seconds
@@ -85,8 +78,6 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
             if go is not None:
                 generation = rebuild(site, stepper, go)
                 reconcile(site, stepper, generation, go)
-                verify_recovery(site, stepper, generation)
-                agree(site, generation.groups)
                 if go.closing is not None:
                     close_down(site, go)
                 resume(site, stepper.standing, go)
@@ -194,12 +185,9 @@ def report(site: Site, stepper: Stepper) -> Go | None:
 
 
 def _report(site: Site, standing: Standing, **kept: Any) -> Report:
-    guard = site.trainable.guard
-    since = site.framework.data.since
-    read = bisect_left(range(-1, standing.committed + 1), since, key=lambda iteration: site.grids.number(iteration + 1))
-    return standing.report(
-        guard=guard.report(guard.back, read - 1),
-        shards=shards.report(site.stage, site.config.state_copies or site.place.grid.pipelines, standing), **kept)
+    for extension in extensions.ALL:
+        kept |= extension.reports(site, standing)
+    return standing.report(**kept)
 
 
 def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
@@ -237,8 +225,8 @@ def renew(site: Site, standing: Standing, old: Generation) -> Generation:
     renewed = install(site, standing, old.renewed(standing.epoch, groups, site.stage))
     connect_partners(site, standing, renewed, connect_limit(site.config, groups.control.size, old.tries),
                      site.phases.working(CONNECT))
-    site.asked.transfers.reconcile(groups, standing.epoch)
-    agree(site, groups)
+    for extension in extensions.ALL:
+        extension.renew(site, standing, groups)
     return renewed
 
 
@@ -269,57 +257,37 @@ def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
 def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
     """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by everybody,
     anything beyond it is undone and forgotten. A worker that comes in gets everything from its peers."""
-    groups, standing = generation.groups, stepper.standing
-    todo = standing.reconciliation(go.resume)
-    before = cuts(site.stage, groups, go.resume, begun=True)
+    todo = stepper.standing.reconciliation(go.resume)
+    meeting = Meeting(site, stepper, generation, go, todo)
     if not todo.enter and not todo.back:
-        stepper.reconcile(todo, go.resume.target, groups, before)
-    # Not sooner: a worker that says that its stage is closed has all its messages, until its step is undone.
-    closed = {go.resume.next} if site.place.me.stage in go.resume.closed else frozenset[int]()
-    goes_on = closed | {carried.iteration for carried in generation.scope.carried if site.place.me in carried.done}
-    site.current.let_go([each for each in site.current.kept if each > go.resume.target and each not in goes_on])
-    carried = generation.scope.carried_in(go.resume.next)
-    if carried is not None and carried.provisional and stepper.refuted:
-        site.current.let_go([*site.current.kept])
-        site.current.set(generation.begun_anew())
-    joined = _processes(site, groups, go.resume.joined)
-    with site.phases.copying() if joined else nullcontext():
-        site.asked.reconcile(groups, standing.epoch, joined, joined if go.resume.restored else ())
-    if before is not None and not go.resume.restored and go.generation > 1:  # some have stepped, and told nobody
-        with site.phases.copying():
-            # If all have their parameters, scripts may have changed them since, those of some and not yet of others.
-            (lacking,) = count(groups.stage_control, not todo.enter and site.trainable.gathered != standing.stepped)
-            if lacking and not todo.enter:
-                with site.phases.writing():
-                    shards.gather(site.stage, groups, before, [
-                        peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)])
-                site.trainable.gathered = standing.stepped
+        stepper.reconcile(todo, go.resume, generation.groups)
+    _let_go(meeting)
+    for extension in extensions.ALL:
+        extension.level(meeting)
+    source = next((found for extension in extensions.ALL if (found := extension.source(meeting)) is not None), PEERS)
     if todo.enter:
-        take_in(site, stepper, groups, go)
-    elif todo.back:
+        take_in(meeting, source)
+    elif todo.back or todo.give:
         site.phases.enter(Phase.JOINING, go.resume.next)
         with site.phases.copying():
-            go_back(site, stepper, groups, go)
-            all_are_back(site, groups)
-    elif todo.give:
-        site.phases.enter(Phase.JOINING, go.resume.next)
-        with site.phases.copying():
-            give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
-    owed = shards.owe(site, groups, go.resume)
-    if owed and site.place.me.stage not in go.resume.closed and (
-            go.generation == 1 or go.closing is not None or not some_are_between(groups, standing, todo.enter)):
-        shards.adopt(site, groups)
-    if todo.enter:
-        with site.phases.copying():
-            site.trainable.shards = shards.kept(site.stage)
-    site.framework.registered.look(groups)
+            source.give(meeting)
+    for extension in extensions.ALL:
+        extension.settle(meeting)
 
 
-def _processes(site: Site, groups: Groups, names: Sequence[str]) -> list[int]:
-    """Ranks in ``groups.control`` of all parts of these workers."""
-    ranks = site.place.ranks
-    everyone = sorted(rank for worker in groups.members for rank in ranks[worker])
-    return [everyone.index(rank) for worker in workers_of(names) for rank in ranks[worker]]
+def _let_go(meeting: Meeting) -> None:
+    """Keep attempts that go on, and no others. Not before the last step is undone: until then a worker that says that
+    its stage is closed has all its messages."""
+    current, resume, me = meeting.site.current, meeting.resume, meeting.site.place.me
+    scope = meeting.generation.scope
+    goes_on = {carried.iteration for carried in scope.carried if me in carried.done}
+    if me.stage in resume.closed:
+        goes_on.add(resume.next)
+    current.let_go([each for each in current.kept if each > resume.target and each not in goes_on])
+    carried = scope.carried_in(resume.next)
+    if carried is not None and carried.provisional and meeting.stepper.refuted:
+        current.let_go([*current.kept])
+        current.set(meeting.generation.begun_anew())
 
 
 def close_down(site: Site, go: Go) -> NoReturn:

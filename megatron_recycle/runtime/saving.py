@@ -35,7 +35,7 @@ from megatron_recycle.runtime.evaluation import LOSS_WIDTH
 from megatron_recycle.runtime.facts import Facts, Past, Saved
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.phases import Phase
-from megatron_recycle.runtime.shards import adopt
+from megatron_recycle.runtime.shard_moves import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import stage_tensors
 

@@ -1,10 +1,7 @@
-"""What workers do with the shards of their stage's optimizer state: gather parameters, adopt what the dead have held.
+"""What workers do with the shards of their stage's optimizer state: norms, steps, parameters.
 
 A step changes on each worker the part of the model that belongs to its own shards; the others' parts come from those
-that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`). That
-happens before the next iteration instead where it meets some peers in their scripts, or where the stage is closed for
-an iteration that is not committed: its step may have to be made again, by those that have its slices. A copy counts
-when it is whole. Whoever has given one away keeps it until the next gradient is held, of which it gets nothing.
+that hold them (`gather`). How shards go to other workers after a failure: `shard_moves`.
 """
 
 from __future__ import annotations
@@ -15,26 +12,19 @@ from typing import Any
 import torch
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import ConfigError, TransferError
-from megatron_recycle.membership import Resume, Standing
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.membership import Resume
 from megatron_recycle.membership.names import Process
-from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts, exchange
-from megatron_recycle.runtime.comm.tags import SHARD_PARAMETERS, SHARD_STATE
+from megatron_recycle.runtime.comm.tags import SHARD_PARAMETERS
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.data import digest
-from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Stage
-from megatron_recycle.runtime.state_copy import Shape, Told, bytes_of, checksum, read, written
-
-_MIB = 2**20
 
 Kept = Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]]
 """By shard, its tensors and numbers."""
@@ -57,25 +47,19 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
                              "none; with 2 they go on")
 
 
-def report(stage: Stage, copies: int, standing: Standing) -> ShardsReport | None:
-    """For the coordinator: the shards that this worker has whole; nothing where it has all of the state."""
-    shards = stage.shards
-    return None if shards is None else ShardsReport(
-        shards.count, max(copies, shards.least), dict.fromkeys(shards.held, standing.holds))
-
-
 def cuts(stage: Stage, groups: Groups, resume: Resume, begun: bool) -> Cuts | None:
     """Who holds which shard of this stage: when the generation had ``begun``, or from the end of the recovery on; None
     if its state is not cut."""
-    shards, table = stage.shards, _table(groups, resume)
-    if shards is None or table is None:
+    shards, own = stage.shards, table(groups, resume)
+    if shards is None or own is None:
         return None
     return Cuts(tuple(tuple(Process.parse(name).worker for name in names)
-                      for names in (table.had if begun else table.holders)),
+                      for names in (own.had if begun else own.holders)),
                 lambda shard, layout: shards.spans(shard, layout.starts), shards.wire)
 
 
-def _table(groups: Groups, resume: Resume) -> ShardTable | None:
+def table(groups: Groups, resume: Resume) -> ShardTable | None:
+    """Of this worker's stage and part; None: its state is not cut."""
     mine = groups.me.stage, groups.part
     return next((table for table in resume.shards if (table.stage, table.part) == mine), None)
 
@@ -156,64 +140,6 @@ def gather(stage: Stage, groups: Groups, cut: Cuts, peers: Sequence[Worker]) -> 
                  write=shards.set_values, like=like)
 
 
-def owe(site: Site, groups: Groups, resume: Resume) -> bool:
-    """Note which shards are to be copied to those that are to hold them; returns whether any are."""
-    table = _table(groups, resume)
-    site.current.owed = () if site.stage.shards is None or table is None else tuple(
-        (shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in table.moves)
-    site.current.had = cuts(site.stage, groups, resume, begun=True) if site.current.owed else None
-    return bool(site.current.owed)
-
-
-def adopt(site: Site, groups: Groups) -> None:
-    """Copy the shards that are owed, where all peers are at the same place of their scripts. Raises GenerationOver, and
-    TransferError if one arrives damaged."""
-    if site.current.owed and site.stage.shards is not None:
-        with site.phases.copying():
-            _tell(site, copy(site, groups, site.current.owed), site.stage.shards)
-    site.current.owed, site.current.had = (), None
-
-
-def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]) -> list[int]:
-    """Copy shards; ``moves``: (shard, giver, taker), the same on all peers of a stage. Returns those that this worker
-    has taken. Raises as `adopt`."""
-    shards, peers, me = site.stage.shards, groups.peers(groups.me.stage), groups.me
-    assert shards is not None
-    sending: list[Pending] = []
-    for number, (shard, giver, taker) in enumerate(moves):
-        if giver == me:
-            sending += _describe(groups.stage_control, peers.index(taker), number, shards, shard)
-    told = {number: _told(groups.stage_control, peers.index(giver), number)
-            for number, (_, giver, taker) in enumerate(moves) if taker == me}
-    arriving: dict[int, dict[str, tuple[torch.Tensor, Pending]]] = {}
-    with groups.stage.batch():
-        for number, (shard, giver, taker) in enumerate(moves):
-            if giver == me:
-                sending += _send(groups, peers.index(taker), number, shards.tensors(shard))
-            elif taker == me:
-                arriving[number] = _receive(groups, peers.index(giver), number, told[number].tensors,
-                                            site.stage.device)
-    for number, coming in arriving.items():
-        for _, pending in coming.values():
-            pending.wait()
-        tensors = {name: tensor for name, (tensor, _) in coming.items()}
-        if [checksum(bytes_of(tensor)) for tensor in tensors.values()] != told[number].sums:
-            raise TransferError(f"shard {moves[number][0]} of stage {me.stage} arrived damaged: its checksums differ "
-                                "from the sender's. Check the network and this host's memory")
-        shards.take(moves[number][0], tensors, read(told[number].facts, {}))
-    for each in sending:
-        each.wait()
-    return [moves[number][0] for number in arriving]
-
-
-def _tell(site: Site, adopted: Sequence[int], shards: ShardedOptimizer) -> None:
-    if adopted:
-        size = sum(tensor.nbytes for shard in adopted for tensor in shards.tensors(shard).values())
-        get_logger().info("megatron-recycle: worker %s holds shards %s of its stage's optimizer state; %s came from "
-                          "peers (%.1f MiB)", site.place.name, ", ".join(map(str, shards.held)),
-                          ", ".join(map(str, adopted)), size / _MIB)
-
-
 def kept(stage: Stage) -> Kept:
     """A copy of the shards that this worker has, for `put_back`."""
     shards = stage.shards
@@ -232,50 +158,3 @@ def put_back(stage: Stage, shards: Kept) -> None:
 def digests(stage: Stage) -> dict[int, int]:
     """A checksum of each shard that this worker has."""
     return {} if stage.shards is None else {shard: digest(stage.shards.tensors(shard)) for shard in stage.shards.held}
-
-
-# How a shard travels: a move takes as many tags as a shard has tensors, and three.
-
-_TAGS = 2**14
-
-
-class _Told(Told, frozen=True):
-    """What goes ahead of a shard's tensors: its numbers, which tensors there are, and their checksums."""
-
-    sums: Sequence[int]
-
-
-def _describe(comm: Comm, to: int, number: int, shards: ShardedOptimizer, shard: int) -> list[Pending]:
-    tensors = shards.tensors(shard)
-    told = _Told(written(shards.numbers(shard), {}), [Shape.of(name, tensor) for name, tensor in tensors.items()],
-                 [checksum(bytes_of(tensor)) for tensor in tensors.values()])
-    data = torch.frombuffer(bytearray(told.text.encode()), dtype=torch.uint8)
-    return [comm.send(torch.tensor([data.numel()]), to, SHARD_STATE[_TAGS * number]),
-            comm.send(data, to, SHARD_STATE[_TAGS * number + 1])]
-
-
-def _told(comm: Comm, source: int, number: int) -> _Told:
-    size = torch.zeros(1, dtype=torch.int64)
-    comm.receive(size, source, SHARD_STATE[_TAGS * number]).wait()
-    data = torch.empty(int(size), dtype=torch.uint8)
-    comm.receive(data, source, SHARD_STATE[_TAGS * number + 1]).wait()
-    return _Told.parse(data.numpy().tobytes())
-
-
-def _send(groups: Groups, to: int, number: int, tensors: Mapping[str, torch.Tensor]) -> list[Pending]:
-    return [_comm(groups, tensor).send(bytes_of(tensor), to, SHARD_STATE[_TAGS * number + 2 + place])
-            for place, tensor in enumerate(tensors.values())]
-
-
-def _receive(groups: Groups, source: int, number: int, told: Sequence[Shape],
-             device: torch.device) -> dict[str, tuple[torch.Tensor, Pending]]:
-    found = {}
-    for place, shape in enumerate(told):
-        tensor = shape.empty(device)
-        found[shape.name] = tensor, _comm(groups, tensor).receive(bytes_of(tensor), source,
-                                                                  SHARD_STATE[_TAGS * number + 2 + place])
-    return found
-
-
-def _comm(groups: Groups, tensor: torch.Tensor) -> Comm:
-    return groups.stage_control if tensor.device.type == "cpu" else groups.stage

@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import asdict
 
 from megatron_recycle.errors import FailureMet, GenerationOver, RecycleError
-from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
+from megatron_recycle.membership import Reconciliation, Resume, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
@@ -31,7 +31,7 @@ from megatron_recycle.runtime.facts import Facts
 from megatron_recycle.runtime.halting import Halt
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
-from megatron_recycle.runtime.shards import gather, keep_only, views
+from megatron_recycle.runtime.shards import cuts, gather, keep_only, views
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.undo import Undo
 
@@ -326,14 +326,15 @@ class Stepper:
             if self.refuted:
                 self._site.current.let_go([*self._site.current.kept])
 
-    def reconcile(self, todo: Reconciliation, target: int, groups: Groups, cuts: Cuts | None = None) -> None:
-        """Bring this worker to the end of ``target``, committed.
+    def reconcile(self, todo: Reconciliation, resume: Resume, groups: Groups) -> None:
+        """Bring this worker to where all ``resume``: the end of their target, committed.
 
         Raises GenerationOver if yet another generation begins.
         """
+        target, cut = resume.target, cuts(self._site.stage, groups, resume, begun=True)
         self._undo_and_drop(todo)
         self._copy(todo, target, groups)
-        self._copy_slices(todo, target, groups, cuts)
+        self._copy_slices(todo, target, groups, cut)
         if todo.verdict is not None:
             self.settle(todo.verdict, self._coefficient(todo.verdict))
         elif todo.anew:
@@ -396,13 +397,13 @@ class Stepper:
                 groups.stage.send(self.held.gradient, peers.index(receiver), HELD[0]).wait()
                 groups.stage_control.send(self.held.numbers(), peers.index(receiver), HELD[1]).wait()
 
-    def _copy_slices(self, todo: Reconciliation, target: int, groups: Groups, cuts: Cuts | None) -> None:
+    def _copy_slices(self, todo: Reconciliation, target: int, groups: Groups, cut: Cuts | None) -> None:
         """Likewise with the slices of shards, and the numbers."""
-        if cuts is None or not todo.slices:
+        if cut is None or not todo.slices:
             return
         shards, layout, total = self._site.stage.shards, self._site.trainable.layout, self._site.grids.of(target).total
         assert shards is not None
-        me, peers, count = groups.me, groups.peers(groups.me.stage), len(cuts.holders)
+        me, peers, count = groups.me, groups.peers(groups.me.stage), len(cut.holders)
         values = [torch.empty(shards.length(shard), dtype=layout.dtype, device=layout.device) for shard in shards.held]
         numbers = None
         for receiver, giver, shard in todo.slices:

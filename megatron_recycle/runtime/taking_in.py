@@ -3,50 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 
-from megatron_recycle.control import Go
 from megatron_recycle.errors import DataError, JobEnded
 from megatron_recycle.membership.worker_events import JoinRefused
-from megatron_recycle.runtime import shards
-from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Mapped, NotReadHere, digest, follows_script
-from megatron_recycle.runtime.guard import all_are_back, take_back
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.shards import forget
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.worker_extension import Meeting, Source
 
 
-def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
-    """This worker comes in: it takes everything from its peers."""
-    site.phases.enter(Phase.JOINING, go.resume.next)
+def take_in(meeting: Meeting, source: Source) -> None:
+    """This worker comes in: it takes everything from its peers, or from another ``source``. Raises GenerationOver,
+    TransferError, and JobEnded on one that reads other data."""
+    site, stepper, resume = meeting.site, meeting.stepper, meeting.resume
+    site.phases.enter(Phase.JOINING, resume.next)
     with site.phases.copying():
-        tensors, facts, received = take_back(site, groups, go)
+        tensors, facts, received = source.take(meeting)
     site.grids.take(facts.grids)
     site.asked.evaluations.take(facts.evaluated)
     # Else it has been in already, and has let go of its data.
     new, last = stepper.standing.verdict is None, facts.verdict.iteration
-    later = follows_script(site.framework.data) or (stepper.standing.iteration <= last and not go.resume.restored)
+    later = follows_script(site.framework.data) or (stepper.standing.iteration <= last and not resume.restored)
     if new and not later:
         with site.phases.copying():  # a factory is read from its beginning, which may take minutes as well
             compare_data(site, last, facts.read)
     stepper.enter(tensors, facts)
     if not new:
         stepper.read = {}
-    if go.resume.checkpoint is None:
-        shards.forget(site.stage)
-    if go.resume.restored:  # the others' scripts are further than their state
-        stepper.standing.entered = go.resume.regained
+    if resume.checkpoint is None:
+        forget(site.stage)
     site.trainable.guard.watched = site.framework.restore is not None
     site.trainable.guard.saved = tuple(facts.saved)
     site.trainable.brought = tensors, facts.counters
     site.framework.registered.lacks = True
     site.trainable.lay_out()
-    site.forget_data(go.resume.target)
-    if go.resume.restored:
-        all_are_back(site, groups)
+    site.forget_data(resume.target)
+    source.taken(meeting)
     # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
-    site.agent.holds(go.generation, received)
+    site.agent.holds(meeting.go.generation, received)
 
 
 def compare_later(site: Site, stepper: Stepper) -> None:
@@ -86,12 +82,3 @@ def refuse_itself(site: Site, text: str) -> None:
     """End this worker alone: a fault of its own keeps it from training with the others. Raises JobEnded."""
     site.agent.event(JoinRefused(text))
     raise JobEnded(f"worker {site.place.name} cannot join: {text}. The job goes on without it")
-
-
-def share_registered(site: Site, groups: Groups) -> None:
-    """What scripts have registered goes to peers that have come in; all workers together, inside calls of their
-    scripts. Raises GenerationOver, and JobEnded on one that cannot take it."""
-    with site.phases.copying() if site.framework.registered.owed else nullcontext():
-        why = site.framework.registered.share(groups, site.stage.device)
-    if why is not None:
-        refuse_itself(site, why)

@@ -40,9 +40,10 @@ from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Tries, Write, save
+from megatron_recycle.runtime.script_calls import share_registered
 from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper
-from megatron_recycle.runtime.taking_in import compare_later, share_registered
+from megatron_recycle.runtime.taking_in import compare_later
 from megatron_recycle.runtime.trainable import Trainable
 from megatron_recycle.runtime.transfers import Message, Transfers, raise_if_lost
 

@@ -1,0 +1,52 @@
+"""What a script asks of all workers, and keeps beside the model: its parts of a recovery."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from megatron_recycle.membership import Standing, workers_of
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.taking_in import refuse_itself
+from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
+
+
+class ScriptCalls(WorkerExtension):
+    """Evaluations, collectives and transfers that some members have seen the end of."""
+
+    def level(self, meeting: Meeting) -> None:
+        site, resume = meeting.site, meeting.resume
+        joined = _ranks(meeting)
+        with site.phases.copying() if joined else nullcontext():
+            site.asked.reconcile(meeting.groups, meeting.standing.epoch, joined, joined if resume.restored else ())
+
+    def renew(self, site: Site, standing: Standing, groups: Groups) -> None:
+        site.asked.transfers.reconcile(groups, standing.epoch)
+
+
+def _ranks(meeting: Meeting) -> list[int]:
+    """Ranks in ``groups.control`` of all parts of the workers that come in."""
+    ranks = meeting.site.place.ranks
+    everyone = sorted(rank for worker in meeting.groups.members for rank in ranks[worker])
+    return [everyone.index(rank) for worker in workers_of(meeting.resume.joined) for rank in ranks[worker]]
+
+
+class Registrations(WorkerExtension):
+    """What scripts have registered goes to peers that have come in."""
+
+    def settle(self, meeting: Meeting) -> None:
+        meeting.site.framework.registered.look(meeting.groups)
+
+    def catch_up(self, site: Site, stepper: Stepper, generation: Generation) -> None:
+        share_registered(site, generation.groups)
+
+
+def share_registered(site: Site, groups: Groups) -> None:
+    """What scripts have registered goes to peers that have come in; all workers together, inside calls of their
+    scripts. Raises GenerationOver, and JobEnded on one that cannot take it."""
+    with site.phases.copying() if site.framework.registered.owed else nullcontext():
+        why = site.framework.registered.share(groups, site.stage.device)
+    if why is not None:
+        refuse_itself(site, why)

@@ -1,0 +1,114 @@
+"""The extension point of a worker: its features' shares of a recovery and of the work between iterations.
+
+The core (`loop`, `recovery`, `attempt`, `stepper`) trains, and survives a killed worker, without any extension. All of
+them are in `worker_extensions`. The coordinator's half is :mod:`megatron_recycle.membership.extension`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_recycle.control import Go
+from megatron_recycle.membership import Reconciliation, Resume, Standing, workers_of
+from megatron_recycle.membership.inputs import Received
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.facts import Facts
+from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.state_copy import give, stage_tensors, take
+from megatron_recycle.runtime.stepper import Stepper
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """All members of a new generation, as one of them: they are to stand at the same place before training goes on.
+
+    Attributes:
+        site: the worker's surroundings.
+        stepper: makes its steps.
+        generation: in force.
+        go: the coordinator's decision.
+        todo: the work that brings this worker to where all go on.
+    """
+
+    site: Site
+    stepper: Stepper
+    generation: Generation
+    go: Go
+    todo: Reconciliation
+
+    @property
+    def groups(self) -> Groups:
+        """The communicators of the generation."""
+        return self.generation.groups
+
+    @property
+    def resume(self) -> Resume:
+        """Where training goes on."""
+        return self.go.resume
+
+    @property
+    def standing(self) -> Standing:
+        """Where this worker stands."""
+        return self.stepper.standing
+
+    @property
+    def joined(self) -> tuple[Worker, ...]:
+        """The workers that come in."""
+        return tuple(workers_of(self.go.resume.joined))
+
+
+class Source:
+    """Where workers that come in get their stage's state from: the peers of the stage. Raises GenerationOver."""
+
+    def take(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Facts, Received]:
+        """For a worker that comes in: tensors in buffers of their own, facts, and what the transfer took. Raises
+        TransferError."""
+        tensors, told, received = take(meeting.groups, meeting.joined, meeting.site.stage.device)
+        return tensors, Facts.from_json(told), received
+
+    def taken(self, meeting: Meeting) -> None:
+        """A worker that comes in has loaded this state. It counts as one that holds it when this returns."""
+
+    def give(self, meeting: Meeting) -> None:
+        """For a worker that was in."""
+        give(meeting.groups, meeting.joined, stage_tensors(meeting.site.stage), meeting.stepper.facts())
+
+
+PEERS = Source()
+
+
+class WorkerExtension:
+    """One feature's share of a worker. Each method may be left out.
+
+    All members of a generation call a method at the same point, so it may communicate with them; but for `reports` any
+    may raise GenerationOver.
+    """
+
+    def reports(self, site: Site, standing: Standing) -> Mapping[str, Any]:
+        """Its fields of the report to the coordinator, by name."""
+        return {}
+
+    def source(self, meeting: Meeting) -> Source | None:
+        """Where the state comes from; None: from the peers of a stage."""
+        return None
+
+    def level(self, meeting: Meeting) -> None:
+        """Bring level what some members have seen the end of, and others not, before state is copied."""
+
+    def settle(self, meeting: Meeting) -> None:
+        """All members hold the state that training goes on from."""
+
+    def renew(self, site: Site, standing: Standing, groups: Groups) -> None:
+        """The members of a generation go on with new groups, after a wrong guess."""
+
+    def catch_up(self, site: Site, stepper: Stepper, generation: Generation) -> None:
+        """The scripts of all peers have asked for the next iteration: do what a recovery could not do before that."""
+
+    def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
+        """``iteration`` begins on all workers. Raises WrongGuess, too."""
