@@ -36,8 +36,8 @@ EXTENSIONS: Mapping[str, tuple[str, ...]] = {
         "planner.lent", "planner.simultaneous", "planner.worth", "runtime.lent", "backends.deepspeed.lending",
         "backends.megatron.lending"),
     "optimizer shards": (
-        "membership.shards", "runtime.shard_moves", "runtime.shards", "runtime.comm.sharded_reduction", "runtime.compute.sharded_optimizer",
-        "runtime.compute.sharding_cost", "backends.deepspeed.zero"),
+        "membership.shards", "runtime.shard_moves", "runtime.shards", "runtime.comm.sharded_reduction",
+        "runtime.compute.sharded_optimizer", "runtime.compute.sharding_cost", "backends.deepspeed.zero"),
     "bad micro-batches": ("membership.poison",),
     "other policies": ("membership.policies", "planner.baselines"),
     "user collectives": (

@@ -33,7 +33,7 @@ def _ranks(meeting: Meeting) -> list[int]:
     return [everyone.index(rank) for worker in workers_of(meeting.resume.joined) for rank in ranks[worker]]
 
 
-class Registrations(WorkerExtension):
+class RegisteredState(WorkerExtension):
     """What scripts have registered goes to peers that have come in."""
 
     def settle(self, meeting: Meeting) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from megatron_recycle.runtime.equality import PeerCheck
 from megatron_recycle.runtime.first_forward import FirstForwards
 from megatron_recycle.runtime.guard import LastCopies
-from megatron_recycle.runtime.script_calls import Registrations, ScriptCalls
+from megatron_recycle.runtime.script_calls import RegisteredState, ScriptCalls
 from megatron_recycle.runtime.shard_moves import ShardMoves
 from megatron_recycle.runtime.worker_extension import WorkerExtension
 
 ALL: tuple[WorkerExtension, ...] = (
     ScriptCalls(),  # evaluations, and collectives and transfers of the script's own
     ShardMoves(),  # of optimizers whose state is cut into shards
-    Registrations(),  # what scripts have registered
+    RegisteredState(),  # what scripts have registered
     PeerCheck(),  # whether peers are equal
     FirstForwards(),  # whether a forward depends on when it is run
     LastCopies(),  # the way back of a lost stage
