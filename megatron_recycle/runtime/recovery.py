@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
-from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError, SaveError
+from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.membership import Standing, workers_of
 from megatron_recycle.membership.report import ClosedReport, Report
 from megatron_recycle.membership.worker_events import Rebuilt
@@ -27,7 +27,6 @@ from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
-from megatron_recycle.runtime.held import save_what_is_held
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
@@ -73,13 +72,11 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
     """Rebuild, reconcile, resume; with every newer generation that comes up meanwhile, again from the report."""
     while True:
         try:
-            if go is not None and go.writers:
-                save_alone(site, stepper, go)
             if go is not None:
+                for extension in extensions.ALL:
+                    extension.decided(site, stepper, go)
                 generation = rebuild(site, stepper, go)
                 reconcile(site, stepper, generation, go)
-                if go.closing is not None:
-                    close_down(site, go)
                 resume(site, stepper.standing, go)
                 return generation
         except GenerationOver as error:
@@ -288,51 +285,6 @@ def _let_go(meeting: Meeting) -> None:
     if carried is not None and carried.provisional and meeting.stepper.refuted:
         current.let_go([*current.kept])
         current.set(meeting.generation.begun_anew())
-
-
-def close_down(site: Site, go: Go) -> NoReturn:
-    """7, at the end of a job that cannot go on: save what stands now, the same on all peers, and wait for the end.
-
-    Raises JobEnded, or GenerationOver if another member is lost before all have said that they have saved.
-    """
-    get_logger().error("megatron-recycle: the job ends after a last checkpoint: %s", go.closing)
-    place = error = ""
-    unsaved: SaveError | None = None
-    with site.phases.copying():
-        try:
-            assert site.framework.save_last is not None, "this worker has said that it can save"
-            place = site.framework.save_last()
-        except GenerationOver:
-            raise
-        except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
-            ours = isinstance(failure, RecycleError)
-            unsaved = failure if isinstance(failure, SaveError) else None
-            error = str(failure) if ours else f"{type(failure).__name__}: {failure}"
-            get_logger().error("megatron-recycle: no last checkpoint: %s", error, exc_info=None if ours else failure)
-    try:
-        site.agent.saved(go.generation, place, error)
-    finally:
-        if unsaved is not None:
-            unsaved.clear()  # the others may have been writing until now
-    raise GenerationOver("another member was lost before all had saved")
-
-
-def save_alone(site: Site, stepper: Stepper, go: Go) -> NoReturn:
-    """7, at the end of a job that has lost a stage for good: save what this worker holds, if it is to, and wait for the
-    end. Raises JobEnded, or GenerationOver if another member is lost before all have saved."""
-    get_logger().error("megatron-recycle: the job ends, and the survivors save what they hold: %s", go.closing)
-    stepper.standing.join(go.generation)
-    place = error = ""
-    if site.place.name in go.writers:
-        with site.phases.copying():
-            try:
-                stepper.reconcile_alone(stepper.standing.reconciliation(go.resume))
-                place = save_what_is_held(site, stepper, go.missing)
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
-                error = str(failure) if isinstance(failure, RecycleError) else f"{type(failure).__name__}: {failure}"
-                get_logger().error("megatron-recycle: what this worker holds is not saved", exc_info=failure)
-    site.agent.saved(go.generation, place, error)
-    raise GenerationOver("another member was lost before all had saved")
 
 
 def resume(site: Site, standing: Standing, go: Go) -> None:

@@ -94,6 +94,9 @@ class WorkerExtension:
         """Its fields of the report to the coordinator, by name."""
         return {}
 
+    def decided(self, site: Site, stepper: Stepper, go: Go) -> None:
+        """The coordinator has decided, and nobody has connected to anybody yet. Raises JobEnded."""
+
     def source(self, meeting: Meeting) -> Source | None:
         """Where the state comes from; None: from the peers of a stage."""
         return None
@@ -102,7 +105,7 @@ class WorkerExtension:
         """Bring level what some members have seen the end of, and others not, before state is copied."""
 
     def settle(self, meeting: Meeting) -> None:
-        """All members hold the state that training goes on from."""
+        """All members hold the state that training goes on from. Raises JobEnded where none does."""
 
     def renew(self, site: Site, standing: Standing, groups: Groups) -> None:
         """The members of a generation go on with new groups, after a wrong guess."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_recycle.runtime.equality import PeerCheck
 from megatron_recycle.runtime.first_forward import FirstForwards
 from megatron_recycle.runtime.guard import LastCopies
+from megatron_recycle.runtime.last_checkpoint import LastCheckpoint
 from megatron_recycle.runtime.script_calls import RegisteredState, ScriptCalls
 from megatron_recycle.runtime.shard_moves import ShardMoves
 from megatron_recycle.runtime.worker_extension import WorkerExtension
@@ -16,4 +17,5 @@ ALL: tuple[WorkerExtension, ...] = (
     PeerCheck(),  # whether peers are equal
     FirstForwards(),  # whether a forward depends on when it is run
     LastCopies(),  # the way back of a lost stage
+    LastCheckpoint(),  # of a job that cannot go on
 )

@@ -13,6 +13,8 @@ import torch
 
 from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.attempt import Attempt
+from megatron_recycle.runtime.equality import PeerCheck
+from megatron_recycle.runtime.script_calls import RegisteredState
 from megatron_recycle.runtime.stepper import Stepper
 from tests.fakes.network import MemoryNetwork
 from tests.memory.job import Job, Moment, check
@@ -23,8 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 SHAPE = SHAPES["3x2"]
 HOPS = [(recovery, "retire"), (recovery, "report"), (recovery, "rebuild"), (recovery, "install"),
-        (recovery, "reconcile"), (recovery, "verify_recovery"), (recovery, "resume"), (MemoryNetwork, "connect"),
-        (Stepper, "reconcile"), (Stepper, "leave")]
+        (recovery, "reconcile"), (PeerCheck, "settle"), (RegisteredState, "settle"), (recovery, "resume"),
+        (MemoryNetwork, "connect"), (Stepper, "reconcile"), (Stepper, "leave")]
 KILL = Moment("2:1", "backward", 1, 1)
 
 
@@ -58,7 +60,7 @@ def told(job: Job, name: str) -> list[dict[str, Any]]:
     return [event for event in job.control.events if event["event"] == name]
 
 
-@pytest.mark.parametrize("owner, hop", HOPS, ids=[hop for _, hop in HOPS])
+@pytest.mark.parametrize("owner, hop", HOPS, ids=[f"{owner.__name__.rpartition('.')[2]}.{hop}" for owner, hop in HOPS])
 @pytest.mark.parametrize("workers", [pytest.param({"0:1"}, marks=pytest.mark.night, id="one"),
                                      pytest.param({"0:0", "1:1"}, id="two")])
 def test_a_bug_at_any_hop_of_a_recovery_is_met_once_and_the_next_generation_holds(monkeypatch, owner, hop, workers):
