@@ -1,6 +1,6 @@
 """Copies of a stage's whole state in a worker's own memory: what they are, how they travel, and which are kept.
 
-A copy is text and tensors in CPU memory, as `state_copy` describes a state to a worker that comes in; nothing that
+A copy is text and tensors in CPU memory, the head and the tensors of a `bundle`; nothing that
 trains shares memory with it.
 """
 
@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from megatron_recycle.errors import TransferError
 from megatron_recycle.membership.guarding import CHECKPOINTS
 from megatron_recycle.membership.report import GuardReport
+from megatron_recycle.runtime.bundle import Head, Incoming, Outgoing, Lane, read
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import GUARD
-from megatron_recycle.runtime.state_copy import Told, bytes_of, checksum, pieces, read
 
-_SIZE, _TEXT, _SUMS, _FIRST_PIECE = GUARD[0], GUARD[1], GUARD[2], 3
 _CPU = torch.device("cpu")
 _KEPT = 2
 """Copies of one stage: all workers have the one before as long as some make the next."""
@@ -34,9 +32,9 @@ class StateCopy:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], facts: Any) -> StateCopy:
-        """Of what `state_copy.give` takes."""
+        """Of ``tensors``, and facts as `Head.of` takes them."""
         own = {**tensors}
-        text = Told.of(facts, own).text
+        text = Head.of(facts, own).text
         return cls(text, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()})
 
     @property
@@ -45,45 +43,24 @@ class StateCopy:
 
     def open(self, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
         """The tensors, each where it was, and the facts; the copy stays as it is. Raises TransferError."""
-        told = Told.parse(self.text)
+        head = Head.parse(self.text)
         tensors = {shape.name: self.tensors[shape.name].to("cpu" if shape.on_cpu else device, copy=True)
-                   for shape in told.tensors}
-        return tensors, read(told.facts, tensors)
+                   for shape in head.tensors}
+        return tensors, read(head.facts, tensors)
 
 
 def send(comm: Comm, to: int, copy: StateCopy) -> None:
     """Send a copy to rank ``to`` of ``comm``. Raises GenerationOver."""
-    text = torch.frombuffer(bytearray(copy.text.encode()), dtype=torch.uint8)
-    flat = {name: bytes_of(tensor) for name, tensor in copy.tensors.items()}
-    cut = pieces({name: part.nbytes for name, part in flat.items()}, 1)
-    moving = [comm.send(torch.tensor([text.numel()]), to, _SIZE), comm.send(text, to, _TEXT)]
-    parts = [flat[piece.name][piece.start:piece.stop] for piece in cut]
-    moving += [comm.send(part, to, GUARD[_FIRST_PIECE + number]) for number, part in enumerate(parts)]
-    moving.append(comm.send(torch.tensor([*map(checksum, parts)] or [0]), to, _SUMS))
-    for pending in moving:
+    lane, share = Lane(comm, comm, GUARD), Outgoing(copy.tensors)
+    for pending in [*lane.send_head(copy.text, to), *share.send(lane, to), *share.send_sums(lane, to)]:
         pending.wait()
 
 
 def receive(comm: Comm, source: int) -> StateCopy:
     """Receive what `send` sends. Raises GenerationOver, and TransferError if it arrives damaged."""
-    size = torch.zeros(1, dtype=torch.int64)
-    comm.receive(size, source, _SIZE).wait()
-    text = torch.empty(int(size), dtype=torch.uint8)
-    comm.receive(text, source, _TEXT).wait()
-    told = text.numpy().tobytes().decode()
-    tensors = {shape.name: shape.empty(_CPU) for shape in Told.parse(told).tensors}
-    flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
-    cut = pieces({name: part.nbytes for name, part in flat.items()}, 1)
-    parts = [flat[piece.name][piece.start:piece.stop] for piece in cut]
-    arriving = [comm.receive(part, source, GUARD[_FIRST_PIECE + number]) for number, part in enumerate(parts)]
-    sums = torch.zeros(max(1, len(parts)), dtype=torch.int64)
-    arriving.append(comm.receive(sums, source, _SUMS))
-    for pending in arriving:
-        pending.wait()
-    if [checksum(part) for part in parts] != sums.tolist()[:len(parts)]:
-        raise TransferError("a stage's state arrived damaged: its checksums differ from the sender's. Check the "
-                            "network and this host's memory")
-    return StateCopy(told, tensors)
+    lane = Lane(comm, comm, GUARD)
+    text = lane.receive_head(source)
+    return StateCopy(text, Incoming(lane, [source], Head.parse(text).tensors, _CPU).finish("a stage's state"))
 
 
 class Guard:

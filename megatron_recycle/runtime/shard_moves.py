@@ -11,15 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from megatron_recycle.errors import TransferError
 from megatron_recycle.membership import Resume, Standing
 from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.bundle import Head, Incoming, Outgoing, Lane, read
+from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.tags import SHARD_STATE
@@ -28,11 +26,12 @@ from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.scripts import some_are_between
 from megatron_recycle.runtime.shards import cuts, gather, kept, table
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.state_copy import Shape, Told, bytes_of, checksum, read, written
 from megatron_recycle.runtime.stepper import Stepper
 from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 _MIB = 2**20
+_TAGS = 2**14
+"""Of a move: pieces of 256 GiB."""
 
 
 class ShardMoves(WorkerExtension):
@@ -101,31 +100,29 @@ def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]
     has taken. Raises as `adopt`."""
     shards, peers, me = site.stage.shards, groups.peers(groups.me.stage), groups.me
     assert shards is not None
+    lanes = [Lane(groups.stage_control, groups.stage, SHARD_STATE, _TAGS * number) for number in range(len(moves))]
+    taken = [(lane, peers.index(giver), shard) for lane, (shard, giver, taker) in zip(lanes, moves) if taker == me]
+    given: list[tuple[Lane, int, Outgoing]] = []
     sending: list[Pending] = []
-    for number, (shard, giver, taker) in enumerate(moves):
+    for lane, (shard, giver, taker) in zip(lanes, moves):
         if giver == me:
-            sending += _describe(groups.stage_control, peers.index(taker), number, shards, shard)
-    told = {number: _told(groups.stage_control, peers.index(giver), number)
-            for number, (_, giver, taker) in enumerate(moves) if taker == me}
-    arriving: dict[int, dict[str, tuple[torch.Tensor, Pending]]] = {}
+            own, to = {**shards.tensors(shard)}, peers.index(taker)
+            sending += lane.send_head(Head.of(shards.numbers(shard), own).text, to)
+            given.append((lane, to, Outgoing(own)))
+    heads = [Head.parse(lane.receive_head(source)) for lane, source, _ in taken]
     with groups.stage.batch():
-        for number, (shard, giver, taker) in enumerate(moves):
-            if giver == me:
-                sending += _send(groups, peers.index(taker), number, shards.tensors(shard))
-            elif taker == me:
-                arriving[number] = _receive(groups, peers.index(giver), number, told[number].tensors,
-                                            site.stage.device)
-    for number, coming in arriving.items():
-        for _, pending in coming.values():
-            pending.wait()
-        tensors = {name: tensor for name, (tensor, _) in coming.items()}
-        if [checksum(bytes_of(tensor)) for tensor in tensors.values()] != told[number].sums:
-            raise TransferError(f"shard {moves[number][0]} of stage {me.stage} arrived damaged: its checksums differ "
-                                "from the sender's. Check the network and this host's memory")
-        shards.take(moves[number][0], tensors, read(told[number].facts, {}))
+        for lane, to, share in given:
+            sending += share.send(lane, to)
+        arriving = [Incoming(lane, [source], head.tensors, site.stage.device)
+                    for (lane, source, _), head in zip(taken, heads)]
+    for lane, to, share in given:
+        sending += share.send_sums(lane, to)
+    for (_, _, shard), head, coming in zip(taken, heads, arriving):
+        tensors = coming.finish(f"shard {shard} of stage {me.stage}")
+        shards.take(shard, tensors, read(head.facts, tensors))
     for each in sending:
         each.wait()
-    return [moves[number][0] for number in arriving]
+    return [shard for _, _, shard in taken]
 
 
 def _tell(site: Site, adopted: Sequence[int], shards: ShardedOptimizer) -> None:
@@ -134,50 +131,3 @@ def _tell(site: Site, adopted: Sequence[int], shards: ShardedOptimizer) -> None:
         get_logger().info("megatron-recycle: worker %s holds shards %s of its stage's optimizer state; %s came from "
                           "peers (%.1f MiB)", site.place.name, ", ".join(map(str, shards.held)),
                           ", ".join(map(str, adopted)), size / _MIB)
-
-
-# How a shard travels: a move takes as many tags as a shard has tensors, and three.
-
-_TAGS = 2**14
-
-
-class _Told(Told, frozen=True):
-    """What goes ahead of a shard's tensors: its numbers, which tensors there are, and their checksums."""
-
-    sums: Sequence[int]
-
-
-def _describe(comm: Comm, to: int, number: int, shards: ShardedOptimizer, shard: int) -> list[Pending]:
-    tensors = shards.tensors(shard)
-    told = _Told(written(shards.numbers(shard), {}), [Shape.of(name, tensor) for name, tensor in tensors.items()],
-                 [checksum(bytes_of(tensor)) for tensor in tensors.values()])
-    data = torch.frombuffer(bytearray(told.text.encode()), dtype=torch.uint8)
-    return [comm.send(torch.tensor([data.numel()]), to, SHARD_STATE[_TAGS * number]),
-            comm.send(data, to, SHARD_STATE[_TAGS * number + 1])]
-
-
-def _told(comm: Comm, source: int, number: int) -> _Told:
-    size = torch.zeros(1, dtype=torch.int64)
-    comm.receive(size, source, SHARD_STATE[_TAGS * number]).wait()
-    data = torch.empty(int(size), dtype=torch.uint8)
-    comm.receive(data, source, SHARD_STATE[_TAGS * number + 1]).wait()
-    return _Told.parse(data.numpy().tobytes())
-
-
-def _send(groups: Groups, to: int, number: int, tensors: Mapping[str, torch.Tensor]) -> list[Pending]:
-    return [_comm(groups, tensor).send(bytes_of(tensor), to, SHARD_STATE[_TAGS * number + 2 + place])
-            for place, tensor in enumerate(tensors.values())]
-
-
-def _receive(groups: Groups, source: int, number: int, told: Sequence[Shape],
-             device: torch.device) -> dict[str, tuple[torch.Tensor, Pending]]:
-    found = {}
-    for place, shape in enumerate(told):
-        tensor = shape.empty(device)
-        found[shape.name] = tensor, _comm(groups, tensor).receive(bytes_of(tensor), source,
-                                                                  SHARD_STATE[_TAGS * number + 2 + place])
-    return found
-
-
-def _comm(groups: Groups, tensor: torch.Tensor) -> Comm:
-    return groups.stage_control if tensor.device.type == "cpu" else groups.stage

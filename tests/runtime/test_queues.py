@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_recycle.errors import GenerationOver
+from megatron_recycle.errors import GenerationOver, TransferError
 from megatron_recycle.plan import Costs, Grid, Problem, Worker, channels, pieces, read_by, reads
 from megatron_recycle.planner import quick
+from megatron_recycle.runtime import bundle
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups
@@ -84,6 +86,27 @@ def test_a_stages_state_for_two_that_come_in(ordered):
     for tensors, told, received in (one, other):
         assert tensors.keys() == state.keys() and all(torch.equal(tensors[name], state[name]) for name in state)
         assert told["steps"] == 3 and received.bytes == 4 * 70_005 + 4
+
+
+def test_a_state_that_arrives_damaged_is_refused(monkeypatch):
+    """One bit of one giver's share is another one than its checksum was made of."""
+    fabric = Fabric(3)
+    workers = [Worker(pipeline, 0) for pipeline in range(3)]
+    groups = connected(fabric, Grid(1, (1, 1, 1)), workers)
+    state = {"a": torch.randn(5), "b": torch.randn(70_000)}
+    sums, taker = bundle.checksum, list[int]()
+    monkeypatch.setattr(bundle, "checksum", lambda part: (
+        sums(part) ^ (part.numel() > 20 and threading.get_ident() in taker)))
+
+    def copy(me: Worker) -> Any:
+        if me != workers[2]:
+            return give(groups[me], workers[2:], state, {})
+        taker.append(threading.get_ident())
+        with pytest.raises(TransferError, match=r"the state of stage 0 arrived damaged \(b\)"):
+            take(groups[me], workers[2:], torch.device("cpu"))
+        return None
+
+    fabric.run(*[lambda me=me: copy(me) for me in workers])
 
 
 @RULES

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from megatron_recycle.runtime import state_copy as transfer
+from megatron_recycle.runtime import bundle as transfer
 
 
 @settings(deadline=None)

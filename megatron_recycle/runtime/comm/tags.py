@@ -108,10 +108,6 @@ SHARD_HELD = STAGE.take("a peer's slice of the reduced gradient", 2**20)
 SHARD_PARAMETERS = STAGE.take("a shard's parameters", 2**20)
 """By the shard's number."""
 SHARD_STATE = STAGE.take("a shard's state", 2**26)
-"""Its description (size and text), and its tensors."""
-STATE_FACTS = STAGE.take("what describes a stage's state", 2)
-"""Its size, and the text."""
+STATE = STAGE.take("a stage's state", 2**28)
+"""What describes it (its size, and the text), its checksums, and its pieces: those of a shard for each move."""
 FIRST_IN_STAGE = STAGE.take("the first transfer of two peers", 1)
-STATE_SUMS = STAGE.take("checksums of a stage's state", 1)
-STATE_PIECES = STAGE.take("a stage's state", 2**28)
-"""By the piece's place in the giver's share."""
