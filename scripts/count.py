@@ -14,7 +14,7 @@ import io
 import re
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -42,7 +42,7 @@ EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "other policies": ("membership.policies", "planner.baselines"),
     "user collectives": (
         "backends.living", "runtime.collectives", "runtime.comm.living", "runtime.history", "runtime.missed",
-        "runtime.transfers"),
+        "runtime.script_calls", "runtime.transfers"),
     "changes between iterations": (
         "backends.deepspeed.between", "runtime.between", "runtime.compute.edits", "runtime.compute.find_generators",
         "runtime.compute.modes"),
@@ -71,7 +71,7 @@ LIMITS = {"package": 28_000, "core": 12_000, "functions": 25, "returns": 8, "fie
 
 WALK = ("runtime.recovery", "recover", "site")
 """The parameter that is followed: its module, its function, its name. It goes on where it, or an attribute of it, is an
-argument, and where a method of either is called."""
+argument, and where a method of either is called; and with a value that is built of it."""
 
 MESSENGERS = ("control", "extensions", "launch", "membership", "runtime")
 """Packages in which a string key reads a message, a report or a record, but for `runtime.compute`, which sends none."""
@@ -226,10 +226,11 @@ class Code:
             node, (module, local) = self._functions[at], at
             calls = [] if isinstance(node, ast.ClassDef) else [
                 each for each in ast.walk(node) if isinstance(each, ast.Call)]
+            names = {name, *self._made_of(node, module, name)}
             for call in sorted(calls, key=lambda each: (each.lineno, each.col_offset)):
-                places: list[int | str] = [place for place, value in enumerate(call.args) if _is_of(value, name)]
-                places += [word.arg for word in call.keywords if word.arg and _is_of(word.value, name)]
-                its_own = isinstance(call.func, ast.Attribute) and _is_of(call.func.value, name)
+                places: list[int | str] = [place for place, value in enumerate(call.args) if _is_of(value, names)]
+                places += [word.arg for word in call.keywords if word.arg and _is_of(word.value, names)]
+                its_own = isinstance(call.func, ast.Attribute) and _is_of(call.func.value, names)
                 if not places and not its_own:
                     continue
                 found = self._callee(module, local.rpartition(".")[0], call.func)
@@ -241,6 +242,15 @@ class Code:
 
         follow(start, parameter)
         return met
+
+    def _made_of(self, node: ast.AST, module: str, name: str) -> Iterator[str]:
+        """Local names of values that are built of a parameter: `meeting` in ``meeting = Meeting(site, ...)``."""
+        for each in ast.walk(node):
+            if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name) and isinstance(
+                    each.value, ast.Call) and any(_is_of(value, {name}) for value in each.value.args):
+                built = self._callee(module, "", each.value.func)
+                if built is not None and isinstance(self._functions[built], ast.ClassDef):
+                    yield each.targets[0].id
 
     def _parameter(self, function: Function, place: int | str) -> str:
         """The name of what is passed at this place, or by this keyword; "" if it disappears in `*args`."""
@@ -263,11 +273,11 @@ class Code:
                    for each in self._functions[module, name].body)
 
 
-def _is_of(value: ast.expr, name: str) -> bool:
-    """Whether an expression is this name, or an attribute of it."""
+def _is_of(value: ast.expr, names: Container[str]) -> bool:
+    """Whether an expression is one of these names, or an attribute of one."""
     while isinstance(value, ast.Attribute):
         value = value.value
-    return isinstance(value, ast.Name) and value.id == name
+    return isinstance(value, ast.Name) and value.id in names
 
 
 def _reads_key(node: ast.AST) -> TypeGuard[ast.expr]:

@@ -14,7 +14,7 @@ import torch
 
 from megatron_recycle.membership.guarding import CHECKPOINTS
 from megatron_recycle.membership.report import GuardReport
-from megatron_recycle.runtime.bundle import Head, Incoming, Outgoing, Lane, read
+from megatron_recycle.runtime.bundle import Head, Incoming, Lane, Outgoing, read
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import GUARD
 

@@ -24,7 +24,6 @@ from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.facts import Facts
 from megatron_recycle.runtime.generation import Generation
-from megatron_recycle.runtime.scripts import some_are_between
 from megatron_recycle.runtime.shard_moves import copy
 from megatron_recycle.runtime.shards import digests as shard_digests
 from megatron_recycle.runtime.shards import gather
@@ -47,7 +46,7 @@ class PeerCheck(WorkerExtension):
         site, standing, first = meeting.site, meeting.standing, meeting.go.generation == 1
         if compares(site.config):
             # A closed stage may not take state from a peer before its last step is final.
-            between = not first and some_are_between(meeting.groups, standing)
+            between = not first and meeting.some_are_between()
             standing.unverified = between or standing.rejoins
             if not standing.unverified:
                 _verify(site, meeting.stepper, meeting.generation, heal=not first)

@@ -71,9 +71,14 @@ class FirstForwards(WorkerExtension):
     before a failure."""
 
     def settle(self, meeting: Meeting) -> None:
-        self.renew(meeting.site, meeting.standing, meeting.groups)
+        _agree(meeting.site, meeting.groups)
 
     def renew(self, site: Site, standing: Standing, groups: Groups) -> None:
+        _agree(site, groups)
+
+
+def _agree(site: Site, groups: Groups) -> None:
+    if groups.siblings is not None:
         every = range(len(site.place.chunks))
         found = _on_any_part(site, groups, *(chunk in site.unchecked for chunk in every))
         site.unchecked.update(chunk for chunk in every if found[chunk])

@@ -151,7 +151,6 @@ class _WayBack(Source):
         return tensors, Facts.from_json(told), received
 
     def taken(self, meeting: Meeting) -> None:
-        meeting.standing.entered = meeting.resume.regained  # the others' scripts are further than their state
         self._await_all(meeting)
 
     def _await_all(self, meeting: Meeting) -> None:

@@ -253,7 +253,10 @@ def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
 
 def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
     """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by everybody,
-    anything beyond it is undone and forgotten. A worker that comes in gets everything from its peers."""
+    anything beyond it is undone and forgotten. A worker that comes in gets everything from its peers.
+
+    Raises GenerationOver; VerificationError and TransferError where state is not what it should be; and JobEnded.
+    """
     todo = stepper.standing.reconciliation(go.resume)
     meeting = Meeting(site, stepper, generation, go, todo)
     if not todo.enter and not todo.back:
@@ -261,7 +264,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     _let_go(meeting)
     for extension in extensions.ALL:
         extension.level(meeting)
-    source = next((found for extension in extensions.ALL if (found := extension.source(meeting)) is not None), PEERS)
+    (source,) = [found for extension in extensions.ALL if (found := extension.source(meeting)) is not None] or [PEERS]
     if todo.enter:
         take_in(meeting, source)
     elif todo.back or todo.give:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from megatron_recycle.membership import Standing, workers_of
+from megatron_recycle.membership import Standing
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.site import Site
@@ -30,7 +30,7 @@ def _ranks(meeting: Meeting) -> list[int]:
     """Ranks in ``groups.control`` of all parts of the workers that come in."""
     ranks = meeting.site.place.ranks
     everyone = sorted(rank for worker in meeting.groups.members for rank in ranks[worker])
-    return [everyone.index(rank) for worker in workers_of(meeting.resume.joined) for rank in ranks[worker]]
+    return [everyone.index(rank) for worker in meeting.joined for rank in ranks[worker]]
 
 
 class RegisteredState(WorkerExtension):

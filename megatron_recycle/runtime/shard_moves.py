@@ -1,4 +1,4 @@
-"""Shards of an optimizer's state on their way to other workers, after a failure.
+"""Shards of an optimizer's state on their way to other workers, mostly after a failure.
 
 They are copied to those that are to hold them from now on (`adopt`): in the recovery, or before the next iteration
 where the recovery meets some peers in their scripts, or where the stage is closed for an iteration that is not
@@ -16,14 +16,13 @@ from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.bundle import Head, Incoming, Outgoing, Lane, read
+from megatron_recycle.runtime.bundle import Head, Incoming, Lane, Outgoing, read
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.tags import SHARD_STATE
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.generation import Generation
-from megatron_recycle.runtime.scripts import some_are_between
 from megatron_recycle.runtime.shards import cuts, gather, kept, table
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper
@@ -65,7 +64,7 @@ class ShardMoves(WorkerExtension):
         owed = owe(site, groups, go.resume)
         if owed and site.place.me.stage not in go.resume.closed and (
                 go.generation == 1 or go.closing is not None
-                or not some_are_between(groups, meeting.standing, meeting.todo.enter)):
+                or not meeting.some_are_between(with_joined=False)):
             adopt(site, groups)
         if meeting.todo.enter:
             with site.phases.copying():

@@ -10,7 +10,7 @@ import torch
 
 from megatron_recycle.membership.inputs import Received
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.bundle import Head, Incoming, Outgoing, Lane, read
+from megatron_recycle.runtime.bundle import Head, Incoming, Lane, Outgoing, read
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import STATE
 from megatron_recycle.runtime.stage import Stage

@@ -34,6 +34,8 @@ def take_in(meeting: Meeting, source: Source) -> None:
         stepper.read = {}
     if resume.checkpoint is None:
         forget(site.stage)
+    if resume.restored:  # the others' scripts are further than their state
+        stepper.standing.entered = resume.regained
     site.trainable.guard.watched = site.framework.restore is not None
     site.trainable.guard.saved = tuple(facts.saved)
     site.trainable.brought = tensors, facts.counters

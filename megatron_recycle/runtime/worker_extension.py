@@ -17,6 +17,7 @@ from megatron_recycle.membership import Reconciliation, Resume, Standing, worker
 from megatron_recycle.membership.inputs import Received
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.facts import Facts
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.site import Site
@@ -62,6 +63,19 @@ class Meeting:
         """The workers that come in."""
         return tuple(workers_of(self.go.resume.joined))
 
+    def some_are_between(self, with_joined: bool = True) -> bool:
+        """Whether the script of some peer may still change something before the next iteration; all peers take part.
+        ``with_joined``: also of one that comes in, which gets everything in any case. Raises GenerationOver.
+
+        A worker that has asked for the next iteration has made all of its script's changes before it. One that is met
+        in another call (a collective, an evaluation, a checkpoint) may still make some that its peers have made
+        already: what differs between peers then is no fault, and what is copied from one to another would be changed
+        twice there, or never. Both have to wait until all have asked.
+        """
+        standing, counts = self.standing, with_joined or not self.todo.enter
+        (between,) = count(self.groups.stage_control, counts and standing.asked <= standing.stepped)
+        return between > 0
+
 
 class Source:
     """Where workers that come in get their stage's state from: the peers of the stage. Raises GenerationOver."""
@@ -86,8 +100,10 @@ PEERS = Source()
 class WorkerExtension:
     """One feature's share of a worker. Each method may be left out.
 
-    All members of a generation call a method at the same point, so it may communicate with them; but for `reports` any
-    may raise GenerationOver.
+    In `source`, `level`, `settle` and `renew` all members of a generation are at the same point, and may communicate
+    over any of its groups. In `catch_up` and `due` only the peers of a stage, and the parts of a worker, are: after a
+    failure a closed stage begins its next iteration while others still make the last one. Any but `reports` may raise
+    GenerationOver.
     """
 
     def reports(self, site: Site, standing: Standing) -> Mapping[str, Any]:
@@ -105,13 +121,15 @@ class WorkerExtension:
         """Bring level what some members have seen the end of, and others not, before state is copied."""
 
     def settle(self, meeting: Meeting) -> None:
-        """All members hold the state that training goes on from. Raises JobEnded where none does."""
+        """All members hold the state that training goes on from. Raises JobEnded where none does, VerificationError,
+        TransferError."""
 
     def renew(self, site: Site, standing: Standing, groups: Groups) -> None:
         """The members of a generation go on with new groups, after a wrong guess."""
 
     def catch_up(self, site: Site, stepper: Stepper, generation: Generation) -> None:
-        """The scripts of all peers have asked for the next iteration: do what a recovery could not do before that."""
+        """The scripts of all peers have asked for the next iteration: do what a recovery could not do before that.
+        Raises WrongGuess, DataError, VerificationError, TransferError, JobEnded."""
 
     def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
-        """``iteration`` begins on all workers. Raises WrongGuess, too."""
+        """``iteration`` begins. Raises WrongGuess, DataError, VerificationError."""

@@ -1,4 +1,8 @@
-"""All extensions of a worker, in the order in which each point of training calls them."""
+"""All extensions of a worker, in the order in which each point of training calls them.
+
+The order counts: shards are where they belong before peers are compared and registered state is given; peers are
+compared before their state is copied; nothing comes after the last checkpoint.
+"""
 
 from __future__ import annotations
 
