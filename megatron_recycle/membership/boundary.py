@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from megatron_recycle.membership import closing, ending, failing, messages, moving, records
+from megatron_recycle.membership import closing, ending, failing, messages, records
 from megatron_recycle.membership.decisions import Decision, Step, Tell
+from megatron_recycle.membership.extension import IN_FORCE, merged
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Boundary
 from megatron_recycle.membership.names import Process, in_order
@@ -27,7 +28,7 @@ _GIVE = "those that leave hand their shards of the optimizer's state over first"
 def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
     """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
     quiet = state.phase is Phase.TRAINING and state.since is None and not state.round.switch
-    asked = state.arrivals.joiners or state.absent.leaving or moving.moved(state)
+    asked = state.arrivals.joiners or state.absent.leaving or _unasked(state)
     if not quiet or not asked or not (entering(state) or _going(state) or _give_first(state)):
         return state, decisions
     number = state.offers + 1
@@ -85,13 +86,18 @@ def _give_first(state: State) -> bool:
 def _wanted(state: State) -> dict[str, FailureKind]:
     """`_going`, as if no optimizer were cut into shards."""
     wanted = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
-    moved = dict.fromkeys((name for name in moving.moved(state) if name not in wanted), FailureKind.MOVE)
+    unasked = {name: kind for name, kind in _unasked(state).items() if name not in wanted}
     staying = by_stage(state.stages, set(state.proven) - set(wanted))
     joining = by_stage(state.stages, entering(state))
     kept = {names[0] for stage, names in enumerate(by_stage(state.stages, wanted))
             if names and joining[stage] and not staying[stage]}
     going = [name for name in in_order(wanted) if name not in kept]
-    return {**dict.fromkeys(going, FailureKind.LEAVE), **moved}
+    return {**dict.fromkeys(going, FailureKind.LEAVE), **unasked}
+
+
+def _unasked(state: State) -> dict[str, FailureKind]:
+    """The members that leave without having asked to."""
+    return merged(each.going(state) for each in IN_FORCE)
 
 
 def _stands(state: State, happened: Boundary) -> State:

@@ -8,10 +8,13 @@ cut off, or gone) is not gone back to any more: then it is the one before.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from msgspec.structs import replace
 
 from megatron_recycle.membership import failing, guarding, records
 from megatron_recycle.membership.decisions import Emit, Step, Tell
+from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.inputs import Unreadable, Unwritten, Written
 from megatron_recycle.membership.protocol import Noted
 from megatron_recycle.membership.resume import Checkpoint
@@ -58,3 +61,9 @@ def unwritten(state: State, happened: Unwritten, now: float) -> Step:
         return state, ()
     return failing.next_generation(
         state, {}, now, now, reason=f"{member.worker} cannot write its part of a checkpoint ({happened.why})")
+
+
+class Checkpoints(Extension):
+    """The job knows which checkpoints are whole."""
+
+    handlers = MappingProxyType({Written: written, Unreadable: unreadable, Unwritten: unwritten})

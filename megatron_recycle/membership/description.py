@@ -148,9 +148,9 @@ class Job(Shared, frozen=True, kw_only=True):
     lending: Lending | None = None
 
     @classmethod
-    def of(cls, one: Shared, full_backward: tuple[int, ...], lending: Lending | None) -> Job:
+    def of(cls, one: Shared, full_backward: tuple[int, ...]) -> Job:
         """The job that ``one`` worker describes."""
-        return cls(**_fields(Shared, one), full_backward=full_backward, lending=lending)
+        return cls(**_fields(Shared, one), full_backward=full_backward)
 
     def told(self, model: Model) -> Description:
         """The description of a process with this model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from megatron_recycle.membership import closing, commands, failing, poison
+from megatron_recycle.membership import closing, commands, failing, faults
 from megatron_recycle.membership.decisions import AwaitEnd, AwaitSaved, Emit, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import EndLate, Finished, Interrupted
@@ -27,7 +27,7 @@ def finished(state: State, happened: Finished, now: float) -> Step:
     left = Emit({**event, "kind": FailureKind.LEAVE})
     if len(state.round.finished) < (len(state.members) or state.size):
         return state, (left,)
-    failed = poison.behind_training(state)
+    failed = faults.behind_training(state)
     state, ending = closing.end(state, int(bool(failed)), failed or "the job has finished", now)
     return state, (left, *ending)
 

@@ -17,16 +17,12 @@ from msgspec.structs import replace
 from megatron_recycle.membership import (
     closing,
     commands,
+    faults,
     forming,
-    guarding,
     joining,
     messages,
-    moving,
-    poison,
-    policies,
     records,
     redo,
-    surviving,
     training,
 )
 from megatron_recycle.membership.decisions import (
@@ -39,6 +35,7 @@ from megatron_recycle.membership.decisions import (
     Step,
     Tell,
 )
+from megatron_recycle.membership.extension import IN_FORCE, first, merged
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.holding import lost_with
@@ -48,7 +45,6 @@ from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.protocol import Go, Out
 from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, decide
 from megatron_recycle.membership.state import Closing, Event, Member, Phase, State
-from megatron_recycle.membership.survival import exposed, exposed_shards
 
 # Who is lost
 
@@ -61,12 +57,21 @@ def exited(state: State, happened: Exited, now: float) -> Step:
     if member is not None and member in state.absent.stranded.values():
         return _lost_stranded(state, member, FailureKind.EXIT, happened.since, now)
     if member is None:
-        return moving.not_started(state, happened, now)
-    if happened.said and poison.said_by(state, member) is None:
-        state = poison.remembered(state, member, Fault(happened.said, "", state.progress.committed, recovery=True), 0)
+        return _not_started(state, happened, now)
+    if happened.said and faults.said_by(state, member) is None:
+        state = faults.remembered(state, member, Fault(happened.said, "", state.progress.committed, recovery=True), 0)
     left = not happened.status and member.worker in state.round.finished
     kind = FailureKind.LEAVE if left else FailureKind.EXIT
     return lost(state, Lost((Loss(member.incarnation, kind),), happened.since), now)
+
+
+def _not_started(state: State, happened: Exited, now: float) -> Step:
+    """The end of a process that never said hello."""
+    decisions: tuple[Decision, ...] = ()
+    for each in IN_FORCE:
+        state, more = each.not_started(state, happened, now)
+        decisions += more
+    return state, decisions
 
 
 def reports_late(state: State, happened: ReportsLate, now: float) -> Step:
@@ -102,7 +107,7 @@ def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float
     """Training does not notice, but the launcher has to know that this end was a failure."""
     kept = {name: other for name, other in state.absent.stranded.items() if other != member}
     event = {**suspected(state, member, kind, since, now), "stranded": True}
-    command = commands.out(member, kind, poison.said_by(state, member))
+    command = commands.out(member, kind, faults.said_by(state, member))
     state = state.with_(stranded=kept, fenced=state.absent.fenced | {member.incarnation},
                         outs=commands.remembered(state, command))
     return state, (Command(command), Emit(event))
@@ -164,10 +169,8 @@ def next_generation(
         for member in removed
     ]
     told_out = _told_out(state, [member for member in removed if member not in planned], lost)
-    if policies.ends_with(state, lost):
-        why = (f"policy {policies.policy(state).name}: {poison.how(state, in_order(lost), lost)}. "
-               f"{closing.last(state)} {RESTART}")
-        state, ending = closing.end(state, 1, why, now, again=True)
+    if (why := first(each.ends(state, lost) for each in IN_FORCE)) is not None:
+        state, ending = closing.end(state, 1, f"{why}. {closing.last(state)} {RESTART}", now, again=True)
         return state, (*map(Command, told_out), *map(Emit, of_each), *ending)
     before, state = state, state.next_generation(
         phase=Phase.RECOVERING,
@@ -178,22 +181,22 @@ def next_generation(
         since=since if state.since is None else min(state.since, since),
         stood_since=min(state.round.standing.values(), default=now) if joined else None,
         mended=0 if lost else state.tries.mended,
-        fallback=None if joined else state.tries.fallback,
         closing=to_close,
     )
     events = (*of_each, *more, _decided(state, reason, now))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state))]
-    announce += () if guarding.waits(state) else (
-        MakePlan(state.generation, state.failed, policies.plan_by(state)),)
+    if not any(each.waits(state) for each in IN_FORCE):
+        plan_by = first(each.plan_by(state) for each in IN_FORCE)
+        announce.append(MakePlan(state.generation, state.failed, plan_by))
     announce.append(Await(state.generation))
     told: list[Decision] = [*map(Command, told_out), *map(Emit, events)]
     told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
              else messages.fence(state, member) for member in removed]
     record = records.decided(state, events)
     state, commits = training.committed_by_all(state, now)
-    if (text := stage_gone(state)) is not None and not guarding.possible(state):
-        state, ending = surviving.end(state, text, now)
+    if (text := stage_gone(state)) is not None and not any(each.may_return(state) for each in IN_FORCE):
+        state, ending = end_without(state, text, now)
         return state, (record, *(announce[:1] if state.closing is not None else ()), *told, *commits, *ending)
     return state, (record, *announce, *told, *commits)
 
@@ -204,14 +207,14 @@ def _closed_without(state: State, lost: Mapping[str, FailureKind], since: float,
     removed = [state.members[name] for name in in_order(lost)]
     told: tuple[Decision, ...] = tuple(map(Command, _told_out(state, removed, lost)))
     told += tuple(Emit(suspected(state, member, lost[member.worker], since, now)) for member in removed)
-    why = poison.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
+    why = faults.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
     state, ending = closing.end(state, 1, why, now)
     return state, (*told, *ending)
 
 
 def _told_out(state: State, members: Sequence[Member], lost: Mapping[str, FailureKind]) -> tuple[Out, ...]:
     """The commands to their launchers."""
-    return tuple(commands.out(member, lost[member.worker], poison.said_by(state, member)) for member in members)
+    return tuple(commands.out(member, lost[member.worker], faults.said_by(state, member)) for member in members)
 
 
 def _membership(state: State, lost: Mapping[str, FailureKind], joined: Mapping[str, Member]) -> dict[str, Any]:
@@ -236,7 +239,7 @@ def _membership(state: State, lost: Mapping[str, FailureKind], joined: Mapping[s
         "unproven": {name: state.absent.out.get(name, FailureKind.EXIT) for name in joined},
         "leaving": state.absent.leaving - {state.members[name].incarnation for name in out},
         "given_up": state.absent.given_up - joined.keys(),
-        "moves_due": state.moving.moves_due or moving.changed(state, out, joined),
+        **merged(each.of_generation(state, out, joined) for each in IN_FORCE),
     }
 
 
@@ -256,12 +259,19 @@ def stage_gone(state: State) -> str | None:
     stage = next((stage for stage, names in enumerate(by_stage(state.stages, state.proven)) if not names), None)
     if stage is None:
         return None
-    how = poison.how(state, by_stage(state.stages, state.absent.out)[stage])
+    how = faults.how(state, by_stage(state.stages, state.absent.out)[stage])
+    about = "".join(each.about_loss(state) for each in IN_FORCE)
     last = str(state.progress.committed) if state.progress.committed >= 0 else "none"
     return (
         f"stage {stage} has lost its last worker ({how}), so nobody holds its parameters any more; last "
-        f"committed iteration: {last}.{guarding.not_asked_for(state)}{guarding.unread(state)} {RESTART}"
+        f"committed iteration: {last}.{about} {RESTART}"
     )
+
+
+def end_without(state: State, text: str, now: float) -> Step:
+    """The job is over for the lack of a stage, which may be started again."""
+    answer = first(each.instead_of_end(state, text, now) for each in IN_FORCE)
+    return closing.end(state, 1, text, now, again=True) if answer is None else answer
 
 
 # Reports, the plan, and the go
@@ -279,9 +289,6 @@ def reported(state: State, happened: Reported, now: float) -> Step:
         return state, ()
     event = {"event": "stopped", "t": now, "generation": state.generation, "ms": state.ms(now)}
     stopped = Emit({**event, "reports": {name: report.to_json() for name, report in state.round.reports.items()}})
-    if state.closing is not None and state.closing.missing:
-        state, decisions = surviving.begin(state, now)
-        return state, (stopped, *decisions)
     state, decisions = _go(state, now)
     return state, (stopped, *decisions)
 
@@ -326,11 +333,11 @@ def _go(state: State, now: float) -> Step:
     holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.arrivals.unproven}
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)
-    resume = guarding.resume(state) if guarding.goes_back(state) else decide(
+    resume: Resume | DeadEnd = first(each.resume(state) for each in IN_FORCE) or decide(
         state.stages, holding, state.round.reports, announced=announced, joined=in_order(state.arrivals.unproven),
-        hosts={name: member.host for name, member in state.members.items()}, leaving=moving.on_their_way(state))
+        hosts={name: member.host for name, member in state.members.items()}, leaving=_leaving(state))
     if isinstance(resume, DeadEnd):
-        return surviving.end(state, resume.message, now) if stage_gone(state) is not None else closing.end(
+        return end_without(state, resume.message, now) if stage_gone(state) is not None else closing.end(
             state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.arrivals.unproven)))
     if state.round.redo is None and (done := redo.done(state, resume)):
@@ -338,17 +345,19 @@ def _go(state: State, now: float) -> Step:
         return state.with_(redo=rest), (order,)
     if state.round.redo is not None and not state.round.redo.known:
         return state, ()
-    carry, back = policies.carried(state, resume), redo.repeated(state, resume, now)
-    if back and redo.left_for_good(state):
-        again = guarding.resume(state, resume.closed)
-        if isinstance(again, DeadEnd):
-            return _left_for_good(state, resume.next, again.message, now)
-        resume = again
-    resume = redo.without_kept(state, policies.without_loss(state, resume, carry))
-    carry = carry or redo.carried(state, resume)
+    events: Sequence[Event] = redo.repeated(state, resume, now)
+    if events and redo.left_for_good(state):
+        nowhere = DeadEnd("there is no checkpoint of this run to go back to.")
+        back: Resume | DeadEnd = first(each.resume(state, resume.closed) for each in IN_FORCE) or nowhere
+        if isinstance(back, DeadEnd):
+            return _left_for_good(state, resume.next, back.message, now)
+        resume, events = back, ()
+    resume, carry = first(each.carried(state, resume) for each in IN_FORCE) or (resume, None)
+    resume = redo.without_kept(state, resume)
     plan = state.round.plan
-    if resume.restored:
-        state, back = guarding.went_back(state, resume, now)
+    for each in IN_FORCE:
+        state, told = each.went(state, resume, now)
+        events = (*events, *told)
     go = Go(
         generation=state.generation,
         attempt=resume.attempt,
@@ -358,21 +367,22 @@ def _go(state: State, now: float) -> Step:
         prefix=messages.group_prefix(state.generation, incarnations),
         tries=state.tries.mended,
         closing=None if state.closing is None else state.closing.message,
-        left_out=state.script.left_out,
-        keepers=guarding.keepers(state),
         closes=redo.closes(state),
-        without=policies.left_out(state),
-        carried=carry,
+        carried=carry or redo.carried(state, resume),
         ahead=redo.ahead(state, resume),
+        **merged(each.of_go(state) for each in IN_FORCE),
     )
-    back += policies.told(state, state.go, resume.next, now)
-    back += guarding.exposed(state, now)
-    back += _exposed_hosts(state, resume, now)
-    events = [*back, training.reconciled_event(state, resume, now)] if state.generation > 1 else []
+    events = (*events, training.reconciled_event(state, resume, now)) if state.generation > 1 else ()
     record = records.went(state, resume, plan.digest, events)
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
     limit = () if state.closing is None else (AwaitSaved(state.generation),)
     return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)
+
+
+def _leaving(state: State) -> list[str]:
+    """Members that will leave, sooner or later."""
+    asked = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
+    return [*asked, *(name for each in IN_FORCE for name in each.leaving(state))]
 
 
 def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
@@ -386,20 +396,6 @@ def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
 
 
 # Events
-
-
-def _exposed_hosts(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
-    """The event of hosts that have come to hold all that is left of a stage, or all copies of a shard of its
-    optimizer's state, with this generation."""
-    if state.go is None:
-        return ()
-    before = {name: state.known[incarnation].host for name, incarnation in state.go.members.items()
-              if incarnation in state.known}
-    hosts = {name: member.host for name, member in state.members.items()}
-    found = exposed(before, hosts)
-    cut = exposed_shards(before, () if state.resume is None else state.resume.shards, hosts, resume.shards)
-    event = {"event": "last_host", "t": now, "generation": state.generation, "hosts": found}
-    return ({**event, **({"shards": cut} if cut else {})},) if found or cut else ()
 
 
 def suspected(
@@ -417,7 +413,7 @@ def suspected(
         "rank": member.rank,
         "pid": member.pid,
     }
-    if (fault := poison.said_by(state, member)) is not None:
+    if (fault := faults.said_by(state, member)) is not None:
         event |= {"error": str(fault), "where": fault.where}
     return event if removed else {**event, "removed": False}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_recycle.membership import closing, commands, guarding, messages, policies, records
+from megatron_recycle.membership import closing, commands, messages, records
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step
 from megatron_recycle.membership.description import Description, Job, difference
+from megatron_recycle.membership.extension import IN_FORCE, first
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
-from megatron_recycle.membership.lending import lending
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.persistent_map import put
@@ -103,7 +103,7 @@ def _form(state: State, now: float) -> Step:
     )
     hosts = {name: state.members[name].host for name in in_order(state.members)}
     cut = tables(parts_of(grid.stages, hosts), state.round.reports, (), hosts)
-    survival = judge(hosts, state.host, guarding.wanted(state), cut, job.guard != "none")
+    survival = judge(hosts, state.host, job.guard == "memory", cut, job.guard != "none")
     started = {
         "event": "started",
         "t": now,
@@ -119,7 +119,8 @@ def _form(state: State, now: float) -> Step:
     }
     kept = (records.learnt(state),) if any(state.forming.learnt.values()) else ()
     kept = (*kept, records.decided(state, [started]))
-    return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset(), policies.plan_by(state)))
+    plan_by = first(each.plan_by(state) for each in IN_FORCE)
+    return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset(), plan_by))
 
 
 def _job(descriptions: Mapping[str, Description]) -> tuple[Job, Grid, int]:
@@ -127,7 +128,10 @@ def _job(descriptions: Mapping[str, Description]) -> tuple[Job, Grid, int]:
     one = next(iter(descriptions.values()))
     split = {Process.parse(name).worker.stage for name, told in descriptions.items() if not told.full_backward}
     full = tuple(stage for stage in range(one.grid.stages) if stage not in split)
-    return Job.of(one, full, lending(descriptions, one.grid.stages, one.placement)), one.grid, one.parts
+    job = Job.of(one, full)
+    for each in IN_FORCE:
+        job = each.described(job, descriptions)
+    return job, one.grid, one.parts
 
 
 def _too_large(grid: Grid) -> str:

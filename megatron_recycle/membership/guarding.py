@@ -15,17 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.report import Report
-from megatron_recycle.membership.resume import RESTART, Checkpoint, DeadEnd, Resume, parts_of
+from megatron_recycle.membership.resume import RESTART, Checkpoint, DeadEnd, Resume, parts_of, single
 from megatron_recycle.membership.shards import Shard, anew, copies_of, lost, told
-from megatron_recycle.membership.state import Phase, State
+from megatron_recycle.membership.state import Event, State
+from megatron_recycle.membership.survival import exposed, exposed_shards
 from megatron_recycle.plan.grid import Worker
 
 CHECKPOINTS = 3
 """The latest checkpoints of a job that it may go back to."""
-_FEWEST = 2
-"""Workers that a stage keeps when it gives one away."""
 
 
 @dataclass(frozen=True)
@@ -64,48 +64,9 @@ def keepers(state: State) -> dict[str, str]:
     return found
 
 
-def exposed(state: State, now: float) -> tuple[dict[str, Any], ...]:
-    """The event of stages that have come down to one worker with this generation. Only a warning: with `guard` they
-    come back, with `moves` a worker may move in, and `--job-restarts` starts the script again."""
-    before = [] if state.go is None else list(state.go.members)
-    single = {str(stage): names for stage, names in _singles([*state.members]).items() if stage not in _singles(before)}
-    if not before or not single:
-        return ()
-    kept, newest = keepers(state), checkpoint(state)
-    event = {"event": "last_copy", "t": now, "generation": state.generation, "stages": single,
-             "checkpoint": None if newest is None else newest.iteration,
-             "hosts": {stage: _host(state, worker) for stage, worker in single.items()},
-             "kept_by": {stage: kept[stage] for stage in single if stage in kept} or None}
-    return (event,)
-
-
 def _host(state: State, worker: str) -> str:
     """Where this worker is, as it is named in messages."""
     return next(member.host for name, member in state.members.items() if str(Process.parse(name).worker) == worker)
-
-
-def relief(state: State) -> tuple[tuple[str, str], ...]:
-    """A move for each stage with one worker, by which no other stage comes down to one: (mover, the empty position)."""
-    workers = {Process.parse(name).worker for name in state.proven}
-    counts = Counter(worker.stage for worker in workers)
-    empty = [Process.parse(name).worker for name in in_order(state.absent.out) if name in state.forming.ranks]
-    found: list[tuple[str, str]] = []
-    for stage in sorted(_singles([*state.proven])):
-        to = next((worker for worker in empty if worker.stage == stage), None)
-        donor = max(counts, key=lambda one: counts[one], default=stage)
-        if to is not None and counts[donor] > _FEWEST:
-            mover = max(worker for worker in workers if worker.stage == donor)
-            found.append((str(mover), str(to)))
-            workers.discard(mover)
-            counts[donor] -= 1
-    return tuple(found)
-
-
-def _singles(names: Sequence[str]) -> dict[int, str]:
-    """Stages with one worker, and that worker."""
-    workers = {Process.parse(name).worker for name in names}
-    counts = Counter(worker.stage for worker in workers)
-    return {worker.stage: str(worker) for worker in sorted(workers) if counts[worker.stage] == 1}
 
 
 def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
@@ -196,18 +157,6 @@ def not_asked_for(state: State) -> str:
     return " It is not brought back from a checkpoint of this run, since guard is none." if none else ""
 
 
-def waits(state: State) -> bool:
-    """Whether the survivors wait for a process of a stage that has none."""
-    return state.phase is Phase.RECOVERING and possible(state) and bool(empty_stages(state))
-
-
-def not_started(state: State, rank: int, move: int) -> State:
-    """A process that was started for a lost stage has ended before it said hello."""
-    kept = {name: number for name, number in state.tries.restoring.items()
-            if (state.forming.ranks[name], number) != (rank, move)}
-    return state if len(kept) == len(state.tries.restoring) else state.with_(restoring=kept)
-
-
 def goes_back(state: State) -> bool:
     """Whether all have to go back, now that they have reported: nobody holds some stage, or some shard; or they were on
     their way back for a shard, and may not all have arrived."""
@@ -255,13 +204,40 @@ def _without_source(stages: Sequence[int], shards: str, committed: int, why: str
             "often")
 
 
-def went_back(state: State, resume: Resume, now: float) -> tuple[State, tuple[dict[str, Any]]]:
-    """The state of a job whose workers all go back, and the event that says how far."""
-    event = {"event": "restored", "t": now, "generation": state.generation, "iteration": resume.target,
-             "ms": state.ms(now), "stages": [int(stage) for stage in resume.restored], "from": dict(resume.restored),
-             "lost": max(0, state.progress.committed - resume.target)}
-    if shards := told(lost_shards(state), () if state.resume is None else state.resume.shards):
-        event["shards"] = shards
-    by = dict.fromkeys(state.members, resume.target)
-    state = state.with_(committed=resume.target, committed_by=by, losses={}, behind=0, restoring={})
-    return state, (event,)
+class LastCopies(Extension):
+    """Workers keep copies of last copies, if the job wants that, and everybody is told of what is there only once."""
+
+    def of_go(self, state: State) -> Mapping[str, Any]:
+        return {"keepers": keepers(state)}
+
+    def went(self, state: State, resume: Resume, now: float) -> tuple[State, Sequence[Event]]:
+        return state, (*_last_copies(state, now), *_last_hosts(state, resume, now))
+
+
+def _last_copies(state: State, now: float) -> tuple[dict[str, Any], ...]:
+    """The event of stages that have come down to one worker with this generation. Only a warning: with `guard` they
+    come back, with `moves` a worker may move in, and `--job-restarts` starts the script again."""
+    before = [] if state.go is None else list(state.go.members)
+    found = {str(stage): worker for stage, worker in single([*state.members]).items() if stage not in single(before)}
+    if not before or not found:
+        return ()
+    kept, newest = keepers(state), checkpoint(state)
+    event = {"event": "last_copy", "t": now, "generation": state.generation, "stages": found,
+             "checkpoint": None if newest is None else newest.iteration,
+             "hosts": {stage: _host(state, worker) for stage, worker in found.items()},
+             "kept_by": {stage: kept[stage] for stage in found if stage in kept} or None}
+    return (event,)
+
+
+def _last_hosts(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
+    """The event of hosts that have come to hold all that is left of a stage, or all copies of a shard of its
+    optimizer's state, with this generation."""
+    if state.go is None:
+        return ()
+    before = {name: state.known[incarnation].host for name, incarnation in state.go.members.items()
+              if incarnation in state.known}
+    hosts = {name: member.host for name, member in state.members.items()}
+    found = exposed(before, hosts)
+    cut = exposed_shards(before, () if state.resume is None else state.resume.shards, hosts, resume.shards)
+    event = {"event": "last_host", "t": now, "generation": state.generation, "hosts": found}
+    return ({**event, **({"shards": cut} if cut else {})},) if found or cut else ()

@@ -171,15 +171,19 @@ class Redone:
     ahead: PlanFile | None = None
 
 
+class Improvement:
+    """Something better has been found, that the job can do without."""
+
+
 @dataclass(frozen=True)
-class Improved:
+class Improved(Improvement):
     generation: int
     plan: PlanFile
     plan_ms: float
 
 
 @dataclass(frozen=True)
-class MovesFound:
+class MovesFound(Improvement):
     """The planner's answer to `FindMoves`: members and the empty positions they had better take."""
 
     generation: int

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import commands, forming, messages, moving, records
+from megatron_recycle.membership import commands, forming, messages, records
 from megatron_recycle.membership.decisions import Emit, Step, Tell
 from megatron_recycle.membership.description import Description, Model, difference
+from megatron_recycle.membership.extension import IN_FORCE, merged
 from megatron_recycle.membership.inputs import Holds, Leave, Ready, Received
 from megatron_recycle.membership.names import incomplete
 from megatron_recycle.membership.state import Member, State
@@ -122,9 +123,8 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
         "rank": member.rank,
         "pid": member.pid,
         **_rate(happened.received),
+        **merged(each.of_joined(state, member.worker) for each in IN_FORCE),
     }
-    if (left := moving.from_where(state, member.worker)) is not None:
-        event["moved_from"] = left
     record = records.proven(state, member.worker, event)
     told = state.round.acknowledged | {member.worker}
     unproven = incomplete(state.arrivals.unproven, told)  # to hold a part of a stage is to hold nothing

@@ -7,12 +7,10 @@ that are not members (fenced, unknown) and inputs of generations that are over c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from megatron_recycle.membership import (
     boundary,
-    checkpoints,
     closing,
     ending,
     failing,
@@ -20,39 +18,48 @@ from megatron_recycle.membership import (
     inputs,
     joining,
     messages,
-    moving,
     reconnect,
-    restoring,
     retrying,
     returning,
     script_errors,
-    surviving,
     training,
-    unlending,
 )
 from megatron_recycle.membership.decisions import Step, Tell
-from megatron_recycle.membership.inputs import Hello, Input, Ready
+from megatron_recycle.membership.extension import IN_FORCE, Handler
+from megatron_recycle.membership.extensions import EXTENSIONS
+from megatron_recycle.membership.inputs import Hello, Improvement, Input, Ready
 from megatron_recycle.membership.state import Phase, State
+
+IN_FORCE[:] = EXTENSIONS
 
 
 def step(state: State, happened: Input, now: float, offers: bool = True) -> Step:
     """The state after `happened`, and what is to be done, in order. `now` is Unix seconds.
 
-    After the input's own handler come the afterthoughts: moves that cannot be made any more end, and a boundary is
-    offered if somebody waits for one. Without `offers` nothing is begun that the job can do without: no better plan, no
-    move, no joiner.
+    After the input's own handler come the afterthoughts: those of the extensions, and a boundary is offered if somebody
+    waits for one. Without `offers` nothing is begun that the job can do without: no better plan, no move, no joiner.
     """
     if state.phase is Phase.ENDED and not isinstance(happened, Hello):
         return state, ()
     if not offers:
-        if isinstance(happened, (inputs.Improved, inputs.MovesFound)):
+        if isinstance(happened, Improvement):
             return state, ()
         state = state.with_(better=None)
-    after, decisions = _HANDLERS[type(happened)](state, happened, now)
-    if after.moving.moves:
-        after, decisions = moving.follow(state, after, decisions, now)
-    after, decisions = restoring.propose(after, decisions, now)
+    after, decisions = _handler(type(happened))(state, happened, now)
+    for each in IN_FORCE:
+        after, decisions = each.after(state, after, decisions, now)
     return boundary.propose(after, decisions) if offers else (after, decisions)
+
+
+def _handler(kind: type) -> Handler:
+    """What follows from inputs of this kind."""
+    of_extensions = (each.handlers[kind] for each in IN_FORCE if kind in each.handlers)
+    return next(of_extensions, _HANDLERS.get(kind, _nothing))
+
+
+def _nothing(state: State, happened: Input, now: float) -> Step:
+    """The input of an extension that is not there."""
+    return state, ()
 
 
 def _hello(state: State, happened: Hello, now: float) -> Step:
@@ -75,7 +82,7 @@ def _ready(state: State, happened: Ready, now: float) -> Step:
     return (forming if state.phase is Phase.FORMING else joining).ready(state, happened, now)
 
 
-_HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
+_HANDLERS: Mapping[type, Handler] = {
     inputs.Hello: _hello,
     inputs.Ready: _ready,
     inputs.Restarted: returning.coordinator,
@@ -94,18 +101,11 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.Committed: training.committed,
     inputs.Improved: training.improved,
     inputs.Adopted: training.adopted,
-    inputs.Unlent: unlending.declined,
-    inputs.MovesFound: moving.begin,
-    inputs.StaysOut: moving.stays_out,
     inputs.Holds: joining.acknowledged,
     inputs.Leave: joining.leave,
     inputs.Boundary: boundary.stands,
-    inputs.Saved: surviving.saved,
+    inputs.Saved: closing.saved,
     inputs.SavedLate: closing.late,
-    inputs.PlaceLate: restoring.late,
-    inputs.Written: checkpoints.written,
-    inputs.Unreadable: checkpoints.unreadable,
-    inputs.Unwritten: checkpoints.unwritten,
     inputs.Finished: ending.finished,
     inputs.Interrupted: ending.interrupted,
     inputs.EndLate: ending.late,

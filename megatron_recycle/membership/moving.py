@@ -8,20 +8,25 @@ failure before that ends the move: the mover is where it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from megatron_recycle.membership import commands, guarding, messages, records
+from megatron_recycle.membership import commands, messages, records
 from megatron_recycle.membership.decisions import Decision, Emit, FindMoves, Step
+from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
 from megatron_recycle.membership.inputs import Exited, MovesFound, StaysOut
 from megatron_recycle.membership.names import Process, in_order
-from megatron_recycle.membership.resume import by_stage
+from megatron_recycle.membership.resume import by_stage, single
 from megatron_recycle.membership.state import Member, Phase, State
 
 _FRUITLESS = 3
 """So many moves in a row whose process failed: the next one's would, too."""
 _PROCESS = "its process"
+_FEWEST = 2
+"""Workers that a stage keeps when it gives one away."""
 
 
 def seek(state: State) -> tuple[FindMoves, ...]:
@@ -34,7 +39,24 @@ def seek(state: State) -> tuple[FindMoves, ...]:
     if state.job.max_restarts and any(
             kind.refilled and name not in state.absent.given_up for name, kind in state.absent.out.items()):
         return ()  # a launcher starts it again
-    return (FindMoves(state.generation, state.failed, guarding.relief(state)),)
+    return (FindMoves(state.generation, state.failed, _relief(state)),)
+
+
+def _relief(state: State) -> tuple[tuple[str, str], ...]:
+    """A move for each stage with one worker, by which no other stage comes down to one: (mover, the empty position)."""
+    workers = {Process.parse(name).worker for name in state.proven}
+    counts = Counter(worker.stage for worker in workers)
+    empty = [Process.parse(name).worker for name in in_order(state.absent.out) if name in state.forming.ranks]
+    found: list[tuple[str, str]] = []
+    for stage in sorted(single([*state.proven])):
+        to = next((worker for worker in empty if worker.stage == stage), None)
+        donor = max(counts, key=lambda one: counts[one], default=stage)
+        if to is not None and counts[donor] > _FEWEST:
+            mover = max(worker for worker in workers if worker.stage == donor)
+            found.append((str(mover), str(to)))
+            workers.discard(mover)
+            counts[donor] -= 1
+    return tuple(found)
 
 
 def stays_out(state: State, happened: StaysOut, now: float) -> Step:
@@ -70,33 +92,6 @@ def _moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
             "number": state.moving.move}
 
 
-def not_started(state: State, happened: Exited, now: float) -> Step:
-    """A process that never said hello has ended. Launchers tell of all ends again after a reconnect, so it may be any
-    process that this rank has had."""
-    own = happened.move == state.moving.move
-    to = next((to for to in state.moving.moves if own and state.forming.ranks[to] == happened.rank), None)
-    if to is None:
-        return guarding.not_started(state, happened.rank, happened.move), ()
-    if to in state.arrivals.joiners or to in state.members:
-        return state, ()
-    return _drop(state, to, f"{_PROCESS} ended with {describe_status(happened.status)}; see {happened.log}",
-                 now)
-
-
-def follow(before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-    """End the moves that are over, or that cannot be made any more."""
-    for to, incarnation in state.moving.moves.items():
-        mover = state.member(incarnation)
-        if mover is None:  # gone: as it should, or it has failed, and its device is the new process's alone
-            left = {other: who for other, who in state.moving.moves.items() if other != to}
-            state = state.with_(moves=left, fruitless=0)
-            decisions = (*decisions, records.moves(state, ()))
-        elif reason := _void(before, state, to, mover):
-            state, more = _drop(state, to, reason, now)
-            decisions = (*decisions, *more)
-    return state, decisions
-
-
 def _void(before: State, state: State, to: str, mover: Member) -> str | None:
     """Why the mover stays where it is."""
     here = state.members.get(to) or state.arrivals.joiners.get(to)
@@ -110,12 +105,12 @@ def _void(before: State, state: State, to: str, mover: Member) -> str | None:
         return "the worker was asked to leave"
     lost = {name: kind for name, kind in state.absent.out.items() if name not in before.absent.out}
     joined = [name for name in state.members if name in before.absent.out]
-    if state.generation != before.generation and changed(before, lost, joined):
+    if state.generation != before.generation and _changed(before, lost, joined):
         return "the membership has changed"
     return None
 
 
-def changed(before: State, lost: Mapping[str, FailureKind], joined: Iterable[str]) -> bool:
+def _changed(before: State, lost: Mapping[str, FailureKind], joined: Iterable[str]) -> bool:
     """Whether more than moves has happened, so that other moves may pay off now. After moves alone the membership is
     the wanted one, and durations that were measured anew are no reason to move back and forth."""
     failed = any(kind is not FailureKind.MOVE for kind in lost.values())
@@ -142,30 +137,64 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
     return state, decisions
 
 
-def on_their_way(state: State) -> list[str]:
-    """Members that will leave their position, sooner or later: as they were asked to, or for another one, if their
-    stage has somebody who stays."""
-    leaving = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
-    movers = [name for name, member in state.members.items() if member.incarnation in state.moving.moves.values()]
-    left = by_stage(state.stages, state.members.keys() - {*leaving, *movers})
-    return [*leaving, *(name for name in movers if left[Process.parse(name).worker.stage] and name not in leaving)]
-
-
-def moved(state: State) -> dict[str, str]:
+def _moved(state: State) -> dict[str, FailureKind]:
     """Members that another process stands for in another stage since an iteration has committed with it, and that
-    may go without leaving their old stage empty; with each its new position."""
+    may go without leaving their old stage empty."""
     if state.phase is not Phase.TRAINING or state.resume is None or state.progress.committed < state.resume.next:
         return {}
-    done = {state.known[who].worker: to for to, who in state.moving.moves.items()
+    done = {state.known[who].worker for to, who in state.moving.moves.items()
             if to in state.members and to not in state.arrivals.unproven and state.member(who)}
     if not done:
         return {}
     gone = {*done, *(name for name, member in state.members.items() if member.incarnation in state.absent.leaving)}
     left = by_stage(state.stages, set(state.proven) - gone)
-    return {name: done[name] for name in in_order(done) if left[Process.parse(name).worker.stage]}
+    return {name: FailureKind.MOVE for name in in_order(done) if left[Process.parse(name).worker.stage]}
 
 
-def from_where(state: State, name: str) -> str | None:
-    """The position that the member `name` has moved from, while it does."""
-    incarnation = state.moving.moves.get(name)
-    return None if incarnation is None else state.known[incarnation].worker
+class Moves(Extension):
+    """Workers move to stages that were hit too hard, where the planner finds that this pays off."""
+
+    handlers = MappingProxyType({MovesFound: begin, StaysOut: stays_out})
+
+    def not_started(self, state: State, happened: Exited, now: float) -> Step:
+        """Launchers tell of all ends again after a reconnect, so it may be any process that this rank has had."""
+        own = happened.move == state.moving.move
+        to = next((to for to in state.moving.moves if own and state.forming.ranks[to] == happened.rank), None)
+        if to is None or to in state.arrivals.joiners or to in state.members:
+            return state, ()
+        return _drop(state, to, f"{_PROCESS} ended with {describe_status(happened.status)}; see {happened.log}", now)
+
+    def of_generation(self, state: State, lost: Mapping[str, FailureKind],
+                      joined: Mapping[str, Member]) -> Mapping[str, Any]:
+        return {"moves_due": state.moving.moves_due or _changed(state, lost, joined)}
+
+    def leaving(self, state: State) -> Sequence[str]:
+        """Movers whose stage has somebody who stays."""
+        leaving = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
+        movers = [name for name, member in state.members.items() if member.incarnation in state.moving.moves.values()]
+        left = by_stage(state.stages, state.members.keys() - {*leaving, *movers})
+        return [name for name in movers if left[Process.parse(name).worker.stage] and name not in leaving]
+
+    def seek(self, state: State) -> Sequence[Decision]:
+        return seek(state)
+
+    def going(self, state: State) -> Mapping[str, FailureKind]:
+        return _moved(state)
+
+    def of_joined(self, state: State, name: str) -> Mapping[str, Any]:
+        """The position that it has moved from, while it does."""
+        incarnation = state.moving.moves.get(name)
+        return {} if incarnation is None else {"moved_from": state.known[incarnation].worker}
+
+    def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
+        """End the moves that are over, or that cannot be made any more."""
+        for to, incarnation in state.moving.moves.items():
+            mover = state.member(incarnation)
+            if mover is None:  # gone: as it should, or it has failed, and its device is the new process's alone
+                left = {other: who for other, who in state.moving.moves.items() if other != to}
+                state = state.with_(moves=left, fruitless=0)
+                decisions = (*decisions, records.moves(state, ()))
+            elif reason := _void(before, state, to, mover):
+                state, more = _drop(state, to, reason, now)
+                decisions = (*decisions, *more)
+        return state, decisions

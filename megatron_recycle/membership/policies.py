@@ -6,16 +6,18 @@ is whole again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
+from megatron_recycle.membership import faults
+from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.names import Process
-from megatron_recycle.membership.protocol import Carry, Go
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import State
+from megatron_recycle.membership.state import Event, Member, State
 from megatron_recycle.policy import Policy
 
 
@@ -34,38 +36,12 @@ def some_whole(state: State) -> bool:
     return state.description is not None and len(hit(state)) < state.description.grid.pipelines
 
 
-def plan_by(state: State) -> str | None:
-    """The policy that the next plan is made by; None: the job's, or there is no failure."""
-    if not some_whole(state):  # also where recoveries with guests have failed: nobody could train otherwise
-        return "reroute" if policy(state).avoids_hit else None
-    if state.tries.fallback is not None or not policy(state).avoids_hit:
-        return state.tries.fallback
-    return "drop" if state.absent.out or policy(state).always_whole else None
-
-
 def left_out(state: State) -> tuple[int, ...]:
     """Pipelines whose micro-batches this generation does not run."""
     return hit(state) if policy(state).leaves_out and some_whole(state) else ()
 
 
-def told(state: State, before: Go | None, iteration: int, now: float) -> tuple[dict[str, Any], ...]:
-    """The event of pipelines that are left out from ``iteration`` on, where they are others than ``before``, in the
-    last go: which ones, and how many micro-batches an iteration has less. Of none: all take part again."""
-    pipelines = left_out(state)
-    known = () if state.generation == 1 else None  # a coordinator that has come back tells it again
-    if pipelines == (known if before is None else before.without):
-        return ()
-    counts = state.job.grid.microbatches
-    return ({"event": "left_out", "t": now, "generation": state.generation, "iteration": iteration,
-             "pipelines": list(pipelines), "microbatches": sum(counts[pipeline] for pipeline in pipelines)},)
-
-
-def ends_with(state: State, lost: Mapping[str, FailureKind]) -> bool:
-    """Whether the loss of these members ends this life of the job: nobody has asked them to go."""
-    return policy(state).ends_job and any(not kind.asked_for for kind in lost.values())
-
-
-def carried(state: State, resume: Resume) -> Carry | None:
+def _carried(state: State, resume: Resume) -> Carry | None:
     """What goes on where it stood of the iteration that ``resume`` begins. None: it is begun anew.
 
     Everybody in a whole pipeline must have all that it has done, or have begun nothing; and all must have followed one
@@ -95,10 +71,49 @@ def carried(state: State, resume: Resume) -> Carry | None:
     return Carry(following, chain, plan, done, provisional=False)
 
 
-def without_loss(state: State, resume: Resume, carry: Carry | None) -> Resume:
-    """``resume`` with what is lost if ``carry`` is not: what hit pipelines have done."""
-    if carry is None:
-        return resume
-    lost = [report.actions for name, report in state.round.reports.items()
-            if name not in carry.done and report.iteration == resume.next]
-    return replace(resume, redone=sum(lost))
+class OtherPolicies(Extension):
+    """All but `reroute`."""
+
+    def ends(self, state: State, lost: Mapping[str, FailureKind]) -> str | None:
+        """Not with members who were asked to go."""
+        if not policy(state).ends_job or all(kind.asked_for for kind in lost.values()):
+            return None
+        return f"policy {policy(state).name}: {faults.how(state, in_order(lost), lost)}"
+
+    def of_generation(self, state: State, lost: Mapping[str, FailureKind],
+                      joined: Mapping[str, Member]) -> Mapping[str, Any]:
+        return {"fallback": None} if joined else {}
+
+    def plan_by(self, state: State) -> str | None:
+        if not some_whole(state):  # also where recoveries with guests have failed: nobody could train otherwise
+            return "reroute" if policy(state).avoids_hit else None
+        if state.tries.fallback is not None or not policy(state).avoids_hit:
+            return state.tries.fallback
+        return "drop" if state.absent.out or policy(state).always_whole else None
+
+    def fallback(self, state: State) -> str | None:
+        """Without guests, as long as a pipeline is whole."""
+        return "drop" if policy(state).reroutes and some_whole(state) else None
+
+    def carried(self, state: State, resume: Resume) -> tuple[Resume, Carry] | None:
+        """What the whole pipelines have done; what hit ones have done is lost."""
+        if (carry := _carried(state, resume)) is None:
+            return None
+        lost = [report.actions for name, report in state.round.reports.items()
+                if name not in carry.done and report.iteration == resume.next]
+        return replace(resume, redone=sum(lost)), carry
+
+    def of_go(self, state: State) -> Mapping[str, Any]:
+        return {"without": left_out(state)}
+
+    def went(self, state: State, resume: Resume, now: float) -> tuple[State, Sequence[Event]]:
+        """The event of pipelines that are left out from this iteration on, where they are others than in the last go:
+        which ones, and how many micro-batches an iteration has less. Of none: all take part again."""
+        pipelines = left_out(state)
+        known = () if state.generation == 1 else None  # a coordinator that has come back tells it again
+        if pipelines == (known if state.go is None else state.go.without):
+            return state, ()
+        counts = state.job.grid.microbatches
+        return state, ({"event": "left_out", "t": now, "generation": state.generation, "iteration": resume.next,
+                        "pipelines": list(pipelines),
+                        "microbatches": sum(counts[pipeline] for pipeline in pipelines)},)

@@ -8,54 +8,33 @@ generation with it is decided, which goes on from the keeper's copy.
 
 from __future__ import annotations
 
-from megatron_recycle.membership import boundary, commands, failing, guarding, surviving
+from collections.abc import Sequence
+from types import MappingProxyType
+from typing import Any
+
+from megatron_recycle.membership import boundary, commands, failing, guarding, shards
 from megatron_recycle.membership.decisions import AwaitPlace, Decision, Emit, Step
+from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.inputs import PlaceLate
+from megatron_recycle.membership.inputs import Exited, PlaceLate
 from megatron_recycle.membership.names import Process, in_order
-from megatron_recycle.membership.resume import RESTART, by_stage
-from megatron_recycle.membership.state import Member, State
+from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage
+from megatron_recycle.membership.state import Event, Member, Phase, State
 
 _TRIES = 3
 """Processes that may end before their stage trains again."""
 
 
-def propose(state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-    """An afterthought of every step: the next process is started, or those that are there come in."""
-    if not guarding.waits(state) or len(state.round.reports) < len(state.members) - len(state.arrivals.unproven):
-        return state, decisions
-    entering = boundary.entering(state)
-    lost = guarding.empty_stages(state)
-    if not guarding.empty_stages(state, [*state.members, *entering]):
-        since = now if state.since is None else state.since
-        reason = f"stage {', '.join(map(str, lost))} comes back"
-        state, more = failing.next_generation(state, {}, since, now, joined=entering, reason=reason)
-        return state, (*decisions, *more)
-    coming = by_stage(state.stages, {**state.arrivals.joiners, **state.tries.restoring})
-    missing = [stage for stage in lost if not coming[stage]]
-    if not missing:
-        return state, decisions
-    newest, copies = guarding.checkpoint(state), guarding.wanted(state)
-    if isinstance(why := guarding.source(state.round.reports, lost, newest, copies), str):
-        return _given_up(state, decisions, why, now)
-    for stage in missing:
-        if state.tries.restores >= _TRIES * max(1, len(lost)):
-            return _given_up(state, decisions, f"{state.tries.restores} processes for it have failed", now)
-        state, more = _start(state, stage, now)
-        decisions += more
-    return state, (*decisions, AwaitPlace(state.generation))
-
-
 def late(state: State, happened: PlaceLate, now: float) -> Step:
     """No process has come for the stage."""
-    if happened.generation != state.generation or not guarding.waits(state):
+    if happened.generation != state.generation or not _waits(state):
         return state, ()
     return _given_up(state, (), "no process came for it in time", now)
 
 
 def _given_up(state: State, decisions: tuple[Decision, ...], why: str, now: float) -> Step:
     text = (failing.stage_gone(state) or "").removesuffix(RESTART)
-    state, ending = surviving.end(state, f"{text}It could not be brought back: {why}. {RESTART}", now)
+    state, ending = failing.end_without(state, f"{text}It could not be brought back: {why}. {RESTART}", now)
     return state, (*decisions, *ending)
 
 
@@ -95,3 +74,69 @@ def _beside(state: State, name: str, stage: int) -> Member:
     alike = [member for other, member in state.proven.items() if Process.parse(other).part == part]
     peers = by_stage(state.stages, state.proven)
     return max(alike, key=lambda member: len(peers[Process.parse(member.worker).worker.stage]))
+
+
+def _waits(state: State) -> bool:
+    return state.phase is Phase.RECOVERING and guarding.possible(state) and bool(guarding.empty_stages(state))
+
+
+class LostStages(Extension):
+    """A stage that has lost its last worker, or a shard its last holder, comes back from a copy or a checkpoint."""
+
+    handlers = MappingProxyType({PlaceLate: late})
+
+    def not_started(self, state: State, happened: Exited, now: float) -> Step:
+        """A process that was started for a lost stage has ended before it said hello."""
+        kept = {name: number for name, number in state.tries.restoring.items()
+                if (state.forming.ranks[name], number) != (happened.rank, happened.move)}
+        return (state if len(kept) == len(state.tries.restoring) else state.with_(restoring=kept)), ()
+
+    def may_return(self, state: State) -> bool:
+        return guarding.possible(state)
+
+    def waits(self, state: State) -> bool:
+        return _waits(state)
+
+    def about_loss(self, state: State) -> str:
+        return guarding.not_asked_for(state) + guarding.unread(state)
+
+    def resume(self, state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd | None:
+        return guarding.resume(state, closed) if closed or guarding.goes_back(state) else None
+
+    def went(self, state: State, resume: Resume, now: float) -> tuple[State, Sequence[Event]]:
+        """All go back; the event says how far."""
+        if not resume.restored:
+            return state, ()
+        event: dict[str, Any] = {
+            "event": "restored", "t": now, "generation": state.generation, "iteration": resume.target,
+            "ms": state.ms(now), "stages": [int(stage) for stage in resume.restored], "from": dict(resume.restored),
+            "lost": max(0, state.progress.committed - resume.target)}
+        if lost := shards.told(guarding.lost_shards(state), () if state.resume is None else state.resume.shards):
+            event["shards"] = lost
+        by = dict.fromkeys(state.members, resume.target)
+        return state.with_(committed=resume.target, committed_by=by, losses={}, behind=0, restoring={}), (event,)
+
+    def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
+        """The next process is started, or those that are there come in."""
+        if not _waits(state) or len(state.round.reports) < len(state.members) - len(state.arrivals.unproven):
+            return state, decisions
+        entering = boundary.entering(state)
+        lost = guarding.empty_stages(state)
+        if not guarding.empty_stages(state, [*state.members, *entering]):
+            since = now if state.since is None else state.since
+            reason = f"stage {', '.join(map(str, lost))} comes back"
+            state, more = failing.next_generation(state, {}, since, now, joined=entering, reason=reason)
+            return state, (*decisions, *more)
+        coming = by_stage(state.stages, {**state.arrivals.joiners, **state.tries.restoring})
+        missing = [stage for stage in lost if not coming[stage]]
+        if not missing:
+            return state, decisions
+        newest, copies = guarding.checkpoint(state), guarding.wanted(state)
+        if isinstance(why := guarding.source(state.round.reports, lost, newest, copies), str):
+            return _given_up(state, decisions, why, now)
+        for stage in missing:
+            if state.tries.restores >= _TRIES * max(1, len(lost)):
+                return _given_up(state, decisions, f"{state.tries.restores} processes for it have failed", now)
+            state, more = _start(state, stage, now)
+            decisions += more
+        return state, (*decisions, AwaitPlace(state.generation))

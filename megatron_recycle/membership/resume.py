@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -11,7 +12,7 @@ from msgspec import field
 
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.report import Report
-from megatron_recycle.membership.shards import ShardTable, count_of, of_report, tables
+from megatron_recycle.membership.shards import ShardTable, count_of, lost, of_report, tables, told
 from megatron_recycle.membership.verdict import Verdict
 from megatron_recycle.plan.value import Value
 
@@ -78,6 +79,13 @@ def by_stage(stages: int, members: Iterable[str]) -> list[list[str]]:
     return found
 
 
+def single(names: Sequence[str]) -> dict[int, str]:
+    """Stages with one worker, and that worker."""
+    workers = {Process.parse(name).worker for name in names}
+    counts = Counter(worker.stage for worker in workers)
+    return {worker.stage: str(worker) for worker in sorted(workers) if counts[worker.stage] == 1}
+
+
 def parts_of(stages: int, members: Iterable[str]) -> list[list[str]]:
     """The processes that hold the same parameters, stage by stage and part by part."""
     return [names for workers in by_stage(stages, members) for names in _by_part(workers)]
@@ -111,6 +119,8 @@ def decide(
     for stage, workers in enumerate(peers):
         if not workers:
             return DeadEnd(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
+    if gone := lost(parts_of(stages, members), reports):
+        return DeadEnd(f"{told(gone, ())}: nobody who is left has it. {RESTART}")
     holding = [held for stage, workers in enumerate(peers) for names in _by_part(workers)
                for held in _held(stage, names, reports)]
     target, lagging = _target(holding)

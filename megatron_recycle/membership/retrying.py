@@ -7,8 +7,9 @@ script may be started again (`--job-restarts`). A worker whose state may be torn
 
 from __future__ import annotations
 
-from megatron_recycle.membership import closing, failing, poison, policies
+from megatron_recycle.membership import closing, failing, faults
 from megatron_recycle.membership.decisions import MakePlan, Step
+from megatron_recycle.membership.extension import IN_FORCE, first
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Loss, Lost, PlanFailed, Raised
 from megatron_recycle.membership.resume import RESTART
@@ -30,8 +31,8 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
     if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # what has failed is over already
         return state, (closing.answer(member, happened.number),)
     fallback = state.tries.fallback
-    if state.tries.retries and fallback is None and may_drop(state):
-        fallback = "drop"
+    if state.tries.retries and fallback is None:
+        fallback = first(each.fallback(state) for each in IN_FORCE)
     state = state.with_(retries=state.tries.retries + 1, fallback=fallback)
     event = {"event": "retried", "t": now, "generation": state.generation, "worker": member.worker,
              "error": str(fault), "where": fault.where, "try": state.tries.retries, "policy": fallback}
@@ -41,22 +42,18 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
     return state, (*decisions, closing.answer(member, happened.number))
 
 
-def may_drop(state: State) -> bool:
-    """Whether another policy is left to plan by: a pipeline is whole."""
-    return policies.policy(state).reroutes and policies.some_whole(state)
-
-
 def no_plan(state: State, happened: PlanFailed, now: float) -> Step:
     """The planner has failed: another policy's plan is simpler."""
     current = state.phase is Phase.RECOVERING and happened.generation == state.generation
-    if not current or state.tries.fallback is not None or not state.absent.out or not may_drop(state):
+    fallback = first(each.fallback(state) for each in IN_FORCE)
+    if not current or state.tries.fallback is not None or not state.absent.out or fallback is None:
         return failing.plan_failed(state, happened, now)
-    return state.with_(fallback="drop"), (MakePlan(state.generation, state.failed, "drop"),)
+    return state.with_(fallback=fallback), (MakePlan(state.generation, state.failed, fallback),)
 
 
 def _out(state: State, member: Member, happened: Raised, now: float) -> Step:
-    if (last := poison.the_last(state, member)) is not None:
+    if (last := faults.the_last(state, member)) is not None:
         text = (f"the recovery has failed on {member.worker}, {last}, {happened.fault.where}: {happened.fault}"
-                f"{poison.out_before(state, member)}. {closing.last(state)} {RESTART}")
+                f"{faults.out_before(state, member)}. {closing.last(state)} {RESTART}")
         return closing.end(state, 1, text, now, again=True)
     return failing.lost(state, Lost((Loss(member.incarnation, FailureKind.EXIT),), happened.since), now)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_recycle.membership import boundary, closing, failing, guarding, messages, moving
+from megatron_recycle.membership import boundary, closing, failing, messages
 from megatron_recycle.membership.decisions import AwaitSaved, Decision, Emit, Step, Tell
+from megatron_recycle.membership.extension import IN_FORCE
 from megatron_recycle.membership.inputs import Hello, Restarted
 from megatron_recycle.membership.state import Phase, State
 
@@ -33,7 +34,7 @@ def coordinator(state: State, happened: Restarted, now: float) -> Step:
     if state.phase is not Phase.RETURNING:
         return state, ()
     restarted = Emit({"event": "restarted", "t": now, "generation": state.generation})
-    text = None if guarding.possible(state) else failing.stage_gone(state)
+    text = None if any(each.may_return(state) for each in IN_FORCE) else failing.stage_gone(state)
     if text is not None:  # decided, but the end was not written down any more
         state, ending = closing.end(state, 1, text, now, again=True)
         return state, (restarted, *ending)
@@ -49,4 +50,4 @@ def _returned(state: State, happened: Hello, now: float) -> Step:
     if len(state.round.returned) < len(state.members):
         return state, ()
     state, decisions = boundary.switch(state.with_(phase=Phase.TRAINING), now)
-    return state, (*decisions, *moving.seek(state))
+    return state, (*decisions, *(one for each in IN_FORCE for one in each.seek(state)))

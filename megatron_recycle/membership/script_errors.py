@@ -1,17 +1,15 @@
 """A process has raised an error that its script has not handled: what follows from it. Pure, like `machine`.
 
-`poison` answers whether others would meet the same. If not, the process is out, as if it had died. If they would, the
-job goes on without that micro-batch (`poison: skip`), or ends: after a last checkpoint, if there can be one.
+`faults` answers whether others would meet the same. If not, the process is out, as if it had died. If they would, the
+job ends: after a last checkpoint, if there can be one.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from megatron_recycle.membership import closing, failing, joining, poison, retrying, unlending
+from megatron_recycle.membership import closing, failing, faults, joining, retrying
 from megatron_recycle.membership.decisions import Emit, Step
+from megatron_recycle.membership.extension import IN_FORCE, first
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, Raised
 from megatron_recycle.membership.state import Closing, Member, Phase, State
 
@@ -29,33 +27,29 @@ def raised(state: State, happened: Raised, now: float) -> Step:
     if joining.waiting(state, who.incarnation) is not None:
         return joining.lost(state, who.incarnation, said, now)
     member = state.member(who.incarnation)
-    if member is not None and poison.repeated(state, member, happened.number):
+    if member is not None and faults.repeated(state, member, happened.number):
         return state, (closing.answer(member, happened.number),)
-    state = poison.remembered(state, who, fault, happened.number)
-    if member is not None and fault.whole and (state.closing is not None or poison.left_out(state, fault)):
+    state = faults.remembered(state, who, fault, happened.number)
+    if member is not None and fault.whole and state.closing is not None:
         return state, (closing.answer(member, happened.number),)
-    if member is not None and (without_lending := unlending.raised(state, member, happened, now)) is not None:
-        return without_lending
+    if member is not None and (answer := first(
+            each.raised(state, member, happened, now) for each in IN_FORCE)) is not None:
+        return answer
     if member is not None and state.closing is None and fault.recovery and not fault.refused:
         return retrying.raised(state, member, happened, now)
-    if member is None or state.closing is not None or (text := poison.fatal(state, member, fault)) is None:
+    if member is None or state.closing is not None or (text := faults.fatal(state, member, fault)) is None:
         return failing.lost(state, Lost((Loss(who.incarnation, FailureKind.EXIT),), happened.since), now)
-    if (without := poison.without(state, fault)) is not None:
-        event = _skipped(state, member, fault, now)
-        reason = f"micro-batch {fault.microbatch} of iteration {fault.iteration} is left out"
-        state, decisions = failing.next_generation(without, {}, happened.since, now, reason=reason, more=(event,))
-        return state, (*decisions, closing.answer(member, happened.number))
-    return _end_with(state, member, happened, poison.too_many(state, fault, text), now)
+    return end_with(state, member, happened, text, now)
 
 
-def _end_with(state: State, member: Member, happened: Raised, text: str, now: float) -> Step:
+def end_with(state: State, member: Member, happened: Raised, text: str, now: float) -> Step:
     """The job ends for this error, after a last checkpoint if there can be one. Peers that differ, or that read
     different data, have nothing to save: the state of the one that finds it does not count."""
     fault = happened.fault
     lost = {} if fault.whole else {member.worker: FailureKind.EXIT}
     stays = failing.suspected(state, member, FailureKind.EXIT, happened.since, now, removed=False)
     told = () if fault.refused else (Emit(stays),)
-    again = poison.may_go_well(state, member, fault)
+    again = faults.may_go_well(state, member, fault)
     why_not = "" if fault.refused and not fault.whole else closing.why_not(state, lost)
     if why_not is not None:
         if why_not or not fault.refused:
@@ -66,9 +60,3 @@ def _end_with(state: State, member: Member, happened: Raised, text: str, now: fl
     state, decisions = failing.next_generation(
         state, lost, happened.since, now, reason=closing.LAST, to_close=Closing(text, again=again))
     return state, (*decisions, *((closing.answer(member, happened.number), *told) if fault.whole else ()))
-
-
-def _skipped(state: State, member: Member, fault: Fault, now: float) -> dict[str, Any]:
-    """The line of events.jsonl about a micro-batch that the job goes on without."""
-    event = {"event": "skipped", "t": now, "generation": state.generation, "iteration": fault.iteration}
-    return {**event, "worker": member.worker, "microbatch": fault.microbatch, "error": str(fault)}

@@ -8,8 +8,11 @@ the job at once.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from megatron_recycle.membership import closing, guarding, messages, records
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, Step, Tell
+from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.inputs import Saved
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.protocol import Go
@@ -18,17 +21,7 @@ from megatron_recycle.membership.state import Closing, Phase, State
 from megatron_recycle.plan.plan_file import PlanFile
 
 
-def end(state: State, text: str, now: float) -> Step:
-    """The job is over for the lack of a stage, which may be started again; first the survivors save, if they can."""
-    if not possible(state):
-        return closing.end(state, 1, text, now, again=True)
-    state = state.with_(closing=Closing(text, 1, True, missing=tuple(_missing(state))))
-    if not _reported(state):
-        return state, (Await(state.generation),)
-    return begin(state, now)
-
-
-def possible(state: State) -> bool:
+def _possible(state: State) -> bool:
     """Whether the survivors have something to save, and the job wants them to. Not what was half loaded."""
     if guarding.unread(state):
         return False
@@ -37,10 +30,8 @@ def possible(state: State) -> bool:
         state.phase is Phase.RECOVERING)
 
 
-def begin(state: State, now: float) -> Step:
+def _begin(state: State, now: float) -> Step:
     """All have reported: who writes what."""
-    if not _reported(state):
-        return state, ()
     assert state.closing is not None
     reports = {name: state.round.reports[name] for name in state.proven if name in state.round.reports}
     target = max(report.final for report in reports.values())
@@ -67,7 +58,7 @@ def begin(state: State, now: float) -> Step:
     return state, told
 
 
-def saved(state: State, happened: Saved, now: float) -> Step:
+def _saved(state: State, happened: Saved, now: float) -> Step:
     """A member has said where its part is, of this or of a last checkpoint; the job ends when all have."""
     if state.closing is None or not state.closing.missing:
         return closing.saved(state, happened, now)
@@ -100,3 +91,23 @@ def _missing(state: State) -> list[int]:
 
 def _reported(state: State) -> bool:
     return all(name in state.round.reports for name in state.proven)
+
+
+class Survivors(Extension):
+    """What is left of a job that has lost a stage is saved before its end."""
+
+    handlers = MappingProxyType({Saved: _saved})
+
+    def instead_of_end(self, state: State, text: str, now: float) -> Step | None:
+        if not _possible(state):
+            return None
+        state = state.with_(closing=Closing(text, 1, True, missing=tuple(_missing(state))))
+        return _begin(state, now) if _reported(state) else (state, (Await(state.generation),))
+
+    def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
+        """The last of them has reported."""
+        due = state.phase is Phase.RECOVERING and state.closing is not None and state.closing.missing
+        if not due or not _reported(state):
+            return state, decisions
+        state, more = _begin(state, now)
+        return state, (*decisions, *more)

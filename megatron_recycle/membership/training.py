@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_recycle.membership import commands, moving, records
+from megatron_recycle.membership import commands, records
 from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step, Tell
+from megatron_recycle.membership.extension import IN_FORCE
 from megatron_recycle.membership.inputs import Adopted, Committed, Improved, Resumed
-from megatron_recycle.membership.lending import allows
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.protocol import Offer
@@ -89,7 +89,8 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
     state, more = committed_by_all(state.with_(since=None, committed_by=reached), now)
     # The plan may be missing after a coordinator has come back: nothing better is looked for then.
     search = () if plan is None else (Improve(state.generation, state.failed, plan),)
-    return state, (*decisions, *more, *search, *moving.seek(state))
+    sought = (one for each in IN_FORCE for one in each.seek(state))
+    return state, (*decisions, *more, *search, *sought)
 
 
 def committed(state: State, happened: Committed, now: float) -> Step:
@@ -134,11 +135,10 @@ def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]
 
 def improved(state: State, happened: Improved, now: float) -> Step:
     """A better plan is offered; the workers adopt it together at a boundary. Not while a switch is on offer: that
-    begins with the best plan that is known anyway. While another plan is being adopted it waits. One that lends what is
-    not lent any more, as its search had begun before that, would never be adopted, and no other one after it."""
+    begins with the best plan that is known anyway. While another plan is being adopted it waits."""
     if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.round.switch:
         return state, ()
-    if not allows(state.job.lending, happened.plan):
+    if not all(each.takes(state, happened.plan) for each in IN_FORCE):
         return state, ()
     if state.round.offered is not None:
         return state.with_(better=(happened.plan, happened.plan_ms)), ()

@@ -8,38 +8,23 @@ better one is looked for again.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
 
 from megatron_recycle.membership import closing, failing
 from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step
+from megatron_recycle.membership.description import Description, Job
+from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.inputs import Raised, Unlent
-from megatron_recycle.membership.lending import allows, without
+from megatron_recycle.membership.lending import allows, lending, without
 from megatron_recycle.membership.state import Member, Phase, State
+from megatron_recycle.plan.plan_file import PlanFile
 
 _TRIES = 2
 """How often one member may meet the same stage's: the first time the next plan may have been under way already."""
-
-
-def raised(state: State, member: Member, happened: Raised, now: float) -> Step | None:
-    """A member has begun an iteration whose plan lends what cannot be lent. None: it has done so before, and what has
-    been done about it does not help."""
-    fault = happened.fault
-    if fault.unlent is None or not fault.whole or state.closing is not None:
-        return None
-    if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that is over already
-        state = _taken_out(state, fault.unlent) or state
-        return state, (closing.answer(member, happened.number),)
-    left = _taken_out(state, fault.unlent)
-    again = sum((one.incarnation, one.fault.unlent) == (member.incarnation, fault.unlent)
-                for one in state.script.faults)
-    if left is None and again > _TRIES:
-        return None
-    reason = f"layers of stage {fault.unlent} are not lent any more"
-    event = _event(state, member, fault.unlent, fault.text, now)
-    state, decisions = failing.next_generation(left or state, {}, happened.since, now, reason=reason, more=(event,))
-    return state, (*decisions, closing.answer(member, happened.number))
 
 
 def declined(state: State, happened: Unlent, now: float) -> Step:
@@ -69,3 +54,36 @@ def _taken_out(state: State, stage: int) -> State | None:
 def _event(state: State, member: Member, stage: int, why: str, now: float) -> dict[str, Any]:
     return {"event": "unlent", "t": now, "generation": state.generation, "worker": member.worker, "stage": stage,
             "why": why}
+
+
+class LentLayers(Extension):
+    """Layers are lent where processes say that they can be."""
+
+    handlers = MappingProxyType({Unlent: declined})
+
+    def described(self, job: Job, told: Mapping[str, Description]) -> Job:
+        return replace(job, lending=lending(told, job.grid.stages, job.placement))
+
+    def raised(self, state: State, member: Member, happened: Raised, now: float) -> Step | None:
+        """A member has begun an iteration whose plan lends what cannot be lent. None: it has done so before, and what
+        has been done about it does not help."""
+        fault = happened.fault
+        if fault.unlent is None or not fault.whole or state.closing is not None:
+            return None
+        if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that is over already
+            state = _taken_out(state, fault.unlent) or state
+            return state, (closing.answer(member, happened.number),)
+        left = _taken_out(state, fault.unlent)
+        again = sum((one.incarnation, one.fault.unlent) == (member.incarnation, fault.unlent)
+                    for one in state.script.faults)
+        if left is None and again > _TRIES:
+            return None
+        reason = f"layers of stage {fault.unlent} are not lent any more"
+        event = _event(state, member, fault.unlent, fault.text, now)
+        state, decisions = failing.next_generation(left or state, {}, happened.since, now, reason=reason, more=(event,))
+        return state, (*decisions, closing.answer(member, happened.number))
+
+    def takes(self, state: State, plan: PlanFile) -> bool:
+        """Not one that lends what is not lent any more, as its search had begun before that: it would never be adopted,
+        and no other one after it."""
+        return allows(state.job.lending, plan)

@@ -19,7 +19,7 @@ from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, agent, service
 from tests.membership.test_agent import NAMES
 
-JOB = Job.of(DESCRIPTION, (), None)
+JOB = Job.of(DESCRIPTION, ())
 MEMBERS = {name: f"{name}/0" for name in NAMES}
 
 

@@ -1,0 +1,107 @@
+"""Errors of scripts and data, as the job remembers them: when others can take over, and when whoever did would meet
+the same. Pure, like `machine`.
+
+The first worker that raises is out, as if it had died: it may be its host, its device, its memory. The same error in
+the same work on a second worker is the work's: it ends the job while the others still live, with what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_recycle.errors import VerificationError
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.holding import lost_with
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.state import Member, Said, State
+
+_REMEMBERED = 64
+"""Errors, the latest ones."""
+_MEND = "It would fail there again after a restart: mend the data or the code first."
+
+
+def remembered(state: State, member: Member, fault: Fault, number: int) -> State:
+    """The state that knows of it."""
+    said = Said(member.worker, member.incarnation, fault, number)
+    return state.with_(faults=(*state.script.faults, said)[-_REMEMBERED:])
+
+
+def repeated(state: State, member: Member, number: int) -> bool:
+    """Whether this error is told again, after a reconnect."""
+    return number > 0 and any(
+        (said.incarnation, said.number) == (member.incarnation, number) for said in state.script.faults)
+
+
+def said_by(state: State, member: Member) -> Fault | None:
+    """The last error of this process, but for those of recoveries that went well when they were tried again, and of
+    layers that are not lent any more."""
+    return next((said.fault for said in reversed(state.script.faults) if said.incarnation == member.incarnation
+                 and said.fault.unlent is None
+                 and (state.tries.retries or not (said.fault.recovery and said.fault.whole))), None)
+
+
+def fatal(state: State, member: Member, fault: Fault) -> str | None:
+    """Why the job ends with this error of a member; None if it goes on without that one."""
+    if fault.refused:
+        return fault.text
+    if (twin := _twin(state, member, fault)) is not None:
+        if fault.microbatch is not None:
+            what = f"micro-batch {fault.microbatch} of iteration {fault.iteration} fails on every worker"
+            return f"{what}: {fault} (in {fault.action} on {twin} and {member.worker}). {_MEND}"
+        return f"{twin} and {member.worker} have failed alike {fault.where}: {fault}. {_MEND}"
+    if (last := the_last(state, member)) is not None:
+        return f"{member.worker}, {last}, has failed {fault.where}: {fault}{out_before(state, member)}. {RESTART}"
+    return None
+
+
+def the_last(state: State, member: Member) -> str | None:
+    """What this member is the last one of, with its worker's other parts; None if nothing is lost with it."""
+    alone = next((one for one in lost_with(state, [member.worker]) if member.worker in one.by), None)
+    if alone is None:
+        return None
+    return f"the last worker of {alone}" if alone.shard is None else f"the only one that holds {alone}"
+
+
+def out_before(state: State, member: Member) -> str:
+    """Who else of its stage is out."""
+    out = by_stage(state.stages, state.absent.out)[Process.parse(member.worker).worker.stage]
+    return f"; out before: {how(state, out)}" if out else ""
+
+
+def may_go_well(state: State, member: Member, fault: Fault) -> bool:
+    """Whether a job that ends with this error of a member may do better if the script is started again: nobody else has
+    met it, and it is no refusal. Peers that differ are equal again after a restart from a checkpoint."""
+    return fault.error == VerificationError.__name__ or (not fault.refused and _twin(state, member, fault) is None)
+
+
+def behind_training(state: State) -> str | None:
+    """What the scripts of a job that has come to its end have failed with after the last iteration; None: nothing. It
+    cost the job nothing, but what such a script had still to do (an export) is not done. Errors of those that came in
+    again are forgotten."""
+    found = [f"{said.worker} has failed {said.fault.where}: {said.fault}" for said in state.script.faults
+             if said.incarnation in state.absent.fenced and said.fault.behind(state.progress.committed)]
+    if not found:
+        return None
+    return (f"training has come to its end, but {'; '.join(found)}. What that script had still to do is not done")
+
+
+def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = None) -> str:
+    """Each of ``out`` with the kind of its failure (of ``kinds``, or as it is known), and with what it has said."""
+    said = {one.worker: str(one.fault) for one in state.script.faults if one.fault.unlent is None}
+    kinds = state.absent.out if kinds is None else kinds
+    return ", ".join(f"{name} {kinds[name]}" + (f" ({said[name]})" if name in said else "")
+                     for name in in_order(out))
+
+
+def _twin(state: State, member: Member, fault: Fault) -> str | None:
+    """Another worker that has met the same. In the script's own code only one of the same stage counts: there each
+    stage may do something else."""
+    me = Process.parse(member.worker).worker
+    for said in reversed(state.script.faults):
+        other = Process.parse(said.worker).worker
+        alike = fault.same(said.fault) and not said.fault.recovery  # a guest's want of memory says nothing of the data
+        if other != me and alike and (fault.action is not None or other.stage == me.stage):
+            return said.worker
+    return None
