@@ -27,9 +27,8 @@ PACKAGE = "megatron_recycle"
 
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "last copies, checkpoints": (
-        "checkpoint_period", "membership.checkpoints", "membership.guarding", "membership.restoring",
-        "membership.surviving", "runtime.checkpoint_clock", "runtime.copies", "runtime.guard", "runtime.last_checkpoint",
-        "runtime.saving"),
+        "checkpoint_period", "membership.guarding", "membership.restoring", "membership.surviving",
+        "runtime.checkpoint_clock", "runtime.copies", "runtime.guard", "runtime.last_checkpoint", "runtime.saving"),
     "moves": ("control.moves", "membership.moving", "membership.vacancies"),
     "lent layers": (
         "control.lending", "membership.lending", "membership.unlending", "plan.lending", "planner.lending",

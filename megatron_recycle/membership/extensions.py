@@ -6,7 +6,6 @@ there: its settings have no effect, and its inputs change nothing.
 
 from __future__ import annotations
 
-from megatron_recycle.membership.checkpoints import Checkpoints
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.guarding import LastCopies
 from megatron_recycle.membership.moving import Moves
@@ -19,9 +18,8 @@ from megatron_recycle.membership.unlending import LentLayers
 EXTENSIONS: tuple[Extension, ...] = (
     Moves(),  # a worker takes an empty position of another stage
     LostStages(),  # a stage that nobody holds any more comes back from a copy or a checkpoint
-    OtherPolicies(),  # drop, rollback, lossy_forward, restart
+    OtherPolicies(),  # all but reroute
     LastCopies(),  # copies of a stage's last copy; everybody is told of what is there only once
-    Checkpoints(),  # the job knows which checkpoints are whole
     Survivors(),  # survivors of a lost stage save what they hold
     LentLayers(),  # layers that a script has changed are not lent any more
     Poison(),  # a bad micro-batch is left out (poison: skip)

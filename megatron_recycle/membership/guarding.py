@@ -18,14 +18,12 @@ from typing import Any
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.report import Report
+from megatron_recycle.membership.resume import CHECKPOINTS as CHECKPOINTS
 from megatron_recycle.membership.resume import RESTART, Checkpoint, DeadEnd, Resume, parts_of, single
 from megatron_recycle.membership.shards import Shard, anew, copies_of, lost, told
 from megatron_recycle.membership.state import Event, State
 from megatron_recycle.membership.survival import exposed, exposed_shards
 from megatron_recycle.plan.grid import Worker
-
-CHECKPOINTS = 3
-"""The latest checkpoints of a job that it may go back to."""
 
 
 @dataclass(frozen=True)
@@ -135,14 +133,6 @@ def checkpoint(state: State) -> Checkpoint | None:
     found = {one.place: one for one in state.checkpoints}.values()  # another one may have had its place before
     usable = [one for one in found if one.facts is not None and one.unread is None]
     return max(usable, key=lambda one: one.iteration, default=None)
-
-
-def noted(checkpoints: Sequence[Checkpoint], one: Checkpoint) -> tuple[Checkpoint, ...]:
-    """``checkpoints`` with one more, or, if it is ``unread``, with what is known of it now. Workers keep what it takes
-    to go back to so many."""
-    if one.unread is not None:
-        return tuple(one if known.place == one.place else known for known in checkpoints)
-    return (*checkpoints, one)[-CHECKPOINTS:]
 
 
 def unread(state: State) -> str:

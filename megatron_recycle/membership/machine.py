@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from megatron_recycle.membership import (
     boundary,
+    checkpoints,
     closing,
     ending,
     failing,
@@ -106,6 +107,8 @@ _HANDLERS: Mapping[type, Handler] = {
     inputs.Boundary: boundary.stands,
     inputs.Saved: closing.saved,
     inputs.SavedLate: closing.late,
+    inputs.Written: checkpoints.written,
+    inputs.Unwritten: checkpoints.unwritten,
     inputs.Finished: ending.finished,
     inputs.Interrupted: ending.interrupted,
     inputs.EndLate: ending.late,

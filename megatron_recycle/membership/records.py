@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from megatron_recycle.membership.decisions import Note, Record
-from megatron_recycle.membership.guarding import noted
 from megatron_recycle.membership.lines import (
     LINES,
     Adopted,
@@ -31,7 +30,7 @@ from megatron_recycle.membership.lines import (
     Went,
 )
 from megatron_recycle.membership.names import incomplete
-from megatron_recycle.membership.resume import Checkpoint, Resume
+from megatron_recycle.membership.resume import Checkpoint, Resume, noted
 from megatron_recycle.membership.state import Event, Phase, State
 from megatron_recycle.plan.plan_file import PlanFile
 

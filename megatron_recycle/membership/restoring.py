@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from megatron_recycle.membership import boundary, commands, failing, guarding, shards
+from msgspec.structs import replace
+
+from megatron_recycle.membership import boundary, commands, failing, guarding, records, shards
 from megatron_recycle.membership.decisions import AwaitPlace, Decision, Emit, Step
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.inputs import Exited, PlaceLate
+from megatron_recycle.membership.inputs import Exited, PlaceLate, Unreadable
 from megatron_recycle.membership.names import Process, in_order
-from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage
+from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, noted
 from megatron_recycle.membership.state import Event, Member, Phase, State
 
 _TRIES = 3
@@ -30,6 +32,23 @@ def late(state: State, happened: PlaceLate, now: float) -> Step:
     if happened.generation != state.generation or not _waits(state):
         return state, ()
     return _given_up(state, (), "no process came for it in time", now)
+
+
+def unreadable(state: State, happened: Unreadable, now: float) -> Step:
+    """A member cannot read the checkpoint that all go back to (a file is cut off, or gone): then it is the one before.
+    The first word counts: the generation is over then."""
+    member = state.member(happened.incarnation)
+    known = next((one for one in reversed(state.checkpoints) if one.place == happened.place), None)
+    if member is None or known is None or happened.generation != state.generation:
+        return state, ()
+    known = replace(known, unread=f"{happened.why} on {member.worker}")
+    event = {"event": "unreadable", "t": now, "generation": state.generation, "worker": member.worker,
+             "iteration": known.iteration, "place": happened.place, "error": happened.why}
+    state = state.with_(checkpoints=noted(state.checkpoints, known))
+    record = records.checkpoint(state, known, event)
+    state, decisions = failing.next_generation(
+        state, {}, now, now, reason=f"the checkpoint in {happened.place} cannot be read ({known.unread})")
+    return state, (record, Emit(event), *decisions)
 
 
 def _given_up(state: State, decisions: tuple[Decision, ...], why: str, now: float) -> Step:
@@ -83,7 +102,7 @@ def _waits(state: State) -> bool:
 class LostStages(Extension):
     """A stage that has lost its last worker, or a shard its last holder, comes back from a copy or a checkpoint."""
 
-    handlers = MappingProxyType({PlaceLate: late})
+    handlers = MappingProxyType({PlaceLate: late, Unreadable: unreadable})
 
     def not_started(self, state: State, happened: Exited, now: float) -> Step:
         """A process that was started for a lost stage has ended before it said hello."""

@@ -27,6 +27,18 @@ class Checkpoint(Value, frozen=True, omit_defaults=True):
     unread: str | None = None
 
 
+CHECKPOINTS = 3
+"""The latest checkpoints of a job that it may go back to."""
+
+
+def noted(checkpoints: Sequence[Checkpoint], one: Checkpoint) -> tuple[Checkpoint, ...]:
+    """``checkpoints`` with one more, or, if it is ``unread``, with what is known of it now. Workers keep what it takes
+    to go back to so many."""
+    if one.unread is not None:
+        return tuple(one if known.place == one.place else known for known in checkpoints)
+    return (*checkpoints, one)[-CHECKPOINTS:]
+
+
 class Resume(Value, frozen=True):
     """All survivors bring themselves to `target` (the last iteration stepped; -1: none) and begin `next`.
 

@@ -73,18 +73,18 @@ def test_a_shard_that_nobody_has_ends_the_job() -> None:
 
 def test_inputs_of_an_extension_that_is_not_there_change_nothing() -> None:
     kinds = [kind for each in EXTENSIONS for kind in each.handlers if kind is not inputs.Saved]
-    assert inputs.Written in kinds and inputs.MovesFound in kinds
+    assert inputs.Unreadable in kinds and inputs.MovesFound in kinds
     with only([]):
         cluster = Cluster().train()
         before = cluster.state
         assert cluster.feed(inputs.MovesFound(1, {"0:1": "1:0"})) == []
-        assert cluster.feed(inputs.Written("0:0/0", 1, 3, "/there", {})) == []
+        assert cluster.feed(inputs.Unlent("0:0/0", 1, 0, "changed")) == []
         assert cluster.feed(inputs.StaysOut(2)) == []
     assert cluster.state == before and before.phase is st.Phase.TRAINING
 
 
-LEFT = {("records", "guarding"), ("redo", "policies")}
-"""Functions that stand with an extension, and that the core needs."""
+LEFT = {("redo", "policies")}
+"""A function that stands with an extension, and that the core needs."""
 
 
 def test_the_core_imports_no_extension() -> None:

@@ -116,9 +116,10 @@ def test_an_iteration_is_made_with_what_the_script_had_set_for_it():
 
 @pytest.mark.parametrize("left", EACH_GONE)
 def test_a_worker_killed_in_a_job_without_some_extension(left):
-    """In the middle of an iteration, of which the others keep what they have done."""
+    """In the middle of an iteration, of which the others keep what they have done. The job saves checkpoints, and does
+    not go back to one."""
     with only(left):
-        Scene("core", SHAPE, [Moment("1:1", "backward", 1, 1)], out={"1:1"}, sure=True).run(seed=1)
+        Scene("saves", SHAPES["saves"], [Moment("1:1", "backward", 1, 1)], out={"1:1"}, sure=True).run(seed=1)
 
 
 def test_the_fast_reduction_agrees_to_rounding():
