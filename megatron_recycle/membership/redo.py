@@ -20,6 +20,7 @@ from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.report import KeptReport, Report
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Redo, State
+from megatron_recycle.plan.action import Action
 
 
 def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
@@ -39,6 +40,8 @@ def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     if state.job.compared:
         return {}
     kept = _kept(state, resume.next + 1, {*resume.closed})
+    if not left_for_good(state):
+        kept = {worker: actions for worker, actions in kept.items() if _stays(state, resume, worker, actions)}
     alike = {(each.microbatches, each.block, each.lent) for each in _attempts(state, resume.next + 1, kept)}
     left_out = any(iteration == resume.next + 1 for iteration, _ in state.script.left_out)
     return kept if not left_out and len(alike) == 1 and not any(lent for _, _, lent in alike) else {}
@@ -145,6 +148,15 @@ def _kept(state: State, iteration: int, stages: Collection[int]) -> dict[str, tu
                                for kept in (report.kept_of(iteration) for report in reports)])
              for worker, reports in _by_worker(state).items() if Process.parse(worker).worker.stage in stages}
     return {worker: actions for worker, actions in found.items() if actions}
+
+
+def _stays(state: State, resume: Resume, worker: str, actions: Sequence[str]) -> bool:
+    """Whether these forwards got their inputs from closed stages. The only worker to know that a stage is closed may
+    have died: it reduces again, in another order, and its parameters would differ from those by rounding."""
+    stage, stages = Process.parse(worker).worker.stage, state.job.placement or tuple(range(state.stages))
+    own = [chunk for chunk, other in enumerate(stages) if other == stage]
+    last = max(own[Action.parse(action).chunk] for action in actions)
+    return {*stages[:last]} <= {*resume.closed}
 
 
 def _attempts(state: State, iteration: int, found: Mapping[str, tuple[str, ...]]) -> list[KeptReport]:

@@ -132,6 +132,39 @@ def leaves_and_starts_no_thread(engine: Any) -> None:
     engine.settle = leave
 
 
+def tells_forwards(engine: Any) -> None:
+    """Each one that begins, and of which iteration, is a line of the worker's log."""
+    observer = engine.session._options.observer
+    on = observer.on
+
+    def tells(phase: str, iteration: int, action: Any) -> None:
+        if phase == "forward":
+            print(f"forward of {iteration}:", action, flush=True)
+        on(phase, iteration, action)
+
+    observer.on = tells
+
+
+def test_what_closed_stages_have_done_of_the_next_iteration_is_not_run_twice():
+    """1:1 is killed before it has reduced. By then the scripts of the other stages have left that iteration, and the
+    first stage has run all forwards of the next one but the last, in which its workers are held."""
+    arguments = {"pipelines": 2, "stages": 3, "iterations": 4, "watch": tells_forwards,
+                 "settings": {"reduction": "exact", "verify": "none"}}
+    calm = calm_run(gpt_job.train, 6, {key: value for key, value in arguments.items() if key != "watch"})
+    dies, ahead = Hold("1:1", "reduce", KILLED_IN), [Hold(f"{d}:0", "forward", KILLED_IN + 1, 3) for d in range(2)]
+    with Job(gpt_job.train, 6, arguments, [dies, *ahead]) as job:
+        job.wait_held()
+        job.kill(dies)
+        for hold in ahead:
+            job.release(hold)
+        check_survivors(job, {dies.worker}, calm)
+        logs = [(job.folder / f"worker-{rank}.log").read_text() for rank in range(2)]
+    begun = [line for log in logs for line in log.splitlines() if line.startswith(f"forward of {KILLED_IN + 1}:")]
+    assert len(begun) == len({*begun}) == 2 * 4, begun
+    (went,) = [event for event in job.events if event["event"] == "reconciled"]
+    assert (went["iteration"], went["redone"]) == (KILLED_IN, 0)
+
+
 @pytest.mark.parametrize("watch", [leaves_at_once, leaves_and_starts_no_thread])
 def test_who_ends_by_hand_makes_the_last_iteration_again_for_those_who_have_not_made_it(watch):
     """The last stage has returned from it, and its scripts call os._exit(0), when a worker of the first one is killed

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_recycle.control import planning
+from megatron_recycle.control import Go, planning
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Costs, Grid, Message, Problem, Worker, passes_on, results_in
@@ -28,7 +28,8 @@ from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.kept import Keeping, Kept
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Tie
-from tests.memory.job import Job, Result, Shape, check
+from megatron_recycle.runtime.stepper import Stepper
+from tests.memory.job import Job, Killed, Result, Shape, check, differences
 from tests.memory.scenes import SHAPES
 from tests.moments import Moment
 from tests.seeds import rows
@@ -242,9 +243,16 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
     monkeypatch.setattr(loop, "drain", drains)
     monkeypatch.setattr(recovery, "renew", renews)
     shape = replace(SHAPES["3x3"], microbatches=4, iterations=4, clipping=clipping)
-    held, seen = Moment("1:1", "reduce", 1), list[Moment]()
+    held, seen, metered = Moment("1:1", "reduce", 1), list[Moment](), list[tuple[int, int]]()
+
+    def at(job: Job, moment: Moment) -> None:
+        if moment == Moment("0:0", "backward", 2):
+            memory = job.processes[job.ranks[Worker(0, 0)][0]].worker.site.meters.memory
+            metered.append((memory.now, memory.held().before_b))
+        seen.append(moment)
+
     job = Job(shape.with_settings(reduction=reduction, verify="none"), [] if second is None else [second], holds=[held],
-              seed=2 * seed, at=lambda job, moment: seen.append(moment))
+              seed=2 * seed, at=at)
     forwards = 3 * 4
 
     def ahead() -> bool:
@@ -260,6 +268,8 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
         assert lost(job) == [0]
         begun = Counter(moment.worker for moment in seen if (moment.phase, moment.iteration) == ("forward", 2))
         assert sum(begun[f"{pipeline}:0"] for pipeline in range(3)) == forwards, begun
+        ((bytes_held, each),) = metered
+        assert bytes_held == 4 * each > 0, "its meter counts the micro-batches that it had under way"
     if second is None and clipping:
         assert 2 in renewed
 
@@ -283,6 +293,46 @@ def test_work_on_the_next_iteration_is_not_kept_where_peers_are_compared_before_
         job.release(held, die=True)
         check(job, job.wait(), {"1:1"})
     assert [event["worker"] for event in job.control.events if event["event"] == "healed"] == ["0:0"]
+
+
+@pytest.mark.parametrize(("reduction", "redone"), [("fast", 2), ("exact", 0)])
+def test_work_is_kept_only_where_the_parameters_that_it_was_computed_with_stay(reduction, redone, monkeypatch):
+    """0:0 is the only one to know that the first stage is closed for iteration 1, and dies in the next one, two of whose
+    forwards the second stage has run with its messages; the last stage has still to reduce. The first one does so again
+    now, and with `fast` in another order: its parameters may differ by rounding from those that it sent these with."""
+    close, late, dies = Acknowledgements.close, Moment("1:2", "reduce", 1), Moment("0:0", "forward", 2, 2)
+    seen = list[Moment]()
+
+    def closes(acknowledgements: Acknowledgements) -> None:
+        close(acknowledgements)
+        groups = acknowledgements._groups
+        standing = job.processes[job.ranks[groups.me][0]].worker.standing
+        if str(groups.me) in ("1:0", "2:0") and (standing.stepped, standing.epoch.generation) == (1, 1):
+            job.wait_for(lambda: groups.control.aborted, "the failure")
+            raise GenerationOver("before it was heard that the stage is closed")
+
+    def at(job: Job, moment: Moment) -> None:
+        if (moment.worker[-1], moment.phase, moment.iteration) == ("2", "reduce", 1):
+            worker = next(process for process in job.processes.values() if process.name == moment.worker).worker
+            worker.site.current.get().shared[-1].losses.wait()  # the others hear the loss from these
+        seen.append(moment)
+
+    monkeypatch.setattr(Acknowledgements, "close", closes)
+    shape = replace(SHAPES["3x3"], microbatches=4, iterations=4).with_settings(reduction=reduction, verify="none")
+    job = Job(shape, holds=[late, dies], at=at)
+    with job:
+        job.wait_held()
+        job.wait_for(lambda: len(job.processes[job.ranks[Worker(0, 1)][0]].worker.standing.done) == 2, "two forwards")
+        groups = job.processes[job.ranks[Worker(1, 2)][0]].worker.current_groups()
+        job.release(dies, die=True)
+        job.wait_for(lambda: groups.world.aborted, "the end of the generation")
+        job.release(late)
+        check(job, job.wait(), {"0:0"}, within=0.0 if reduction == "exact" else 1e-5)
+    assert lost(job) == [redone]
+    for stage in range(3):
+        one, other, *_ = [process.result for process in job.processes.values() if process.name in (f"1:{stage}",
+                                                                                                 f"2:{stage}")]
+        assert not differences(one, other), "peers have the same bits"
 
 
 def test_a_worker_that_had_no_micro_batch_of_a_closed_iteration_stays_with_its_stage(monkeypatch):
@@ -341,6 +391,37 @@ def test_a_worker_of_a_closed_stage_is_healed_once_the_step_is_final():
         check(job, job.wait(), {"1:0"})
     (healed,) = [event for event in job.control.events if event["event"] == "healed"]
     assert healed["worker"] == "0:1" and healed["iteration"] == 2
+
+
+def test_who_says_that_its_stage_is_closed_has_its_messages_though_all_were_to_begin_anew(monkeypatch):
+    """1:0 dies before it has reduced iteration 1, which the last stage's scripts have left; no plan for its rest is
+    found. 2:0 dies before anybody has undone its step, and now there is a plan."""
+    held, plan_rest, follow, asked = Moment("1:0", "reduce", 1), planning.Planning.redo, recovery.reconcile, list[int]()
+
+    def plans(self: planning.Planning, *order: Any) -> Any:
+        asked.append(1)
+        return None if len(asked) == 1 else plan_rest(self, *order)
+
+    def reconciles(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
+        if go.generation == 2 and site.place.name == "2:0":
+            job.processes[job.ranks[Worker(2, 0)][0]].network.die()
+            raise Killed
+        if go.generation == 2:
+            job.wait_for(lambda: site.interrupted(stepper.standing), "the next generation")
+            raise GenerationOver("2:0 is gone")
+        follow(site, stepper, generation, go)
+
+    monkeypatch.setattr(planning.Planning, "redo", plans)
+    monkeypatch.setattr(recovery, "reconcile", reconciles)
+    job = Job(ANNEALS.with_settings(reduction="fast"), holds=[held])
+    with job:
+        job.wait_held()
+        last = [process for process in job.processes.values() if process.name.endswith(":1")]
+        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.release(held, die=True)
+        check(job, job.wait(), {"1:0", "2:0"}, within=1e-5)
+    assert len(asked) == 2 and not job.after_leaving
+    assert [event["generation"] for event in job.control.events if event["event"] == "repeated"] == [2]
 
 
 def both_ends_die(shape: Shape) -> Job:
