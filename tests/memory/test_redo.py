@@ -246,8 +246,10 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
     held, seen, metered = Moment("1:1", "reduce", 1), list[Moment](), list[tuple[int, int]]()
 
     def at(job: Job, moment: Moment) -> None:
-        if moment == Moment("0:0", "backward", 2):
-            memory = job.processes[job.ranks[Worker(0, 0)][0]].worker.site.meters.memory
+        worker = next(process for process in job.processes.values() if process.name == "0:0").worker
+        if (moment.worker, moment.phase, moment.iteration) == ("0:0", "backward", 2) and (
+                worker.standing.epoch.generation == 2):
+            memory = worker.site.meters.memory
             metered.append((memory.now, memory.held().before_b))
         seen.append(moment)
 
@@ -268,7 +270,7 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
         assert lost(job) == [0]
         begun = Counter(moment.worker for moment in seen if (moment.phase, moment.iteration) == ("forward", 2))
         assert sum(begun[f"{pipeline}:0"] for pipeline in range(3)) == forwards, begun
-        ((bytes_held, each),) = metered
+        bytes_held, each = metered[0]
         assert bytes_held == 4 * each > 0, "its meter counts the micro-batches that it had under way"
     if second is None and clipping:
         assert 2 in renewed
