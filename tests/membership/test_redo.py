@@ -23,9 +23,9 @@ def kept(*actions: str, iteration: int = ITERATION, provisional: bool = False) -
             "microbatches": 4, "block": 2}
 
 
-def stopped(**settings: Any) -> Cluster:
-    """Three pipelines of two stages have committed iteration 4 when a worker dies in the next one."""
-    cluster = Cluster()
+def stopped(stages: int = 2, **settings: Any) -> Cluster:
+    """Three pipelines have committed iteration 4 when a worker dies in the next one."""
+    cluster = Cluster(stages=stages)
     for name in cluster.names:
         cluster.hello(name)
     for name in cluster.names:
@@ -119,6 +119,31 @@ def test_a_stage_that_is_closed_stays_where_it_is_and_the_loss_that_a_script_has
     assert go.resume.closed == (1,) and go.resume.target == ITERATION - 1
     assert go.carried.loss == (0.5, 7.0) and go.carried.done == plan.done
     assert not events(decisions, "repeated")
+
+
+@pytest.mark.parametrize(("reduction", "closed", "placement", "counts"), [
+    ("exact", [1], [], ["0:1", "1:1", "2:1"]),
+    ("fast", [0, 1], [], ["0:0", "0:1", "1:1", "2:0", "2:1"]),
+    ("fast", [1], [], []),
+    ("fast", [0], [], ["0:0", "2:0"]),
+    ("fast", [0], [0, 1, 2, 2, 1, 0], ["0:0"]),
+], ids=str)
+def test_of_the_next_iteration_counts_what_was_computed_with_parameters_that_stay(
+        reduction: str, closed: list[int], placement: list[int], counts: list[str]):
+    """A stage that is not known to be closed any more may reduce again, with `fast` in another order. With two chunks
+    2:0 has run the last one, too."""
+    cluster = stopped(3, reduction=reduction, placement=placement)
+    cluster.plan()
+    says_closed = {"closed": {"iteration": ITERATION, "loss": 0.5, "weight": 7.0, "stages": closed}}
+    for name in cluster.state.members:
+        begun = ("F0.0", "F0.0/1") if placement and name == "2:0" else ("F0.0",)
+        attempts, where = [kept("F0.0")], {}
+        if not name.endswith(":2"):
+            attempts += [kept(*begun, iteration=ITERATION + 1)]
+            where = {"iteration": ITERATION + 1, "holds": ITERATION, "stepped": ITERATION}
+        decisions = says(cluster, name, *attempts, **where, **(says_closed if name == "2:1" else {}))
+    (order,) = orders(decisions)
+    assert sorted(order.ahead.done if order.ahead else {}) == counts
 
 
 def test_where_the_rest_needs_a_closed_stage_all_run_the_iteration_again_and_say_so():

@@ -299,9 +299,10 @@ def test_work_on_the_next_iteration_is_not_kept_where_peers_are_compared_before_
 
 @pytest.mark.parametrize(("reduction", "redone"), [("fast", 2), ("exact", 0)])
 def test_work_is_kept_only_where_the_parameters_that_it_was_computed_with_stay(reduction, redone, monkeypatch):
-    """0:0 is the only one to know that the first stage is closed for iteration 1, and dies in the next one, two of whose
-    forwards the second stage has run with its messages; the last stage has still to reduce. The first one does so again
-    now, and with `fast` in another order: its parameters may differ by rounding from those that it sent these with."""
+    """0:0 is the only one to know that the first stage is closed for iteration 1, and dies in the next one. The second
+    stage has run two forwards of that with its messages, and the last stage has still to reduce. The first one does so
+    again now, and with `fast` in another order: its parameters may differ by rounding from those that it sent these
+    with."""
     close, late, dies = Acknowledgements.close, Moment("1:2", "reduce", 1), Moment("0:0", "forward", 2, 2)
     seen = list[Moment]()
 

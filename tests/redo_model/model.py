@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -128,6 +128,8 @@ class Job:
         self._wires: dict[tuple[int, int], Wires] = {}
         self._plans: dict[str, Plan] = {}
         self._known: dict[Any, Any] = {}
+        self._by: dict[tuple[int, int, int], int] = {}
+        """By iteration, part and chunk, the parameters that activations of what is committed were made with."""
         self._latest: Wires | None = None
         self._mail: dict[str, list[Mapping[str, Any]]] = {}
         self._reports: list[tuple[str, int, Report]] = []
@@ -260,8 +262,8 @@ class Job:
             found.update(losses)
         return hash(frozenset(found.items())) % (1 << 50)
 
-    def committed(self, process: Process, iteration: int) -> None:
-        """A step is final."""
+    def committed(self, process: Process, iteration: int, by: Collection[tuple[int, int]]) -> None:
+        """A step is final; ``by`` as in `Held`."""
         if self._trace:
             self._tell(f"{process.name} commits iteration {iteration}")
         right, cut = _reference(self.shape), process.cut
@@ -274,6 +276,10 @@ class Job:
         if self.shape.tied and process.me.stage in self.shape.tied and process.tie[0] != right.ties[iteration]:
             raise Violation(f"{process.name} has another tied parameter after iteration {iteration}")
         self._alike(("rounded", iteration, process.me.stage, process.part), process.rounded, process)
+        for chunk, parameters in by:
+            if self._by.setdefault((iteration, process.part, chunk), parameters) != parameters:
+                raise Violation(f"some of iteration {iteration} was computed with other parameters of chunk {chunk} "
+                                f"than what {process.name} has of it")
         if process.me.stage in self.shape.tied:
             self._alike(("tied", iteration, process.part), process.tie[1], process)
 

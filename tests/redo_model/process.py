@@ -110,7 +110,7 @@ class Computed:
     """Results of an attempt's actions."""
 
     sums: Sums = field(default_factory=dict)
-    made: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    made: dict[tuple[int, int, int], values.Activation] = field(default_factory=dict)
     """Activations by (pipeline, micro-batch, chunk), for the backward."""
     given: dict[tuple[int, int, int], int] = field(default_factory=dict)
     """Gradients that B has got, for W."""
@@ -144,6 +144,8 @@ class Held:
     tie: tuple[int, int] = (0, 0)
     slices: Mapping[int, int] = field(default_factory=dict)
     """Of the gradient, by shard."""
+    by: frozenset[tuple[int, int]] = frozenset()
+    """Chunks, and the parameters of each that this worker's activations were made with."""
 
 
 @dataclass
@@ -515,7 +517,9 @@ class Process:
         """The message that the action makes."""
         if action.kind == "F":
             own = self.exact if item not in self.job.lent else values.with_lent(self.exact, computed.borrowed[item])
-            made = computed.made[item] = values.forward(iteration, item, own, given)
+            made = computed.made[item] = values.Activation.through(
+                given if isinstance(given, values.Activation) else values.Activation(given),
+                values.forward(iteration, item, own, given), self.exact if self.job.problem.block else self.rounded)
             if item[2] == self.job.problem.chunks - 1:
                 computed.losses[item[:2]] = values.loss(made)
             return made
@@ -633,7 +637,8 @@ class Process:
             self.cut.keep_only(own)
         yield Pause("reduced")
         standing.hold(iteration)
-        self.held, early = Held(iteration, exact, rounded, loss, tie, slices), standing.early
+        by = frozenset(each for made in computed.made.values() for each in enumerate(made.by))
+        self.held, early = Held(iteration, exact, rounded, loss, tie, slices, by), standing.early
         self._loss = loss
         self._begin_commit()
         if early:
@@ -784,11 +789,12 @@ class Process:
             self._undo()
         if todo.step:
             self._step(right)
-        self.held = None
+        assert self.held is not None
+        by, self.held = self.held.by, None
         self.standing.commit(found, right)
         for each in [each for each in self.kept if each <= found.iteration]:
             del self.kept[each]
-        self.job.committed(self, found.iteration)
+        self.job.committed(self, found.iteration, by)
 
     def _save(self) -> None:
         self._saved = (self.exact, self.rounded, self.tie)

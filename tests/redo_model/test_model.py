@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.redo_model.model import OFTEN, Case, Kill, Shape, case_of, play
+from tests.redo_model.coordinator import Asked
+from tests.redo_model.model import OFTEN, Case, Job, Kill, Shape, case_of, play
 from tests.redo_model.process import Rules, Violation
 
 LENT = {"lent": True, "tied": False, "parts": 1}
@@ -85,6 +86,35 @@ def test_nothing_that_a_live_worker_has_done_of_an_iteration_is_run_again_after_
         outcome = play(case)
         assert outcome.begun_anew or not sum(outcome.twice.values()), case
         assert not outcome.events["repeated"], "no message is lost with one worker"
+
+
+class Directed(Job):
+    """0:0 is the only one to hear that the first stage has closed iteration 0, and dies once 0:1 has run something of
+    the next one with its message. The last stage has not reduced by then."""
+
+    died = False
+
+    def _happens(self, what: int, place: int) -> bool:
+        reader = self.processes["0:1"].standing
+        if not self.died and reader.iteration == 1 and reader.done:
+            self.died = True
+            self._kill("0:0", Kill("", 0))
+            return True
+        name = self._names[place] if what == 0 else ""
+        late = {"1:0": ("close",), "2:0": ("close",), "1:2": ("agreement", "loss", "reduce")}.get(name, ())
+        return (self.died or not name or self._pauses[name].label not in late) and super()._happens(what, place)
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_work_of_one_iteration_is_computed_with_one_set_of_parameters(block):
+    """`Job.committed` sees to it. A stage of which nobody is left who knows that it is closed reduces again, and is
+    rounded in another way: of what others have done with its messages nothing is kept, but with the exact reduction."""
+    kept = list[bool]()
+    for seed in range(EACH):
+        job = Directed(Case(Shape(Asked(3, (1, 1, 1), block=block), 3), (), seed), Rules())
+        job.play()
+        kept += [go.ahead is not None for go in job.coordinator.goes if go.resume.closed == (1,)]
+    assert kept and set(kept) == {bool(block)}
 
 
 def test_the_same_case_runs_the_same_way():

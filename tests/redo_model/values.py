@@ -19,6 +19,19 @@ WRONG = 0.5
 """The right one where that was wrong."""
 
 
+class Activation(int):
+    """One that knows the parameters ``by`` that it was made with, as they are rounded: of each chunk that it has come
+    through."""
+
+    by: tuple[int, ...] = ()
+
+    def through(self, value: int, parameters: int) -> Activation:
+        """What a chunk with these parameters has made of it: ``value``."""
+        made = Activation(value)
+        made.by = (*self.by, parameters)
+        return made
+
+
 def of(*parts: int) -> int:
     """A number that hangs on all of these."""
     return hash(parts)
