@@ -28,7 +28,7 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     is to begin anew."""
     plain = policy(state).reroutes and state.tries.fallback is None and state.closing is None
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
-            iteration == resume.next for iteration, _ in state.script.left_out):
+            iteration == resume.next for iteration, _ in state.script.left_out) or _half_undone(state, resume):
         return {}
     kept = _kept(state, resume.next, {*range(state.stages)})
     return kept if len(_lent(state, resume, kept)) < 2 else {}
@@ -148,6 +148,13 @@ def _kept(state: State, iteration: int, stages: Collection[int]) -> dict[str, tu
                                for kept in (report.kept_of(iteration) for report in reports)])
              for worker, reports in _by_worker(state).items() if Process.parse(worker).worker.stage in stages}
     return {worker: actions for worker, actions in found.items() if actions}
+
+
+def _half_undone(state: State, resume: Resume) -> bool:
+    """Whether some workers of a closed stage have undone their step: all were to begin the iteration anew when another
+    failure came."""
+    return any(report.holds < resume.next for name, report in state.round.reports.items()
+               if Process.parse(name).worker.stage in resume.closed)
 
 
 def _stays(state: State, resume: Resume, worker: str, actions: Sequence[str]) -> bool:
