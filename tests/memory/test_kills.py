@@ -14,7 +14,6 @@ import torch
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership.detectors import ThreadState
 from megatron_recycle.runtime.worker import StageWorker
-from tests.extensions import EACH_GONE, only
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
 from tests.memory.wires import Asked
@@ -112,14 +111,6 @@ def test_an_iteration_is_made_with_what_the_script_had_set_for_it():
         job.release(dies, die=True)
         check(job, job.wait(), {"0:0"})
     assert job.wait_event("reconciled")["target"] == dies.iteration - 1
-
-
-@pytest.mark.parametrize("left", EACH_GONE)
-def test_a_worker_killed_in_a_job_without_some_extension(left):
-    """In the middle of an iteration, of which the others keep what they have done. The job saves checkpoints, and does
-    not go back to one."""
-    with only(left):
-        Scene("saves", SHAPES["saves"], [Moment("1:1", "backward", 1, 1)], out={"1:1"}, sure=True).run(seed=1)
 
 
 def test_the_fast_reduction_agrees_to_rounding():
