@@ -52,17 +52,16 @@ class Cluster:
         """All units, host by host."""
         return [Unit(host, number) for host in range(self.hosts) for number in range(self.per_host)]
 
-    def slots(self, pipelines: int, stages: int, spread: bool | None = None) -> dict[Worker, Unit]:
+    def slots(self, pipelines: int, stages: int) -> dict[Worker, Unit]:
         """Where a launcher puts each worker of a grid at the start (`membership.placement`). Raises TraceError if it
         does not fit."""
         if pipelines * stages > self.hosts * self.per_host:
             raise TraceError(f"{pipelines} x {stages} workers of {self.tp} GPUs need"
                              f" {pipelines * stages * self.tp} GPUs; the cluster has {self.hosts * self.gpus}")
         order = Placement(stages, pipelines, 1, self.per_host)
-        wide = order.spreads(None) if spread is None else spread
         taken = dict.fromkeys(range(self.hosts), 0)
         found: dict[Worker, Unit] = {}
-        for name, host in order.hosts(wide).items():
+        for name, host in order.hosts(order.spreads(None)).items():
             found[Process.parse(name).worker] = Unit(host, taken[host])
             taken[host] += 1
         return found

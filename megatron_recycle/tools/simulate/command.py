@@ -26,6 +26,14 @@ from megatron_recycle.tools.simulate.reading import read
 from megatron_recycle.tools.simulate.report import as_json, show
 from megatron_recycle.tools.simulate.trace import Trace, TraceError
 
+_STALLS = {
+    "start": "until a process has built its model (default 30)", "save": "that a checkpoint takes (default 30)",
+    "restart": "of a whole job (default 300)", "save_every": "between checkpoints (default 3600)",
+    "wait": "that a job of ours waits for its whole grid, before it begins on what is there (default: until that comes;"
+            " 3600 if it never does)",
+}
+"""Fields of `Stalls` that are options -> their help."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``recycle simulate``."""
@@ -65,14 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("the policies")
     how.add_argument("--policy", nargs="+", default=[*USUAL], metavar="NAME", help=f"all, or of {', '.join(ORDER)}")
     how.add_argument("--recovery", metavar="FILE", help="stalls as measured by scripts/bench/recovery.py (its JSON)")
-    for name in ("start", "save", "restart", "save_every", "wait"):
-        how.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS",
-                         help={"start": "until a process has built its model (default 30)",
-                               "save": "that a checkpoint takes (default 30)",
-                               "restart": "of a whole job (default 300)",
-                               "save_every": "between checkpoints (default 3600)",
-                               "wait": "that a job of ours waits for its whole grid, before it begins on what is there"
-                                       " (default: until that comes; 3600 if it never does)"}[name])
+    for name, text in _STALLS.items():
+        how.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
     how.add_argument("--technique", choices=("adaptive", "decoupled", "staggered"), default="staggered")
     how.add_argument("--shapes", choices=("auto", "exact", "multiset"), default="auto",
                      help="whether losses in another order of stages need another plan (auto: on small grids)")
@@ -97,18 +99,19 @@ def run(args: argparse.Namespace) -> int:
     with _shown(len(wanted) * len(traces)) as progress:
         rows, notes = compare(wanted, job, cluster, traces, technique=args.technique, shapes=args.shapes,
                               work=0 if args.quick else None, progress=progress)
+    hours = traces[0].duration / 3600
     if not any(trace.outages for trace in traces):
-        notes += (_quiet(args, traces[0].duration / 3600),)
+        notes += (_quiet(args, hours),)
     for note in notes:
         print(f"recycle simulate: {note}", file=sys.stderr)
     about = {"grid": [pipelines, stages, microbatches], "tp": args.tp, "hosts": cluster.hosts, "gpus": cluster.gpus,
              "costs": job.costs.to_json(), "unit_seconds": job.unit, "cap": job.activations, "trace": args.trace,
-             "hours": traces[0].duration / 3600, "outages": [trace.failures for trace in traces], "notes": notes,
+             "hours": hours, "outages": [trace.failures for trace in traces], "notes": notes,
              "technique": args.technique}
     if args.json == "-":
         print(json.dumps(as_json(rows, about)))
     else:
-        hours, outages = traces[0].duration / 3600, sum(trace.failures for trace in traces) / len(traces)
+        outages = sum(trace.failures for trace in traces) / len(traces)
         show(rows, console, f"{args.grid}, TP {args.tp}, {cluster.hosts} hosts with {cluster.gpus} GPUs; {hours:.1f} h;"
                             f" {outages:.0f} outages in the trace; fault-free: stock 1F1B")
     if args.json and args.json != "-":
@@ -174,8 +177,7 @@ def _model(text: str) -> model_costs.Model:
 
 def _stalls(args: argparse.Namespace) -> Stalls:
     stalls = Stalls.measured(args.recovery) if args.recovery else Stalls()
-    given = {name: getattr(args, name) for name in ("start", "save", "restart", "save_every", "wait")
-             if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in _STALLS if getattr(args, name) is not None}
     if any(not 0 <= value < float("inf") for value in given.values()):
         raise TraceError("--start, --save, --restart, --save-every and --wait are seconds from 0 on")
     if given.get("save_every") == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_recycle.tools.simulate.cluster import Cluster, changes, most_live
 from megatron_recycle.tools.simulate.job import Job
@@ -44,13 +45,7 @@ def compare(makers: Mapping[str, Callable[[], Policy]], job: Job, cluster: Clust
         scaled.append(simulate(FaultScaled(), one, happened, trace.duration).throughput)
         for name, make in makers.items():
             setting = replace(one, plans=plans[name])
-            end = trace.duration
-
-            def told_of(now: float, name: str = name, number: int = number, end: float = end) -> None:
-                progress(name, number, now / end)
-
-            found[name].append(simulate(make(), setting, happened, trace.duration, told_of))
-            progress(name, number, 1.0)
+            found[name].append(simulate(make(), setting, happened, trace.duration, partial(progress, name, number)))
     for name, outcomes in found.items():
         for text in dict.fromkeys(text for outcome in outcomes for text in outcome.said):
             said.setdefault(text, []).append(name)

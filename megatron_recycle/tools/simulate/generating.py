@@ -21,14 +21,12 @@ class Failures:
     """How units of one kind fail.
 
     ``mtbf``: mean seconds between two failures of one unit. ``shape``: of the Weibull distribution; 1 is exponential.
-    ``repair``: mean seconds until the unit is back (exponential); infinite: never. ``fixed``: repairs take exactly so
-    long.
+    ``repair``: mean seconds until the unit is back (exponential); infinite: never.
     """
 
     mtbf: float
     shape: float = 1.0
     repair: float = math.inf
-    fixed: bool = False
 
     def __post_init__(self) -> None:
         if not (self.mtbf > 0 and self.shape > 0 and self.repair > 0):
@@ -39,7 +37,7 @@ class Failures:
         scale = self.mtbf / math.gamma(1 + 1 / self.shape)
         at = draw.weibullvariate(scale, self.shape)
         while at < duration:
-            up = at + (self.repair if self.fixed or math.isinf(self.repair) else draw.expovariate(1 / self.repair))
+            up = at + (self.repair if math.isinf(self.repair) else draw.expovariate(1 / self.repair))
             yield at, up
             if math.isinf(up):
                 return

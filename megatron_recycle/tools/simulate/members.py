@@ -55,7 +55,6 @@ class Members:
         self.plan = PlanFile()
         """The plan in use."""
         self.asked = Asked()
-        self.generations = 0
         self._names = list(positions)
         self._ranks = {name: rank for rank, name in enumerate(positions)}
         self._lives: dict[str, int] = {}
@@ -148,7 +147,6 @@ class Members:
     def _settle(self, committed: int) -> None:
         """Everybody reports, the plan is made, all go on and resume, until nothing more is decided."""
         while self.state.phase is Phase.RECOVERING:
-            self.generations += 1
             generation = self.state.generation
             proven = [name for name in self.state.members if name not in self.state.arrivals.unproven]
             waits = [name for name in proven if name not in self.state.round.reports]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -43,14 +43,13 @@ class Line:
         return TraceError(f"{self.where}: {what}: {self.text[:60]!r}")
 
 
-def read(path: str | Path, *, seed: int = 0, longest_gap: float | None = None, tail: float = 0.0) -> Trace:
+def read(path: str | Path, *, seed: int = 0, longest_gap: float | None = None) -> Trace:
     """The trace in this file.
 
     Args:
         seed: which machines a trace that only counts them has lost.
         longest_gap: in such a trace, time between two readings beyond so many seconds is cut out; None: the last count
             holds, and gaps above an hour are reported.
-        tail: seconds after the last line that still count.
 
     Raises TraceError, with the number of the line, for what cannot be read.
     """
@@ -62,29 +61,26 @@ def read(path: str | Path, *, seed: int = 0, longest_gap: float | None = None, t
         raise TraceError(f"{path}: the trace cannot be read: {error}") from None
     if not lines:
         raise TraceError(f"{path}: the trace is empty")
+    first = lines[0]
+    parts = [part.strip() for part in first.text.split(",")]
     try:
-        return _reader(lines[0], seed, longest_gap, tail)(lines)
+        if first.text.startswith("{"):
+            return _own(lines)
+        if len(parts) == 3 and parts[1] in ("add", "remove"):
+            return _added_and_removed(lines)
+        if len(parts) == 3 and "-" in parts[0] and ":" in parts[1]:
+            return _counted(lines, random.Random(seed), longest_gap)
+        raise first.fault("neither 'time_ms,add|remove,node' nor 'date, time, count' nor a JSON object")
     except TraceError as error:
         if str(path) in str(error):
             raise
         raise TraceError(f"{path}: {error}") from None
 
 
-def _reader(first: Line, seed: int, longest_gap: float | None, tail: float) -> Callable[[Sequence[Line]], Trace]:
-    if first.text.startswith("{"):
-        return _own
-    parts = [part.strip() for part in first.text.split(",")]
-    if len(parts) == 3 and parts[1] in ("add", "remove"):
-        return lambda lines: _added_and_removed(lines, tail)
-    if len(parts) == 3 and "-" in parts[0] and ":" in parts[1]:
-        return lambda lines: _counted(lines, seed, longest_gap, tail)
-    raise first.fault("neither 'time_ms,add|remove,node' nor 'date, time, count' nor a JSON object")
-
-
 # time_ms,add|remove,node
 
 
-def _added_and_removed(lines: Sequence[Line], tail: float) -> Trace:
+def _added_and_removed(lines: Sequence[Line]) -> Trace:
     cleaning = Cleaning()
     told: list[tuple[float, bool, str, Line]] = []
     for line in lines:
@@ -92,8 +88,8 @@ def _added_and_removed(lines: Sequence[Line], tail: float) -> Trace:
         if len(parts) != 3 or parts[1] not in ("add", "remove") or not parts[2]:
             raise line.fault("not 'time_ms,add|remove,node'")
         told.append((_number(parts[0], line) / 1000, parts[1] == "add", parts[2], line))
-    if any(later[0] < earlier[0] for earlier, later in pairwise(told)):
-        back = next(later[3] for earlier, later in pairwise(told) if later[0] < earlier[0])
+    back = next((later[3] for earlier, later in pairwise(told) if later[0] < earlier[0]), None)
+    if back is not None:
         cleaning.note("lines that go back in time were sorted", back.where)
         told.sort(key=lambda one: one[0])
     begin, end = told[0][0], told[-1][0]
@@ -112,13 +108,13 @@ def _added_and_removed(lines: Sequence[Line], tail: float) -> Trace:
             absent[host] = at - begin
         hosts[host] = added
     outages += [Outage(since, FOR_GOOD, host, HOST) for host, since in absent.items()]
-    return checked([*hosts], outages, end - begin + tail, cleaning)
+    return checked([*hosts], outages, end - begin, cleaning)
 
 
 # date, time, count
 
 
-def _counted(lines: Sequence[Line], seed: int, longest_gap: float | None, tail: float) -> Trace:
+def _counted(lines: Sequence[Line], draw: random.Random, longest_gap: float | None) -> Trace:
     cleaning = Cleaning()
     readings: list[tuple[float, int]] = []
     first: datetime | None = None
@@ -132,7 +128,8 @@ def _counted(lines: Sequence[Line], seed: int, longest_gap: float | None, tail: 
             at = datetime.fromisoformat(f"{parts[0]} {parts[1]}")
         except ValueError:
             raise line.fault("not a date and a time") from None
-        count = _whole(parts[2], line)
+        if not parts[2].isdecimal():
+            raise line.fault("its count is no number of machines")
         first = first or at
         seconds = (at - first).total_seconds()
         if readings and seconds <= last:
@@ -145,11 +142,11 @@ def _counted(lines: Sequence[Line], seed: int, longest_gap: float | None, tail: 
             cleaning.note(f"a gap was cut down to {longest_gap:.0f} s", line.where)
             skipped += seconds - last - longest_gap
         last = seconds
-        readings.append((seconds - skipped, count))
-    return _named(readings, tail, random.Random(seed), cleaning)
+        readings.append((seconds - skipped, int(parts[2])))
+    return _named(readings, draw, cleaning)
 
 
-def _named(readings: Sequence[tuple[float, int]], tail: float, draw: random.Random, cleaning: Cleaning) -> Trace:
+def _named(readings: Sequence[tuple[float, int]], draw: random.Random, cleaning: Cleaning) -> Trace:
     """Names for machines that were only counted: the ones that go are drawn, the ones that come back were away
     longest."""
     most = max(count for _, count in readings)
@@ -165,7 +162,7 @@ def _named(readings: Sequence[tuple[float, int]], tail: float, draw: random.Rand
             outages.append(Outage(away.pop(host), at, host, HOST))
             there.append(host)
     outages += [Outage(since, FOR_GOOD, host, HOST) for host, since in away.items()]
-    return checked(hosts, outages, readings[-1][0] + tail, cleaning)
+    return checked(hosts, outages, readings[-1][0], cleaning)
 
 
 # JSON lines
@@ -225,9 +222,3 @@ def _number(text: str, line: Line) -> float:
     if not 0 <= value < FOR_GOOD:
         raise line.fault("its time is before 0, or none")
     return value
-
-
-def _whole(text: str, line: Line) -> int:
-    if not text.isdecimal():
-        raise line.fault("its count is no number of machines")
-    return int(text)

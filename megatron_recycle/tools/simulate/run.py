@@ -11,16 +11,18 @@ import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_recycle.tools.simulate.cluster import Change
-from megatron_recycle.tools.simulate.policies.base import STANDS, Answer, Course, Policy, Setting
+from megatron_recycle.tools.simulate.policies.base import CHECKPOINT, STANDS, Answer, Course, Policy, Setting
 
 USEFUL, REDONE, ROLLED_BACK, STOPPED, UNFINISHED = "useful", "redone", "rolled back", "stopped", "unfinished"
+SAVE = object()
+"""The token of a wake for a checkpoint."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """The result of a simulated job.
 
@@ -28,31 +30,41 @@ class Outcome:
         samples: of iterations that stay.
         spent: seconds by cause; they add up to `duration`.
         lost: iterations that were begun or done, and are not in `iterations`, in parts of one.
+        survived: losses that were got over without going back.
         rate: (second, samples per second from then on).
-        failures: moments at which the cluster lost machines or GPUs; several outages of a trace may begin at one.
-        marks: seconds of failures; of fatal events.
+        marks: seconds of failures, moments at which the cluster lost machines or GPUs; several outages of a trace may
+            begin at one.
+        fatal_marks: seconds of fatal events.
+        commits: seconds of commits, where they were asked for.
+        said: by the policy, for people.
         plans: distinct plans that were needed.
         cpu: seconds of processor time that the simulation took.
     """
 
     name: str
     duration: float
-    iterations: int
-    samples: int
-    spent: dict[str, float]
-    lost: float
-    failures: int
-    survived: int
-    fatal: int
-    rate: list[tuple[float, float]]
     marks: list[float]
-    fatal_marks: list[float]
-    plans: int
-    cpu: float
+    iterations: int = 0
+    samples: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
+    lost: float = 0.0
+    survived: int = 0
+    rate: list[tuple[float, float]] = field(default_factory=list)
+    fatal_marks: list[float] = field(default_factory=list)
     commits: list[float] = field(default_factory=list)
-    """Seconds of commits, where they were asked for."""
     said: list[str] = field(default_factory=list)
-    """By the policy, for people."""
+    plans: int = 0
+    cpu: float = 0.0
+
+    @property
+    def failures(self) -> int:
+        """How many failures there were."""
+        return len(self.marks)
+
+    @property
+    def fatal(self) -> int:
+        """How many events were fatal."""
+        return len(self.fatal_marks)
 
     @property
     def throughput(self) -> float:
@@ -73,31 +85,27 @@ class Outcome:
 
 
 class Run:
-    """A policy's run. Use `simulate`."""
+    """A policy's run, which fills `outcome`. Use `simulate`."""
 
-    def __init__(self, policy: Policy, setting: Setting, commits: bool = False) -> None:
+    def __init__(self, policy: Policy, setting: Setting, outcome: Outcome, commits: bool) -> None:
         self.policy = policy
         self.setting = setting
+        self.outcome = outcome
         self.now = 0.0
-        self.iterations = self.samples = 0
-        self.spent: dict[str, float] = {}
-        self.lost = 0.0
-        self.fatal_marks: list[float] = []
-        self.survived = 0
-        self.rate: list[tuple[float, float]] = []
-        self.said: list[str] = []
         self._course: Course = STANDS
         self._elapsed, self._length = 0.0, float("inf")  # of the iteration in flight
         self._pauses: list[list[Any]] = []
         self._kept = (0, 0, 0.0)  # iterations, samples and useful seconds at the last saved point
         self._wakes: list[tuple[float, int, object]] = []
         self._number = itertools.count()
-        self._boundary = False
-        self._commits: list[float] | None = [] if commits else None
+        self._boundary = self._saving = False
+        self._commits = commits
 
-    def go(self, changes: Sequence[Change], end: float, progress: Callable[[float], None] | None = None) -> None:
-        """Everything from the start to ``end``."""
-        self._follow(self.policy.begin(self.setting))
+    def go(self, changes: Sequence[Change], progress: Callable[[float], None]) -> None:
+        """Everything from the start to the end."""
+        begin, end = self.policy.begin(self.setting), self.outcome.duration
+        self._wake(self.policy.save_every, SAVE)
+        self._follow(replace(begin, saved=True))
         due = [change for change in changes if 0 < change.at < end]
         at = 0
         while True:
@@ -110,17 +118,30 @@ class Run:
                 break
             if commit <= moment:
                 self._boundary = False
-                self._follow(self.policy.woken(self.now, "boundary", self.iterations))
+                if self._saving:
+                    self._save()
+                self._follow(self.policy.woken(self.now, "boundary", self.outcome.iterations))
             elif change <= moment:
-                self._follow(self.policy.changed(due[at], self.iterations))
+                self._follow(self.policy.changed(due[at], self.outcome.iterations))
                 at += 1
-                if progress is not None:
-                    progress(self.now)
+                progress(self.now / end)
             else:
                 _, _, token = heapq.heappop(self._wakes)
-                self._follow(self.policy.woken(self.now, token, self.iterations))
+                if token is SAVE:
+                    self._saving = self._boundary = True
+                else:
+                    self._follow(self.policy.woken(self.now, token, self.outcome.iterations))
         self._spend(UNFINISHED, self._elapsed)
-        self.commits = self._commits or []
+        progress(1.0)
+
+    def _save(self) -> None:
+        """All stand between two iterations, and write a checkpoint."""
+        self._saving = False
+        self._wake(self.policy.save_every, SAVE)
+        self._follow(Answer(saved=True, pauses=((CHECKPOINT, self.policy.save_takes),)))
+
+    def _wake(self, seconds: float, token: object) -> None:
+        heapq.heappush(self._wakes, (self.now + seconds, next(self._number), token))
 
     def next_commit(self) -> float:
         """When the iteration in flight is committed, if nothing happens before."""
@@ -162,28 +183,29 @@ class Run:
         self._elapsed, self._length = max(0.0, left - whole * period), period
 
     def _commit(self, count: int, seconds: float, at: float) -> None:
-        self.iterations += count
-        self.samples += count * self._course.samples
+        self.outcome.iterations += count
+        self.outcome.samples += count * self._course.samples
         self._spend(USEFUL, seconds)
-        if self._commits is not None:
-            self._commits += [at - (count - 1 - number) * self._course.period for number in range(count)]
+        if self._commits:
+            self.outcome.commits += [at - (count - 1 - number) * self._course.period for number in range(count)]
 
     def _spend(self, cause: str, seconds: float) -> None:
         if seconds:
-            self.spent[cause] = self.spent.get(cause, 0.0) + seconds
+            self.outcome.spent[cause] = self.outcome.spent.get(cause, 0.0) + seconds
 
     def _follow(self, answer: Answer) -> None:
+        done = self.outcome
         if answer.fatal:
-            self.fatal_marks.append(self.now)
-        self.survived += answer.survived
+            done.fatal_marks.append(self.now)
+        done.survived += answer.survived
         if answer.said:
-            self.said.append(f"{answer.said} after {self.now:.0f} s")
+            done.said.append(f"{answer.said} after {self.now:.0f} s")
         if answer.back:
             self._go_back()
         elif answer.again:
             self._redo(answer.again)
         if answer.saved:
-            self._kept = (self.iterations, self.samples, self.spent.get(USEFUL, 0.0))
+            self._kept = (done.iterations, done.samples, done.spent.get(USEFUL, 0.0))
         if answer.course is not None:
             self._change_to(answer.course)
         if answer.again or answer.back:
@@ -191,13 +213,13 @@ class Run:
         self._pauses += [[cause, seconds] for cause, seconds in answer.pauses if seconds > 0]
         self._boundary |= answer.boundary
         for seconds, token in answer.wakes:
-            heapq.heappush(self._wakes, (self.now + seconds, next(self._number), token))
+            self._wake(seconds, token)
         self._told(self.now)
 
     def _redo(self, share: float = 1.0) -> None:
         """This share of what is done of the iteration in flight is done again."""
         if self._elapsed:
-            self.lost += share * self._elapsed / self._length
+            self.outcome.lost += share * self._elapsed / self._length
             self._spend(REDONE, share * self._elapsed)
         self._elapsed *= 1 - share
         if share == 1:
@@ -206,13 +228,13 @@ class Run:
     def _go_back(self) -> None:
         """To the last saved point: what was useful since was not."""
         self._redo()
-        iterations, samples, useful = self._kept
-        self.lost += self.iterations - iterations
-        taken = self.spent.get(USEFUL, 0.0) - useful
+        done, (iterations, samples, useful) = self.outcome, self._kept
+        done.lost += done.iterations - iterations
+        taken = done.spent.get(USEFUL, 0.0) - useful
         if taken:
-            self.spent[USEFUL] -= taken
+            done.spent[USEFUL] -= taken
             self._spend(ROLLED_BACK, taken)
-        self.iterations, self.samples = iterations, samples
+        done.iterations, done.samples = iterations, samples
 
     def _change_to(self, course: Course) -> None:
         """A part of an iteration that is done is as large a part of a longer one, and takes the time that it took."""
@@ -227,26 +249,25 @@ class Run:
 
     def _told(self, at: float) -> None:
         """Note the rate from now on, if it is another one."""
-        course = self._course
+        course, rates = self._course, self.outcome.rate
         rate = 0.0 if self._pauses or course.period == float("inf") else course.samples / course.period
-        if not self.rate or self.rate[-1][1] != rate:
-            if self.rate and self.rate[-1][0] == at:
-                self.rate.pop()
-            self.rate.append((at, rate))
+        if not rates or rates[-1][1] != rate:
+            if rates and rates[-1][0] == at:
+                rates.pop()
+            rates.append((at, rate))
 
 
 def simulate(policy: Policy, setting: Setting, changes: Sequence[Change], duration: float,
-             progress: Callable[[float], None] | None = None, commits: bool = False) -> Outcome:
+             progress: Callable[[float], None] = lambda share: None, commits: bool = False) -> Outcome:
     """A policy's job through these changes, for ``duration`` seconds.
 
     Args:
-        progress: is told how far it is, in simulated seconds.
+        progress: is told which share of the duration is done.
         commits: keep the time of every commit, to compare with a real run.
     """
     began, plans = time.process_time(), len(setting.plans)
-    run = Run(policy, setting, commits)
-    run.go(changes, duration, progress)
-    marks = [change.at for change in changes if change.lost and 0 < change.at < duration]
-    return Outcome(policy.name, duration, run.iterations, run.samples, run.spent, run.lost, len(marks), run.survived,
-                   len(run.fatal_marks), run.rate, marks, run.fatal_marks, len(setting.plans) - plans,
-                   time.process_time() - began, run.commits, run.said)
+    outcome = Outcome(policy.name, duration,
+                      [change.at for change in changes if change.lost and 0 < change.at < duration])
+    Run(policy, setting, outcome, commits).go(changes, progress)
+    outcome.plans, outcome.cpu = len(setting.plans) - plans, time.process_time() - began
+    return outcome

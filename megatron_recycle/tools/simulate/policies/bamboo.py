@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from megatron_recycle.tools.simulate.cluster import Change, Unit
-from megatron_recycle.tools.simulate.policies.base import CHECKPOINT, RECONFIGURE, STANDS, Answer, Course, Setting
+from megatron_recycle.tools.simulate.policies.base import NEVER, RECONFIGURE, STANDS, Answer, Course, Policy, Setting
 
 Place = tuple[int, int]
 
@@ -33,7 +32,7 @@ class BambooConstants:
     save_every: float = 3600.0
 
 
-class Bamboo:
+class Bamboo(Policy):
     """Thorpe et al., "Bamboo: Making preemptible instances resilient for affordable training of large DNNs", NSDI 2023.
 
     A lost worker's stage is computed by the worker of the stage before it, which holds a copy. Lost with that one, or
@@ -45,21 +44,22 @@ class Bamboo:
     micro-batches and S stages, max(0, M F - (S - 1)(F + B + W)).
     """
 
-    name: ClassVar[str] = "bamboo"
+    name = "bamboo"
 
     def __init__(self, constants: BambooConstants | None = None) -> None:
         self.constants = constants or BambooConstants()
+        self.save_takes = self.constants.save
+        self.save_every = self.constants.save_every if self.save_takes else NEVER
         self._holds: dict[Unit, list[Place]] = {}
         self._waiting: dict[Unit, None] = {}
         self._creating: set[Unit] = set()
         self._pipelines = 0
-        self._slow = self._saving = False
+        self._slow = False
 
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
         self._place(setting.units)
-        save = self.constants.save_every
-        return Answer(self._course(), saved=True, wakes=((save, "save"),) if self.constants.save else ())
+        return Answer(self._course())
 
     def changed(self, change: Change, iteration: int) -> Answer:
         for unit in change.lost:
@@ -78,11 +78,8 @@ class Bamboo:
         return Answer(self._course(), survived=1, wakes=wakes, boundary=self._should_meet())
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
-        if token == "save":
-            self._saving = True
-            return Answer(boundary=True)
         if token == "boundary":
-            return self._at_boundary()
+            return self._meet(self.constants.meeting) if self._pipelines and self._should_meet() else Answer()
         if isinstance(token, Unit) and token in self._creating:
             self._creating.discard(token)
             self._waiting[token] = None
@@ -90,18 +87,6 @@ class Bamboo:
                 return self._meet(self.constants.fatal)
             return Answer(boundary=bool(self._pipelines) and self._should_meet())
         return Answer()
-
-    def _at_boundary(self) -> Answer:
-        saves: tuple[tuple[str, float], ...] = ()
-        answer = Answer()
-        if self._saving:
-            self._saving = False
-            saves = ((CHECKPOINT, self.constants.save),)
-            answer = Answer(saved=True, wakes=((self.constants.save_every, "save"),))
-        if self._pipelines and self._should_meet():
-            met = self._meet(self.constants.meeting)
-            return replace(met, pauses=saves + met.pauses, saved=answer.saved, wakes=answer.wakes)
-        return replace(answer, pauses=saves)
 
     def _shadowed(self, unit: Unit) -> bool:
         """The unit's stage goes to the one before, if there is one that has a copy of it and no other stage yet."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from megatron_recycle.tools.simulate.cluster import Change, Cluster, Unit
 from megatron_recycle.tools.simulate.job import Job
@@ -45,7 +45,8 @@ class Answer:
         fatal: the job could not go on in its processes.
         survived: losses that were got over without going back.
         wakes: (seconds from now, token): the policy is woken then. All wakes of before are kept.
-        boundary: the policy is woken at the end of the iteration in flight, with the token "boundary".
+        boundary: the policy is woken at the end of the iteration in flight, with the token "boundary"; so it is after
+            a checkpoint.
         said: for people, of now; it goes on after the policy's name.
     """
 
@@ -75,16 +76,27 @@ class Setting:
     whole: bool = True
 
 
-class Policy(Protocol):
-    """One way to deal with failures. A policy is made anew for every run."""
+class Policy:
+    """One way to deal with failures; a policy without answers trains on as it began. It is made anew for every run.
+
+    Attributes:
+        save_takes, save_every: seconds that a checkpoint takes, and between two of them. They are written between two
+            iterations (`run`).
+    """
 
     name: ClassVar[str]
+    setting: Setting
+    save_takes: float = 0.0
+    save_every: float = NEVER
 
     def begin(self, setting: Setting) -> Answer:
         """Training begins with the setting's units."""
+        raise NotImplementedError
 
     def changed(self, change: Change, iteration: int) -> Answer:
         """Units are lost or gained; so many iterations are committed."""
+        return Answer()
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
-        """A wake that was asked for."""
+        """A wake that was asked for, or all stand between two iterations (token "boundary")."""
+        return Answer()

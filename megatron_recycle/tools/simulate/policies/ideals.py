@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from megatron_recycle.tools.simulate.cluster import Change
-from megatron_recycle.tools.simulate.policies.base import STANDS, Answer, Course, Setting
+from megatron_recycle.tools.simulate.policies.base import STANDS, Answer, Course, Policy, Setting
 
 
-class Ideal:
+class Ideal(Policy):
     """Stock 1F1B on the whole grid, whatever fails. Throughputs are given relative to it."""
 
-    name: ClassVar[str] = "fault-free"
+    name = "fault-free"
 
     def begin(self, setting: Setting) -> Answer:
         return Answer(Course.of(setting.plans.stock(), setting.job.batch))
-
-    def changed(self, change: Change, iteration: int) -> Answer:
-        return Answer()
-
-    def woken(self, now: float, token: object, iteration: int) -> Answer:
-        return Answer()
 
 
 class FaultScaled(Ideal):

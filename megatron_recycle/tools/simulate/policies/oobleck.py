@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 from megatron_recycle.tools.simulate.cluster import Change, Unit
 from megatron_recycle.tools.simulate.policies.base import (
-    CHECKPOINT,
+    NEVER,
     RECONFIGURE,
     RESTART,
     STANDS,
     Answer,
     Course,
+    Policy,
     Setting,
 )
 
@@ -38,7 +38,7 @@ class OobleckConstants:
     save_every: float = 3600.0
 
 
-class Oobleck:
+class Oobleck(Policy):
     """Jang et al., "Oobleck: Resilient distributed training of large models using pipeline templates", SOSP 2023.
 
     All live units work: they are put together to pipelines of n0, n0 + 1, ... units, each with its layers as even as
@@ -47,57 +47,45 @@ class Oobleck:
     all copies of a layer are lost at once, or fewer than (f + 1) n0 units are left.
     """
 
-    name: ClassVar[str] = "oobleck"
+    name = "oobleck"
 
     def __init__(self, constants: OobleckConstants | None = None) -> None:
         self.constants = constants or OobleckConstants()
+        self.save_takes = self.constants.save
+        self.save_every = self.constants.save_every if self.save_takes else NEVER
         self._units: dict[Unit, tuple[int, int, int]] = {}  # pipeline, position, length
         self._fresh: dict[Unit, None] = {}
         self._lengths: tuple[int, ...] = ()
-        self._saving = False
 
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
         self.least = max(1, -(-int(setting.job.stages * self.constants.least * 100) // 100))
         self._place(setting.units)
-        wakes = ((self.constants.save_every, "save"),) if self.constants.save else ()
-        return Answer(self._course(), saved=True, wakes=wakes)
+        return Answer(self._course())
 
     def changed(self, change: Change, iteration: int) -> Answer:
-        lost = {unit: self._units[unit] for unit in change.lost if unit in self._units}
+        lost = {unit: self._units.pop(unit) for unit in change.lost if unit in self._units}
         for unit in change.lost:
             self._fresh.pop(unit, None)
         self._fresh.update(dict.fromkeys(change.gained))
-        if not lost:
-            if not self._lengths:
-                left = [*self._units, *self._fresh]
-                self._place(left)
-                return Answer(self._course(), ((RESTART, self.constants.restart),)) if self._lengths else Answer()
+        if not lost and self._lengths:
             return Answer(boundary=bool(change.gained))
         fatal = self._all_copies(lost.values())
-        left = [unit for unit in self._units if unit not in lost]
-        self._place([*left, *self._fresh])
-        stands = not self._lengths
-        if stands:
+        self._place([*self._units, *self._fresh])
+        restart = ((RESTART, self.constants.restart),)
+        if not lost:
+            return Answer(self._course(), restart) if self._lengths else Answer()
+        if not self._lengths:
             return Answer(STANDS, back=True, fatal=True)
         if fatal:
-            return Answer(self._course(), ((RESTART, self.constants.restart),), back=True, fatal=True)
+            return Answer(self._course(), restart, back=True, fatal=True)
         return Answer(self._course(), ((RECONFIGURE, self._meeting()),), again=1.0, survived=1)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
-        if token == "save":
-            self._saving = True
-            return Answer(boundary=True)
-        answer, pauses = Answer(), []
-        if self._saving:
-            self._saving = False
-            pauses.append((CHECKPOINT, self.constants.save))
-            answer = Answer(saved=True, wakes=((self.constants.save_every, "save"),))
-        if self._fresh and self._lengths:
-            self._place([*self._units, *self._fresh])
-            pauses.append((RECONFIGURE, self._meeting()))
-            answer = replace(answer, course=self._course())
-        return replace(answer, pauses=tuple(pauses))
+        if not self._fresh or not self._lengths:
+            return Answer()
+        self._place([*self._units, *self._fresh])
+        return Answer(self._course(), ((RECONFIGURE, self._meeting()),))
 
     def _meeting(self) -> float:
         return self.constants.meeting + self.setting.job.state_seconds
@@ -109,7 +97,7 @@ class Oobleck:
         for pipeline, position, length in lost:
             cuts = [layers * part // length for part in (position, position + 1)]
             gone.setdefault(pipeline, set()).update(range(*cuts))
-        return len(gone) == len(self._lengths) and bool(set.intersection(*gone.values()))
+        return 0 < len(gone) == len(self._lengths) and bool(set.intersection(*gone.values()))
 
     def _place(self, units: Iterable[Unit]) -> None:
         there = sorted(units)

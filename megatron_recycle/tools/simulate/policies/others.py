@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 from megatron_recycle.plan import Worker
 from megatron_recycle.tools.simulate.cluster import Change
 from megatron_recycle.tools.simulate.plans import Figures
 from megatron_recycle.tools.simulate.policies.base import (
-    CHECKPOINT,
     RECOVERY,
     REJOIN,
     RESTART,
     STANDS,
     Answer,
     Course,
+    Policy,
     Setting,
 )
 from megatron_recycle.tools.simulate.policies.recycling import CheckpointRestart, Recycling, Stalls
@@ -53,9 +54,8 @@ class MovedLayers(Recycling):
 
     def __init__(self, stalls: Stalls | None = None) -> None:
         given = stalls or Stalls()
-        super().__init__(Stalls(given.exit + self.communicators, given.host + self.communicators,
-                                given.rejoin + self.communicators, given.start, given.save, given.restart,
-                                given.save_every))
+        more = {name: getattr(given, name) + self.communicators for name in ("exit", "host", "rejoin")}
+        super().__init__(replace(given, wait=None, **more))
 
     def _figures(self, policy: str, failed: list[Worker]) -> Figures:
         job = self.setting.job
@@ -94,7 +94,7 @@ class ElasticBatch(CheckpointRestart):
     same_batch = False
 
 
-class TorchFT:
+class TorchFT(Policy):
     """torchft (meta-pytorch/torchft): a pipeline is a replica group, which is out as long as one of its workers is.
 
     The others throw the iteration in flight away, agree on a new quorum and go on with their own micro-batches: the
@@ -104,13 +104,13 @@ class TorchFT:
     back to the last checkpoint.
     """
 
-    name: ClassVar[str] = "torchft"
+    name = "torchft"
     stall: ClassVar[float] = 1.07
 
     def __init__(self, stalls: Stalls | None = None) -> None:
         self.stalls = stalls or Stalls()
+        self.save_takes, self.save_every = self.stalls.save, self.stalls.save_every
         self._empty: set[Worker] = set()
-        self._saving = False
         self._whole = 0
 
     def begin(self, setting: Setting) -> Answer:
@@ -121,7 +121,7 @@ class TorchFT:
         self._empty = {worker for worker, unit in usual.items() if unit not in there}
         self._empty -= self.slots.fill(sorted(self._empty)).keys()
         self._whole = self._count()
-        return Answer(self._course(), saved=True, wakes=((self.stalls.save_every, "save"),))
+        return Answer(self._course())
 
     def changed(self, change: Change, iteration: int) -> Answer:
         lost = self.slots.lose(change.lost)
@@ -137,9 +137,6 @@ class TorchFT:
         return Answer(self._course(), ((RECOVERY, self.stall),), again=1.0, survived=1, wakes=wakes)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
-        if token == "save":
-            self._saving = True
-            return Answer(boundary=True)
         if isinstance(token, tuple):
             self._empty -= {worker for worker in token if self.slots.unit(worker) is not None}
             if self._count() == self._whole:
@@ -148,17 +145,10 @@ class TorchFT:
                 self._whole = self._count()
                 return Answer(self._course(), ((RESTART, self.stalls.restart),))
             return Answer(boundary=True)
-        pauses: tuple[tuple[str, float], ...] = ()
-        answer = Answer()
-        if self._saving:
-            self._saving = False
-            pauses = ((CHECKPOINT, self.stalls.save),)
-            answer = Answer(saved=True, wakes=((self.stalls.save_every, "save"),))
-        if (whole := self._count()) > self._whole:
-            self._whole = whole
-            pauses += ((REJOIN, self.stall + self.setting.job.state_seconds),)
-            return Answer(self._course(), pauses, saved=answer.saved, wakes=answer.wakes)
-        return Answer(None, pauses, saved=answer.saved, wakes=answer.wakes)
+        if (whole := self._count()) <= self._whole:
+            return Answer()
+        self._whole = whole
+        return Answer(self._course(), ((REJOIN, self.stall + self.setting.job.state_seconds),))
 
     def _count(self) -> int:
         """Whole pipelines."""

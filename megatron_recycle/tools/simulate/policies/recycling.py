@@ -16,7 +16,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from megatron_recycle.checkpoint_period import young_daly
 from megatron_recycle.control.moves import moves_of
@@ -40,6 +40,7 @@ from megatron_recycle.tools.simulate.policies.base import (
     STANDS,
     Answer,
     Course,
+    Policy,
     Setting,
 )
 from megatron_recycle.tools.simulate.slots import Slots, packed
@@ -83,7 +84,7 @@ class Stalls:
         return cls(**medians)
 
 
-class Recycling:
+class Recycling(Policy):
     """The product, by its policy `reroute`; subclasses are its other policies.
 
     Attributes:
@@ -96,7 +97,7 @@ class Recycling:
             and starts anew with other ones whenever it can; otherwise as in this module's head.
     """
 
-    name: ClassVar[str] = "ours"
+    name = "ours"
     product: ClassVar[PolicyName] = "reroute"
     moves: ClassVar[bool] = True
     again: ClassVar[Literal["all", "lost", "nothing"]] = "lost"
@@ -105,11 +106,12 @@ class Recycling:
 
     def __init__(self, stalls: Stalls | None = None) -> None:
         self.stalls = stalls or Stalls()
+        self.save_takes, self.save_every = self.stalls.save, self.stalls.save_every
         self.members: Members | None = None  # between two lives
         self._due: dict[str, Unit] = {}  # processes that are being started, by position
         self._moving: dict[str, Unit] = {}  # those of moves
         self._fresh: list[tuple[str, Unit]] = []  # what of both is to be started now
-        self._saving = self._growing = False
+        self._growing = False
         self._begun = False  # a life has been
         self._waits = not self.elastic  # for the whole grid
         self._agreed = False  # the last commit has promised that all stand at the next one
@@ -118,16 +120,14 @@ class Recycling:
         self.setting = setting
         job = setting.job
         usual, there = setting.cluster.slots(job.pipelines, job.stages), set(setting.units)
-        saving = (self._save_every(), "save")
         if there.issuperset(usual.values()):
             self.slots = Slots(usual, (unit for unit in setting.units if unit not in set(usual.values())))
             self._life(job.pipelines)
-            return Answer(self._course(), saved=True, wakes=(saving,))
+            return Answer(self._course())
         self.slots = Slots({}, setting.units)
         answer = self._without_life()
         wait = self.stalls.wait if self.stalls.wait is not None else NEVER if setting.whole else PATIENCE
-        return replace(answer, course=answer.course or STANDS, saved=True,
-                       wakes=(*answer.wakes, saving, (wait, "begin")))
+        return replace(answer, course=answer.course or STANDS, wakes=(*answer.wakes, (wait, "begin")))
 
     def changed(self, change: Change, iteration: int) -> Answer:
         empty = self.slots.lose(change.lost)
@@ -159,9 +159,6 @@ class Recycling:
         return max((min(1.0, sum(lost) / max(1, lost.count(False))) for lost in stages), default=0.0)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
-        if token == "save":
-            self._saving = True
-            return Answer(boundary=True)
         if token == "grow":
             self._growing = False
             return Answer() if self.members is None else self._grown()
@@ -190,7 +187,7 @@ class Recycling:
         self.members = Members(hosts, description, Callables(self._plan, None, self._moves))
         if empty := [name for name, host in hosts.items() if not host]:
             self.members.lose(empty, False, 0.0, 0)
-        self._clear()
+        self._due, self._moving, self._fresh = {}, {}, []
         self._growing = False
 
     def _without_life(self) -> Answer:
@@ -199,20 +196,17 @@ class Recycling:
         if live < (job.size if self._waits else job.stages):
             return Answer()
         first = not self._begun
-        answer = self._next_life(self._live())
+        answer = self._next_life()
         if not first:
             return answer
         with_ = "the whole grid" if live >= job.size else (
             f"{self.pipelines} of {job.pipelines} pipelines, on {live} of {job.size} workers")
         return replace(answer, pauses=(), said="" if self.elastic else f"begins with {with_}")
 
-    def _clear(self) -> None:
-        self._due, self._moving, self._fresh = {}, {}, []
-
-    def _next_life(self, units: Any) -> Answer:
+    def _next_life(self) -> Answer:
         """Start from the last checkpoint on what is left, or wait."""
         job = self.setting.job
-        live = sorted(units)
+        live = sorted(self._live())
         pipelines = self._whole_pipelines(len(live))
         if not pipelines:
             self.members = None
@@ -224,7 +218,7 @@ class Recycling:
         return self._and(Answer(self._course(), ((RESTART, self.stalls.restart),)))
 
     def _end_of_life(self) -> Answer:
-        return replace(self._next_life(self._live()), back=True, fatal=True)
+        return replace(self._next_life(), back=True, fatal=True)
 
     def _live(self) -> list[Unit]:
         return [*self.slots.of, *self.slots.spare]
@@ -244,7 +238,7 @@ class Recycling:
         """With enough spares for a further pipeline the job is saved and started again, with more of them."""
         if self._whole_pipelines(len(self._live())) <= self.pipelines:
             return Answer()
-        answer = self._next_life(self._live())
+        answer = self._next_life()
         return replace(answer, saved=True, pauses=((CHECKPOINT, self.stalls.save), *answer.pauses), again=1.0)
 
     # Processes that come in
@@ -275,16 +269,10 @@ class Recycling:
         return self._and(Answer())
 
     def _at_boundary(self, now: float, iteration: int) -> Answer:
-        """All stand between two iterations: a checkpoint is written, workers come in and leave."""
-        pauses: tuple[tuple[str, float], ...] = ()
-        answer = Answer()
-        if self._saving:
-            self._saving = False
-            pauses += ((CHECKPOINT, self.stalls.save),)
-            answer = Answer(saved=True, wakes=((self._save_every(), "save"),))
-        members = self.members
+        """All stand between two iterations: workers come in and leave."""
+        members, answer = self.members, Answer()
         if members is None:
-            return replace(answer, pauses=pauses)
+            return answer
         stand, self._agreed = members.asked.switch and self._agreed, members.asked.switch
         members.commit(iteration, now)
         if stand:
@@ -297,9 +285,8 @@ class Recycling:
                 joined = members.state.members.keys() - before.members.keys()
                 copy = self.setting.job.state_seconds if joined else 0.0
                 self._follow_moves(before.moving.moves)
-                pauses += ((REJOIN, self.stalls.rejoin + copy),)
-                answer = replace(answer, course=self._course())
-        return self._and(replace(answer, pauses=pauses))
+                answer = Answer(self._course(), ((REJOIN, self.stalls.rejoin + copy),))
+        return self._and(answer)
 
     def _follow_moves(self, moves: Mapping[str, str]) -> None:
         """Units whose process stands for another position now."""
@@ -332,7 +319,7 @@ class Recycling:
             wakes += ((GROW_AFTER, "grow"),)
         state = members.state
         leaving = any(to in state.members for to in state.moving.moves)  # once an iteration is committed
-        boundary = answer.boundary or members.asked.switch or self._saving or leaving
+        boundary = answer.boundary or members.asked.switch or leaving
         return replace(answer, wakes=wakes, boundary=boundary)
 
     # Plans
@@ -359,9 +346,6 @@ class Recycling:
         dealt = self.dealt or (job.microbatches,) * self.pipelines
         idle = sum(dealt[pipeline] for pipeline in left_out(self.members.state))
         return Course(plan.period or 0.0, plan.makespan or 0.0, (sum(dealt) - idle) * job.samples)
-
-    def _save_every(self) -> float:
-        return self.stalls.save_every
 
 
 class WithoutMoves(Recycling):
@@ -416,6 +400,7 @@ class CheckpointRestart(Recycling):
     def _figures(self, policy: str, failed: list[Worker]) -> Figures:
         return self.setting.plans.stock(self.dealt)
 
-    def _save_every(self) -> float:
-        mtbf = self.setting.mtbf
-        return NEVER if mtbf == NEVER or not self.stalls.save else young_daly(self.stalls.save, mtbf)
+    def begin(self, setting: Setting) -> Answer:
+        never = setting.mtbf == NEVER or not self.save_takes
+        self.save_every = NEVER if never else young_daly(self.save_takes, setting.mtbf)
+        return super().begin(setting)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 from megatron_recycle.tools.simulate.policies.bamboo import Bamboo
 from megatron_recycle.tools.simulate.policies.base import Policy
@@ -22,13 +23,14 @@ from megatron_recycle.tools.simulate.policies.recycling import (
 )
 from megatron_recycle.tools.simulate.trace import TraceError
 
-_OURS = (Recycling, WithoutMoves, LentAndMoves, LentLayers, Dropping, RollBack, LossyForward, CheckpointRestart,
-         ReCycle, MovedLayers, ElasticBatch, TorchFT)
-_REST: tuple[type[Policy], ...] = (Bamboo, Oobleck, FaultScaled, Ideal)
-ORDER = ("ours", "ours-no-moves", "lent-and-moves", "lent-layers", "recycle-published", "moved-layers", "drop",
-         "torchft", "rollback", "lossy-forward", "bamboo", "oobleck", "elastic-batch", "checkpoint-restart",
-         "fault-scaled", "fault-free")
-"""Names in the order of tables."""
+_POLICIES: tuple[Any, ...] = (
+    Recycling, WithoutMoves, LentAndMoves, LentLayers, ReCycle, MovedLayers, Dropping, TorchFT, RollBack, LossyForward,
+    Bamboo, Oobleck, ElasticBatch, CheckpointRestart, FaultScaled, Ideal)
+"""In the order of tables."""
+_WITHOUT_OURS = (Bamboo, Oobleck, FaultScaled, Ideal)
+"""Policies with stalls of their own, or none."""
+ORDER = tuple(made.name for made in _POLICIES)
+"""Their names."""
 USUAL = ("ours", "lent-and-moves", "recycle-published", "oobleck", "bamboo", "torchft", "checkpoint-restart",
          "fault-scaled", "fault-free")
 """What is compared if nobody says what."""
@@ -36,8 +38,8 @@ USUAL = ("ours", "lent-and-moves", "recycle-published", "oobleck", "bamboo", "to
 
 def makers(names: Iterable[str], stalls: Stalls) -> dict[str, Callable[[], Policy]]:
     """A maker of each of these policies, with our own stalls. Raises TraceError for a name that is none."""
-    known: dict[str, Callable[[], Policy]] = {made.name: partial(made, stalls) for made in _OURS}
-    known.update({made.name: made for made in _REST})
+    known: dict[str, Callable[[], Policy]] = {made.name: partial(made, stalls) for made in _POLICIES}
+    known |= {made.name: made for made in _WITHOUT_OURS}
     wanted = [*dict.fromkeys(names)]
     for name in wanted:
         if name not in known:
