@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.membership.names import Process
 from megatron_recycle.plan import Plan, PlanError, Timeline, Worker, check, replay
 from megatron_recycle.tools.pictures import GREEN, INK, ORANGE, PURPLE, SKY, WIDTH, YELLOW, looks
 
@@ -83,72 +85,23 @@ def _run_of_job(args: argparse.Namespace) -> int:
 
 def draw_iteration(found: Iteration, path: Path) -> None:
     """Draw an iteration's plan above what its workers did, on the same axis of milliseconds. Raises ConfigError."""
-    from megatron_recycle.tools.operate.iteration import scale, worker_of
+    from megatron_recycle.tools.operate.iteration import scale
 
-    plan = found.plan
-    names = list(found.spans)
-    workers = [Worker.parse(worker_of(name)) for name in names] if plan is None else list(plan.problem.grid.workers())
-    rows = {worker: number for number, worker in enumerate(dict.fromkeys(workers))}
-    actual = [_ran(name, one.kind, one.name, 1000 * one.start, 1000 * one.end)
-              for name in names for one in found.spans[name] if one.kind and not name.endswith(tuple(
-                  f".{part}" for part in range(1, 10)))]  # of a worker with several parts the first one
-    panels = [(f"iteration {found.number}, generation {found.generation}, as it was", actual)]
+    plan, processes = found.plan, {name: Process.parse(name) for name in found.spans}
+    workers = [*dict.fromkeys(one.worker for one in processes.values())]
+    failed: Collection[Worker] = ()
     if plan is not None:
-        timeline, unit = replay(plan), 1000 * (found.unit or scale(found))
-        planned = [Box(box.worker, box.kind, unit * box.start, unit * box.end, box.guest, box.text)
-                   for box in boxes(plan, timeline)]
+        workers, failed = [*plan.problem.grid.workers()], plan.problem.failed
+    ran = [_box(process.worker, one.kind, one.name, 1000 * one.start, 1000 * one.end)
+           for name, process in processes.items() if not process.part  # of a worker with several parts the first one
+           for one in found.spans[name] if one.kind]
+    panels = [Panel(f"iteration {found.number}, generation {found.generation}, as it was", ran, workers, failed)]
+    if plan is not None:
+        unit = 1000 * (found.unit or scale(found))
+        planned = [replace(box, start=unit * box.start, end=unit * box.end) for box in boxes(plan, replay(plan))]
         how = "with measured costs" if found.unit else "costs not measured yet: drawn as long as what was"
-        panels.insert(0, (f"plan ({plan.source}), {how}", planned))
-    _draw_panels(panels, rows, set() if plan is None else set(plan.problem.failed), path)
-
-
-def _ran(process: str, kind: str, action: str, start: float, end: float) -> Box:
-    """An action that a process has run, as `boxes` names it."""
-    worker = Worker.parse(process.partition(".")[0])
-    pipeline, _, number = action.lstrip("FBW").partition(".")
-    guest = kind != "S" and pipeline != str(worker.pipeline)
-    return Box(worker, kind, start, end, guest, "" if kind == "S" else f"{pipeline}.{number}" if guest else number)
-
-
-def _draw_panels(panels: Sequence[tuple[str, Sequence[Box]]], rows: dict[Worker, int], failed: set[Worker],
-                 target: Path) -> None:
-    """Panels of boxes, in milliseconds. Raises ConfigError."""
-    if target.suffix.lower() not in FORMATS:
-        raise ConfigError(f"cannot draw {target}: give a file name that ends in {', '.join(FORMATS)}")
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    large = len(rows) >= _LARGE
-    height = len(rows) * (0.13 if large else 0.27)
-    span = max((box.end for _, shown in panels for box in shown), default=1.0) or 1.0
-    with rc_context({"hatch.linewidth": 0.6, "svg.hashsalt": "megatron-recycle", "svg.fonttype": "none",
-                     "font.size": 9}):
-        figure = Figure(figsize=(13.0, (height + 0.75) * len(panels) + 0.85), layout="constrained")
-        axes: Any = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
-        for axis, (title, shown) in zip(axes[:, 0], panels):
-            for worker in failed:
-                axis.axhspan(rows[worker] - _ROW / 2, rows[worker] + _ROW / 2, color=FAILED, lw=0)
-            _boxes(axis, shown, rows)
-            _numbers(axis, shown, rows, points_per_unit=13.0 * 0.9 * 72 / span,
-                     points_per_row=height * 72 / max(1, len(rows)) * _ROW)
-            named = [worker for worker in rows if not large or worker.stage == 0]
-            axis.set_yticks([rows[worker] for worker in named], [str(worker) for worker in named])
-            axis.set_ylim(len(rows) - 0.5, -0.5)
-            axis.set_xlim(0, span * 1.01)
-            axis.set_ylabel("worker (pipeline:stage)")
-            axis.set_title(title, loc="left", fontsize=10)
-        axes[-1, 0].set_xlabel("milliseconds since the iteration's first action")
-        kinds = [kind for kind in NAMES if any(box.kind == kind for _, shown in panels for box in shown)]
-        handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {NAMES[kind]}") for kind in kinds]
-        handles.append(Patch(facecolor="white", edgecolor="#303030", hatch="/////",
-                             label="guest (of another pipeline)"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-        quiet = {"Date": None} if target.suffix.lower() == ".svg" else None
-        try:
-            figure.savefig(target, dpi=120, metadata=quiet)
-        except OSError as error:
-            raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
+        panels.insert(0, Panel(f"plan ({plan.source}), {how}", planned, workers, failed))
+    _draw(panels, path, Style(), "milliseconds since the iteration's first action")
 
 
 def _legal(path: str) -> Plan:
@@ -187,6 +140,26 @@ class Box:
     text: str
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A title above a row of boxes for each of ``workers``; the ``failed`` ones' rows are grey."""
+
+    title: str
+    boxes: Sequence[Box]
+    workers: Sequence[Worker]
+    failed: Collection[Worker]
+
+    @property
+    def large(self) -> bool:
+        """Whether rows shrink, and only some are labelled."""
+        return len(self.workers) >= _LARGE
+
+    @property
+    def height(self) -> float:
+        """Inches."""
+        return len(self.workers) * (0.13 if self.large else 0.27)
+
+
 def draw(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
     """Draw `plan` into `path` (.png, .svg or .pdf).
 
@@ -194,7 +167,7 @@ def draw(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
         DeadlockError: the plan's orders can never finish.
         ConfigError: the file name has another ending, or the file cannot be written.
     """
-    _draw([(plan, title)], path, Style())
+    _draw_plans([(plan, title)], path, Style())
 
 
 def draw_pair(
@@ -205,41 +178,49 @@ def draw_pair(
     style: Style | None = None,
 ) -> None:
     """Draw two plans one above the other on the same time axis; errors as for `draw`."""
-    _draw([(before, titles[0]), (after, titles[1])], path, style or Style())
+    _draw_plans([(before, titles[0]), (after, titles[1])], path, style or Style())
 
 
 def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
     """A plan's actions as boxes, by worker and in their order, without actions done before the plan began."""
-    found = []
-    for worker in sorted(plan.workers):
-        for action, (start, end) in zip(plan.rest(worker), timeline.times[worker][plan.done.get(worker, 0):]):
-            guest = action.kind != "S" and action.pipeline != worker.pipeline
-            number = f"{action.pipeline}.{action.microbatch}" if guest else f"{action.microbatch}"
-            number += f"/{action.chunk}" if action.chunk else ""
-            found.append(Box(worker, action.kind, start, end, guest, "" if action.kind == "S" else number))
-    return tuple(found)
+    return tuple(_box(worker, action.kind, str(action), start, end) for worker in sorted(plan.workers)
+                 for action, (start, end) in zip(plan.rest(worker), timeline.times[worker][plan.done.get(worker, 0):]))
 
 
-def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style: Style) -> None:
-    target = Path(path)
+def _box(worker: Worker, kind: str, action: str, start: float, end: float) -> Box:
+    """The box of an action, by its name as in `F1.4`."""
+    pipeline, _, number = action.lstrip("FBW").partition(".")
+    guest = kind != "S" and pipeline != str(worker.pipeline)
+    return Box(worker, kind, start, end, guest, "" if kind == "S" else f"{pipeline}.{number}" if guest else number)
+
+
+def _draw_plans(plans: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style: Style) -> None:
+    panels = []
+    for plan, title in plans:
+        timeline = replay(plan)
+        panels.append(Panel(_headline(plan, timeline, title) if style.facts else title, boxes(plan, timeline),
+                            plan.problem.grid.workers(), plan.problem.failed))
+    _draw(panels, Path(path), style, "time from a cold start, in the unit of the plan's costs")
+
+
+def _draw(panels: Sequence[Panel], target: Path, style: Style, unit: str) -> None:
+    """Panels one above the other; `unit` labels their time axis. Raises ConfigError."""
     if target.suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot draw {target}: give a file name that ends in {', '.join(FORMATS)}")
-    timelines = [replay(plan) for plan, _ in parts]
 
     # Figure without pyplot: no global state, no window system.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    rows = [len(plan.problem.grid.workers()) for plan, _ in parts]
-    heights = [count * (0.13 if count >= _LARGE else 0.27) for count in rows]
-    span = max(1, *(timeline.makespan for timeline in timelines))
+    heights = [panel.height for panel in panels]
+    span = max((box.end for panel in panels for box in panel.boxes), default=1)
     with rc_context({**looks(style.ink), "hatch.linewidth": 0.6, "text.color": "black"}):
-        figure = Figure(figsize=(style.width, sum(heights) + 0.75 * len(parts) + 0.85), layout="constrained")
-        axes: Any = figure.subplots(len(parts), 1, squeeze=False, height_ratios=heights, sharex=True)
-        for axis, (plan, title), timeline, height in zip(axes[:, 0], parts, timelines, heights):
-            _panel(axis, plan, timeline, title, span, height, style)
-        axes[-1, 0].set_xlabel("time from a cold start, in the unit of the plan's costs")
-        _legend(figure, (plan for plan, _ in parts), style)
+        figure = Figure(figsize=(style.width, sum(heights) + 0.75 * len(panels) + 0.85), layout="constrained")
+        axes: Any = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights, sharex=True)
+        for axis, panel in zip(axes[:, 0], panels):
+            _draw_panel(axis, panel, max(1, span), style)
+        axes[-1, 0].set_xlabel(unit)
+        _legend(figure, panels, style)
         quiet = {"Date": None} if target.suffix.lower() == ".svg" else None
         try:
             figure.savefig(target, dpi=120, metadata=quiet, transparent=style.clear)
@@ -247,31 +228,29 @@ def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style
             raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
 
 
-def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, height: float, style: Style) -> None:
-    """One plan on one pair of axes; `span` is the common length of the time axis, `height` in inches."""
-    workers = plan.problem.grid.workers()
+def _draw_panel(axis: Any, panel: Panel, span: float, style: Style) -> None:
+    """One panel on one pair of axes; `span` is the common length of the time axis."""
+    workers, failed = panel.workers, panel.failed
     row = {worker: number for number, worker in enumerate(workers)}
-    failed = set(plan.problem.failed)
     for worker in workers:
         if worker in failed:
             axis.axhspan(row[worker] - _ROW / 2, row[worker] + _ROW / 2, color=FAILED, lw=0)
-    shown = boxes(plan, timeline)
-    _boxes(axis, shown, row)
-    points = height * 72 / len(workers) * _ROW
-    _numbers(axis, shown, row, points_per_unit=style.width * 0.9 * 72 / span, points_per_row=points)
+    _boxes(axis, panel.boxes, row)
+    points = panel.height * 72 / len(workers) * _ROW
+    _numbers(axis, panel.boxes, row, points_per_unit=style.width * 0.9 * 72 / span, points_per_row=points)
     if points > 9:
         for worker in failed:
             axis.text(span * 0.005, row[worker], "failed", va="center", color="#555555", style="italic")
-    for first in range(1, plan.problem.grid.pipelines):
-        axis.axhline(first * plan.problem.grid.stages - 0.5, color=INK, lw=0.5)
-    large = len(workers) >= _LARGE
-    named = [worker for worker in workers if not large or worker.stage == 0 or worker in failed]
+    for above, below in pairwise(workers):
+        if above.pipeline != below.pipeline:
+            axis.axhline(row[below] - 0.5, color=INK, lw=0.5)
+    named = [worker for worker in workers if not panel.large or worker.stage == 0 or worker in failed]
     axis.set_yticks([row[worker] for worker in named], [str(worker) for worker in named])
-    axis.tick_params(axis="y", labelsize=6 if large else 9)
+    axis.tick_params(axis="y", labelsize=6 if panel.large else 9)
     axis.set_ylim(len(workers) - 0.5, -0.5)
     axis.set_xlim(0, span * 1.01)
     axis.set_ylabel("worker (pipeline:stage)")
-    axis.set_title(_headline(plan, timeline, title) if style.facts else title, loc="left", fontsize=10)
+    axis.set_title(panel.title, loc="left", fontsize=10)
 
 
 def _boxes(axis: Any, shown: Sequence[Box], row: dict[Worker, int]) -> None:
@@ -291,16 +270,14 @@ def _boxes(axis: Any, shown: Sequence[Box], row: dict[Worker, int]) -> None:
         hatch = "/////" if guest else None
         edge = "#303030" if guest else "white"
         axis.add_collection(
-            PolyCollection(polygons, facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, hatch=hatch)
-        )
+            PolyCollection(polygons, facecolor=COLOURS[kind], edgecolor=edge, linewidth=0.4, hatch=hatch))
     for box in instants:  # a step of no cost is still there
         middle = row[box.worker]
         axis.vlines(box.start, middle - _ROW / 2, middle + _ROW / 2, color=COLOURS[box.kind], lw=1.6)
 
 
-def _numbers(
-    axis: Any, shown: Sequence[Box], row: dict[Worker, int], points_per_unit: float, points_per_row: float
-) -> None:
+def _numbers(axis: Any, shown: Sequence[Box], row: dict[Worker, int], points_per_unit: float, points_per_row: float
+             ) -> None:
     """Write micro-batch numbers into the boxes with room for them (5 points a character, 8 a line)."""
     if points_per_row < 8:
         return
@@ -308,15 +285,8 @@ def _numbers(
         if box.text and (box.end - box.start) * points_per_unit > 5 * len(box.text) + 2:
             # A guest's number stands on its own patch, or the hatching would cross it out.
             patch = {"facecolor": COLOURS[box.kind], "edgecolor": "none", "pad": 0.6} if box.guest else None
-            axis.text(
-                (box.start + box.end) / 2,
-                row[box.worker],
-                box.text,
-                ha="center",
-                va="center",
-                fontsize=7,
-                bbox=patch,
-            )
+            axis.text((box.start + box.end) / 2, row[box.worker], box.text, ha="center", va="center", fontsize=7,
+                      bbox=patch)
 
 
 def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
@@ -326,9 +296,7 @@ def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
     parts = [f"{grid.pipelines} pipelines x {grid.stages} stages x {each} micro-batches"]
     if plan.problem.failed:
         names = [str(worker) for worker in plan.problem.failed]
-        parts.append(
-            "failed " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-        )
+        parts.append("failed " + ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""))
     if plan.done:
         parts.append(f"the rest, after {sum(plan.done.values())} actions that were done before")
     parts.append(f"period {timeline.period:g}, makespan {timeline.makespan:g}")
@@ -336,18 +304,18 @@ def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
     return (f"{title}: " if title else "") + "; ".join(parts)
 
 
-def _legend(figure: Any, plans: Iterable[Plan], style: Style) -> None:
-    """Add a line below the plans that explains the looks that occur in them."""
+def _legend(figure: Any, panels: Sequence[Panel], style: Style) -> None:
+    """Add a line below the panels that explains the looks that occur in them."""
     from matplotlib.patches import Patch
 
-    known = list(plans)
-    listed = {action.kind for plan in known for actions in plan.workers.values() for action in actions}
-    kinds = [kind for kind in NAMES if kind in listed]
-    handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {NAMES[kind]}") for kind in kinds]
-    if any(plan.problem.failed for plan in known):
+    shown = [box for panel in panels for box in panel.boxes]
+    kinds = {box.kind for box in shown}
+    handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {NAMES[kind]}") for kind in NAMES if kind in kinds]
+    failed = any(panel.failed for panel in panels)
+    if failed or any(box.guest for box in shown):
         handles.append(
-            Patch(facecolor="white", edgecolor="#303030", hatch="/////", label="guest (of another pipeline)")
-        )
+            Patch(facecolor="white", edgecolor="#303030", hatch="/////", label="guest (of another pipeline)"))
+    if failed:
         handles.append(Patch(facecolor=FAILED, label="failed worker"))
     columns = len(handles) if style.width > 10 else -(-len(handles) // 2)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, labelcolor=style.ink)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.plan import Plan, PlanError, replay
 from megatron_recycle.tools.operate.runs import EVENTS, folder_of
@@ -121,11 +121,6 @@ def scale(found: Iteration) -> float:
     assert found.plan is not None
     ends = [span.end for of in found.spans.values() for span in of if span.kind]
     return max(ends, default=1.0) / max(1, replay(found.plan).makespan)
-
-
-def worker_of(name: str) -> str:
-    """The worker that a process is a part of."""
-    return str(Process.parse(name).worker)
 
 
 def _span(offset: float, told: Sequence[Any]) -> Span:
