@@ -80,10 +80,15 @@ def breakdowns(run: Path) -> list[Breakdown]:
     return found
 
 
+def plan_of(folder: Path, digest: str) -> Plan:
+    """The plan with this digest of the run in ``folder`` (`control.plan_folder`). Raises PlanError."""
+    return Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")
+
+
 def planned_seconds(folder: Path, digest: str, costs: Costs) -> float | None:
-    """Seconds of an iteration of the plan with this digest (`control.plan_folder`), with other costs."""
+    """Seconds of an iteration of the plan with this digest, with other costs; None: its file is not there."""
     try:
-        plan = Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")
+        plan = plan_of(folder, digest)
     except PlanError:
         return None
     again = replace(plan, problem=replace(plan.problem, costs=costs.by_chunk(plan.problem.placement)))

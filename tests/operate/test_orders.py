@@ -20,8 +20,8 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership import inputs
 from megatron_recycle.tools.operate import logs
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, ask_stacks
+from megatron_recycle.tools.operate.runs import split
 from megatron_recycle.tools.operate.seen import Seen
-from megatron_recycle.tools.operate.stacks import split
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 from tests.operate.test_status import DEGRADED, NAMES

@@ -19,12 +19,11 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import watching
 from megatron_recycle.plan import Grid
 from megatron_recycle.tools.operate.page.server import Server, is_loopback, secret_of
-from megatron_recycle.tools.operate.page.state import History, States
+from megatron_recycle.tools.operate.page.state import History, schedule
 from megatron_recycle.tools.operate.watch import Watcher
 from tests.observe.plans import simple_plan
 from tests.operate.browser import BROWSER, DRIVER, Browser
 
-pytest.importorskip("aiohttp")
 TOKEN = "0123456789abcdef" * 2
 
 
@@ -145,10 +144,10 @@ def test_the_schedule_is_the_one_in_force_and_a_large_one_comes_by_pipelines(tmp
     plan = simple_plan(20, 4, 3)
     (tmp_path / "plans").mkdir()
     plan.save(tmp_path / "plans" / f"{plan.digest.rpartition(':')[2][:16]}.json")
-    found = States().schedule(tmp_path, plan.digest, 7)
+    found = schedule(tmp_path, plan.digest, 7)
     assert (found["rows"], found["pipelines"]) == (["7:0", "7:1", "7:2", "7:3"], 20)
     assert {box[0] for box in found["boxes"]} == {0, 1, 2, 3}
-    assert "cannot be read" in States().schedule(tmp_path, "sha256:0000", None)["why"]
+    assert "cannot be read" in schedule(tmp_path, "sha256:0000", None)["why"]
 
 
 def test_nothing_on_the_page_comes_from_elsewhere(watched):

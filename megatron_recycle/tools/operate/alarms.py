@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,8 +177,3 @@ class Rate:
         self._room = max(0.0, self._room - 1)
         before, self.suppressed = self.suppressed, 0
         return before
-
-
-def worth(alarms: Iterable[Alarm], now: float, oldest: float) -> list[Alarm]:
-    """The alarms that are no older than so many seconds: a watcher that has just begun tells no old stories."""
-    return [alarm for alarm in alarms if now - alarm.t <= oldest]

@@ -19,6 +19,7 @@ from megatron_recycle.observe.events import read_events
 from megatron_recycle.plan import Plan, PlanError, replay
 from megatron_recycle.tools.operate.runs import EVENTS, folder_of
 from megatron_recycle.tools.operate.seen import Seen
+from megatron_recycle.tools.profile import plan_of
 
 _TIMINGS = "timings"
 _ACTION = re.compile(r"(F|B|W|FB)(\d+)\.(\d+)(?:/\d+)?\Z")
@@ -79,7 +80,7 @@ def load(given: Path, wanted: int | None) -> Iteration:
     digest, measured, generation = _in_force(folder, wanted)
     plan = None
     with contextlib.suppress(PlanError):
-        plan = Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")
+        plan = plan_of(folder, digest)
     found = records[wanted]
     begin = min(float(one["t"]) for one in found.values())
     spans = {name: [_span(float(found[name]["t"]) - begin, one) for one in found[name]["spans"]]

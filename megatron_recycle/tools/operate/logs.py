@@ -15,9 +15,8 @@ from megatron_recycle.control.operators import on_host
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import Process
 from megatron_recycle.observe.text import printable
-from megatron_recycle.tools.operate.runs import folder_of, read
+from megatron_recycle.tools.operate.runs import add_names, folder_of, read, split
 from megatron_recycle.tools.operate.seen import Seen
-from megatron_recycle.tools.operate.stacks import split
 
 _LINES = 50
 _PAUSE = 0.25
@@ -38,9 +37,7 @@ class Log:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle logs`."""
-    parser.add_argument("names", nargs="*", metavar="[RUN] [WORKER ...]",
-                        help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/), and positions, 1:2 "
-                        "(default: all workers)")
+    add_names(parser)
     parser.add_argument("--run", type=Path, metavar="RUN", help="the same folder, as an option")
     parser.add_argument("--host", default="", help="the workers of this host only")
     parser.add_argument("--failed", action="store_true", help="only those that were lost")

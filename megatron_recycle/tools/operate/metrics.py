@@ -10,19 +10,18 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate.alarms import ALARMS
 from megatron_recycle.tools.operate.outlook import Facts, judge
+from megatron_recycle.tools.operate.seen import Seen
 
-LIBRARY = "prometheus_client"
-Samples = Iterable[tuple[Mapping[str, str], float | None]]
-"""Labels and value of each; one that is None is left out."""
+Value = float | None
+"""Of a sample; one that is None is left out."""
 
 
 @dataclass(frozen=True)
@@ -34,106 +33,87 @@ class Watched:
     held_back: int = 0
     failed: int = 0
 
+    @property
+    def seen(self) -> Seen:
+        """What the job's events add up to."""
+        return self.facts.seen
+
 
 @dataclass(frozen=True)
 class Metric:
-    """``name`` as it is exported; ``kind`` is gauge or counter; ``label`` distinguishes its samples, if it has some."""
+    """``name`` as it is exported; ``kind`` is gauge or counter; ``value`` is that of its sample, or of each sample by
+    ``label``, if it has one."""
 
     name: str
     kind: str
     help: str
-    samples: Callable[[Watched], Samples]
+    value: Callable[[Watched], Value | Mapping[str, Value]]
     label: str = ""
 
 
-def _one(value: Callable[[Watched], float | None]) -> Callable[[Watched], Samples]:
-    return lambda now: [({}, value(now))]
-
-
-def _by(label: str, values: Callable[[Watched], Mapping[str, float | None]]) -> Callable[[Watched], Samples]:
-    return lambda now: [({label: name}, value) for name, value in values(now).items()]
-
-
-def _workers(now: Watched) -> dict[str, float | None]:
-    seen = now.facts.seen
-    states = Counter({"up": 0, **Counter(one.kind for one in seen.out.values())})
-    states["up"] = len(seen.members)
-    return {**states}
+def _workers(now: Watched) -> dict[str, int]:
+    return {"up": len(now.seen.members), **Counter(one.kind for one in now.seen.out.values())}
 
 
 def _against(now: Watched) -> dict[str, float | None]:
-    seen = now.facts.seen
+    seen = now.seen
     plan = seen.period / seen.seconds if seen.period and seen.seconds else None
     return {"faultfree": now.facts.against_whole, "plan": plan}
 
 
-def _copies(now: Watched) -> dict[str, float | None]:
-    return {str(stage): float(count) for stage, count in enumerate(judge(now.facts).copies)}
+def _copies(now: Watched) -> dict[str, int]:
+    return {str(stage): count for stage, count in enumerate(judge(now.facts).copies)}
 
 
 METRICS: tuple[Metric, ...] = (
     Metric("recycle_health", "gauge", "0 healthy, 1 degraded, 2 at risk, 3 ended or unreachable, as `recycle status`",
-           _one(lambda now: float(judge(now.facts).level))),
+           lambda now: judge(now.facts).level),
     Metric("recycle_last_commit_timestamp_seconds", "gauge", "when the last iteration was committed",
-           _one(lambda now: now.facts.seen.last_commit)),
-    Metric("recycle_iteration", "gauge", "the last committed iteration",
-           _one(lambda now: float(now.facts.seen.iteration))),
+           lambda now: now.seen.last_commit),
+    Metric("recycle_iteration", "gauge", "the last committed iteration", lambda now: now.seen.iteration),
     Metric("recycle_iteration_seconds", "gauge", "seconds of an iteration, the median of the latest 12",
-           _one(lambda now: now.facts.seen.seconds)),
+           lambda now: now.seen.seconds),
     Metric("recycle_throughput_ratio", "gauge", "throughput over that without failures, and over the plan's",
-           _by("against", _against), "against"),
-    Metric("recycle_workers", "gauge", "processes of the grid by state: up, or how they were lost",
-           _by("state", _workers), "state"),
-    Metric("recycle_grid_workers", "gauge", "processes of the whole grid",
-           _one(lambda now: float(now.facts.seen.size))),
-    Metric("recycle_stage_copies", "gauge", "workers of each stage: 1 is the last copy",
-           _by("stage", _copies), "stage"),
+           _against, "against"),
+    Metric("recycle_workers", "gauge", "processes of the grid by state: up, or how they were lost", _workers, "state"),
+    Metric("recycle_grid_workers", "gauge", "processes of the whole grid", lambda now: now.seen.size),
+    Metric("recycle_stage_copies", "gauge", "workers of each stage: 1 is the last copy", _copies, "stage"),
     Metric("recycle_fatal_hosts", "gauge", "hosts whose loss ends the job",
-           _one(lambda now: float(len(judge(now.facts).fatal_hosts)))),
+           lambda now: len(judge(now.facts).fatal_hosts)),
     Metric("recycle_degraded_since_timestamp_seconds", "gauge", "since when somebody is out; absent while nobody is",
-           _one(lambda now: now.facts.seen.degraded_since)),
-    Metric("recycle_generation", "gauge", "number of the membership",
-           _one(lambda now: float(now.facts.seen.generation))),
+           lambda now: now.seen.degraded_since),
+    Metric("recycle_generation", "gauge", "number of the membership", lambda now: now.seen.generation),
     Metric("recycle_committed_iterations_total", "counter", "committed iterations of this life of the job",
-           _one(lambda now: float(now.facts.seen.committed))),
+           lambda now: now.seen.committed),
     Metric("recycle_workers_lost_total", "counter", "workers that were lost, by the kind of failure",
-           _by("kind", lambda now: {**Counter(one.kind for one in now.facts.seen.failures)}), "kind"),
-    Metric("recycle_workers_joined_total", "counter", "workers that have joined",
-           _one(lambda now: float(now.facts.seen.joined))),
+           lambda now: Counter(one.kind for one in now.seen.failures), "kind"),
+    Metric("recycle_workers_joined_total", "counter", "workers that have joined", lambda now: now.seen.joined),
     Metric("recycle_recoveries_total", "counter", "recoveries after which training went on, by the kind of failure",
-           _by("kind", lambda now: {**now.facts.seen.recoveries}), "kind"),
+           lambda now: now.seen.recoveries, "kind"),
     Metric("recycle_lost_seconds_total", "counter", "seconds lost to failures: standing still, or in slow iterations",
-           _by("phase", lambda now: {"standstill": now.facts.seen.stood_still,
-                                     "slower": max(0.0, now.facts.seen.slower)}), "phase"),
+           lambda now: {"standstill": now.seen.stood_still, "slower": max(0.0, now.seen.slower)}, "phase"),
     Metric("recycle_lost_iterations_total", "counter", "iterations that were made again after going back",
-           _one(lambda now: float(now.facts.seen.lost_iterations))),
+           lambda now: now.seen.lost_iterations),
     Metric("recycle_skipped_microbatches_total", "counter", "micro-batches that were left out (poison: skip)",
-           _one(lambda now: float(now.facts.seen.skipped))),
+           lambda now: now.seen.skipped),
     Metric("recycle_checkpoint_timestamp_seconds", "gauge", "when the last checkpoint was whole",
-           _one(lambda now: now.facts.seen.checkpoint.get("t"))),
+           lambda now: now.seen.checkpoint.get("t")),
     Metric("recycle_checkpoint_iteration", "gauge", "the iteration that the last checkpoint is of",
-           _one(lambda now: now.facts.seen.checkpoint.get("iteration"))),
+           lambda now: now.seen.checkpoint.get("iteration")),
     Metric("recycle_coordinator_up", "gauge", "1 while the coordinator answers",
-           _one(lambda now: float(not now.facts.silent and not now.facts.seen.finished))),
+           lambda now: not now.facts.silent and not now.seen.finished),
     Metric("recycle_coordinator_starts_total", "counter", "coordinators that have led the job, one after the other",
-           _one(lambda now: float(now.facts.seen.coordinators))),
+           lambda now: now.seen.coordinators),
     Metric("recycle_lives_total", "counter", "how often the script was begun (--job-restarts)",
-           _one(lambda now: float(now.facts.seen.lives))),
-    Metric("recycle_watched_timestamp_seconds", "gauge", "when these numbers were made",
-           _one(lambda now: now.facts.now)),
+           lambda now: now.seen.lives),
+    Metric("recycle_watched_timestamp_seconds", "gauge", "when these numbers were made", lambda now: now.facts.now),
     Metric("recycle_alarms_total", "counter", "alarms, by their event",
-           _by("event", lambda now: {name: float(now.alarms.get(name, 0)) for name in ALARMS}), "event"),
+           lambda now: {name: now.alarms.get(name, 0) for name in ALARMS}, "event"),
     Metric("recycle_alarms_held_back_total", "counter", "alarms that the rate limit of --on-event has held back",
-           _one(lambda now: float(now.held_back))),
+           lambda now: now.held_back),
     Metric("recycle_hook_failures_total", "counter", "commands of --on-event that have failed or never ran",
-           _one(lambda now: float(now.failed))),
+           lambda now: now.failed),
 )
-
-
-def check_library(option: str) -> None:
-    """Raises ConfigError if prometheus-client is not installed."""
-    if find_spec(LIBRARY) is None:
-        raise ConfigError(f"{option} needs prometheus-client: `pip install prometheus-client`")
 
 
 class Exporter:
@@ -161,9 +141,10 @@ class Exporter:
             labels = ["run", *([metric.label] if metric.label else [])]
             make = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
             family = make(metric.name, metric.help, labels=labels)
-            for by, value in metric.samples(now):
+            found = metric.value(now)
+            for by, value in found.items() if isinstance(found, Mapping) else (("", found),):
                 if value is not None:
-                    family.add_metric([self._run, *by.values()], value)
+                    family.add_metric([self._run, by][:len(labels)], value)
             yield family
 
     def serve(self, host: str, port: int) -> int:
@@ -184,8 +165,8 @@ class Exporter:
         write_to_textfile(str(path), self.registry)
 
     def close(self) -> None:
-        if self._server is not None:
-            self._server.shutdown()
+        """Serve no more."""
+        self._server.shutdown()
 
 
 def write_discovery(path: Path, target: str, labels: Mapping[str, str]) -> None:

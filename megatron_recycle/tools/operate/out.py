@@ -6,7 +6,7 @@ import argparse
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate import orders
-from megatron_recycle.tools.operate.stacks import split
+from megatron_recycle.tools.operate.runs import split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

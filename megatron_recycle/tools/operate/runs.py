@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools.operate.seen import Seen
 
 EVENTS, JOURNAL = "events.jsonl", "journal.jsonl"
+_WORKER = re.compile(r"\d+:\d+(\.\d+)?\Z")
 _WORTHLESS = ('"event": "rolled_back"', '"event": "rebuilt"', '"event": "hint"')
 
 
@@ -44,6 +46,27 @@ def add_run(parser: Any) -> None:
     """Add the argument that names a run."""
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN",
                         help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)")
+
+
+def add_names(parser: Any) -> None:
+    """Add the argument that names a run and some of its workers; `split` reads it."""
+    parser.add_argument("names", nargs="*", metavar="[RUN] [WORKER ...]",
+                        help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/), and positions, 1:2 "
+                        "(default: all workers)")
+
+
+def split(names: list[str], run: Path | None) -> tuple[Path | None, list[str]]:
+    """The run's folder and the workers among ``names``. Raises ConfigError."""
+    folders = [name for name in names if not _WORKER.match(name)]
+    if len(folders) + (run is not None) > 1:
+        raise ConfigError(f"{', '.join(folders)}: name one run, and workers as 1:2")
+    return (Path(folders[0]) if folders else run), [name for name in names if _WORKER.match(name)]
+
+
+def meeting_of(folder: Path) -> Meeting | None:
+    """Where the coordinator of the run in ``folder`` listens. Raises ConfigError."""
+    home = folder if (folder / meeting.FILE).exists() else folder.parent  # one of several coordinators: node-K
+    return meeting.read(home)
 
 
 def folder_of(given: Path | None) -> Path:
@@ -98,8 +121,7 @@ def read(folder: Path) -> Run:
         problems.append(f"the journal cannot be read: {error}")
     found = None
     try:
-        home = folder if (folder / meeting.FILE).exists() else folder.parent  # one of several coordinators: node-K
-        found = meeting.read(home)
+        found = meeting_of(folder)
     except (ConfigError, OSError) as error:
         problems.append(str(error))
     if not events and state is None and found is None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import re
-from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.text import printable
 from megatron_recycle.tools.operate.ask import add_door, ask_stacks, find
-
-_WORKER = re.compile(r"\d+:\d+(\.\d+)?\Z")
+from megatron_recycle.tools.operate.runs import add_names, split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle stacks`."""
-    parser.add_argument("names", nargs="*", metavar="[RUN] [WORKER ...]",
-                        help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/), and positions, 1:2 "
-                        "(default: all workers)")
+    add_names(parser)
     add_door(parser, named=False)
     parser.add_argument("--host", default="", help="the workers of this host only")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="to wait (default 5)")
@@ -39,11 +34,3 @@ def run(args: argparse.Namespace) -> int:
         print(f"{', '.join(silent)} said nothing in {args.timeout:g} s: frozen, or in a library that holds Python's "
               "lock; on its host `py-spy dump --pid PID` reads it from outside (`recycle status` has host and pid)")
     return int(bool(silent))
-
-
-def split(names: list[str], run: Path | None) -> tuple[Path | None, list[str]]:
-    """The run's folder and the workers among ``names``. Raises ConfigError."""
-    folders = [name for name in names if not _WORKER.match(name)]
-    if len(folders) + (run is not None) > 1:
-        raise ConfigError(f"{', '.join(folders)}: name one run, and workers as 1:2")
-    return (Path(folders[0]) if folders else run), [name for name in names if _WORKER.match(name)]

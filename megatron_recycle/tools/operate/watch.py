@@ -15,22 +15,23 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import devices, meeting, watching
+from megatron_recycle.launch import devices, watching
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.worker_command import say_to
 from megatron_recycle.observe.events import EventReader
 from megatron_recycle.tools.operate.alarm_hook import Hook
-from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json, worth
+from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, secret
-from megatron_recycle.tools.operate.metrics import Exporter, Watched, check_library, write_discovery
+from megatron_recycle.tools.operate.metrics import Exporter, Watched, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
-from megatron_recycle.tools.operate.page.state import History, States
-from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of
+from megatron_recycle.tools.operate.page.state import History, schedule, state
+from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of, meeting_of
 from megatron_recycle.tools.operate.seen import Seen
 
 _PAUSE = 0.25
@@ -87,26 +88,25 @@ class Watcher:
         self._alarms = Alarms(60 * args.degraded_after)
         self._rate = Rate()
         self._counts: Counter[str] = Counter()
+        self._closing = ExitStack()
         self._hook = None if args.on_event is None else Hook(args.on_event, say)
         self._lock = threading.Lock()
         self._silent, self._unanswered = "", 0
         self._meeting: Meeting | None = None
         self._asked, self._written = time.monotonic() - _ASK + 1.0, time.monotonic()
         self._odd = self._unwritten = False
-        self._exporter = None
-        self._discovery: Path | None = None
-        self._page: Any = None
-        self._history, self._states = History(), States()
+        self._exporter: Exporter | None = None
+        self._history = History()
         if args.metrics is not None or args.textfile is not None:
-            check_library("--metrics" if args.metrics is not None else "--textfile")
             self._exporter = Exporter(folder.name, self._watched)
         if self._exporter is not None and args.metrics is not None:
             host, port = watching.address(args.metrics)
             port = self._exporter.serve(host, port)
+            self._closing.callback(self._exporter.close)
             say(f"recycle: metrics at http://{host}:{port}/metrics")
             if args.metrics_sd is not None:
                 write_discovery(args.metrics_sd, f"{watching.name_of(host)}:{port}", {"run": folder.name})
-                self._discovery = args.metrics_sd
+                self._closing.callback(args.metrics_sd.unlink, missing_ok=True)
         if args.page is not None:
             self._serve(*watching.address(args.page, "--page"))
 
@@ -151,15 +151,10 @@ class Watcher:
             self._say(f"recycle: some events of {self._folder} cannot be read and are left out: {error!r:.200}")
 
     def close(self) -> None:
-        """Wait for the last commands."""
+        """Wait for the last commands, and serve no more."""
         if self._hook is not None:
             self._hook.close()
-        if self._exporter is not None:
-            self._exporter.close()
-        if self._page is not None:
-            self._page.close()
-        if self._discovery is not None:
-            self._discovery.unlink(missing_ok=True)
+        self._closing.close()
 
     def _serve(self, host: str, port: int) -> None:
         """Serve the page, with a secret where others reach it. Raises ConfigError."""
@@ -167,13 +162,14 @@ class Watcher:
 
         hidden = None
         if not is_loopback(host):
-            hidden = secret_of(secret(self._met(), os.environ, self._args.token_file))
+            hidden = secret_of(secret(meeting_of(self._folder), os.environ, self._args.token_file))
             path = self._folder / SECRET
             path.unlink(missing_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
                 file.write(hidden + "\n")
-        self._page = Server(self._shown, self._planned, hidden)
-        port = self._page.start(host, port)
+        page = Server(self._shown, self._planned, hidden)
+        port = page.start(host, port)
+        self._closing.callback(page.close)
         where = f"http://{watching.name_of(host)}:{port}/"
         self._say(f"recycle: page at {where}" + (f"?token=... (as {self._folder / SECRET} has it)" if hidden else ""))
 
@@ -183,21 +179,23 @@ class Watcher:
         with self._lock:
             over = bool(self._seen.finished)
         try:
-            found = found or self._met()
+            found = found or meeting_of(self._folder)
             if not over and found is not None:
                 told = ask(found.control, secret(found, os.environ, self._args.token_file), "status", limit=_SOON)
         except (Unreachable, Refused, ConfigError) as error:
             silent = str(error)
         with self._lock:
             facts = replace(self._facts(), told=told, silent=silent, meeting=found, gpus=devices.read(self._folder))
-            return self._states.state(facts, self._history)
+            return state(facts, self._history)
 
     def _planned(self, pipeline: int | None) -> dict[str, Any]:
-        return self._states.schedule(self._folder, self._seen.digest, pipeline)
+        return schedule(self._folder, self._seen.digest, pipeline)
 
     def _tell(self, alarms: Iterable[Alarm], facts: Facts) -> None:
         now = time.time()
-        for alarm in worth(alarms, now, _OLD):
+        for alarm in alarms:
+            if now - alarm.t > _OLD:
+                continue
             self._counts[alarm.name] += 1
             if self._hook is not None and (before := self._rate.lets(alarm, now)) is not None:
                 self._hook.tell(to_json(alarm, facts, before))
@@ -208,7 +206,7 @@ class Watcher:
             return
         self._asked = time.monotonic()
         try:
-            found = self._meeting = self._met()
+            found = self._meeting = meeting_of(self._folder)
             if found is None:
                 return
             ask(found.control, secret(found, os.environ, self._args.token_file), "status")
@@ -217,21 +215,16 @@ class Watcher:
             self._unanswered += 1
             self._silent = str(error) if self._unanswered >= _UNANSWERED else ""
 
-    def _met(self) -> Meeting | None:
-        home = self._folder if (self._folder / meeting.FILE).exists() else self._folder.parent
-        return meeting.read(home)
-
     def _facts(self) -> Facts:
         now = time.time()
         age = max(0.0, now - float(self._seen.last["t"])) if self._seen.last else None
-        return Facts(self._seen, now, str(self._folder), silent=self._silent,
-                     meeting=self._meeting, event_age=age)
+        return Facts(self._seen, now, str(self._folder), silent=self._silent, meeting=self._meeting, event_age=age)
 
     def _watched(self) -> Watched:
         with self._lock:
             facts = self._facts()
-            return Watched(facts, dict(self._counts), self._rate.held_back, 0 if self._hook is None else
-                           self._hook.failed)
+            failed = 0 if self._hook is None else self._hook.failed
+            return Watched(facts, dict(self._counts), self._rate.held_back, failed)
 
     def _write(self) -> None:
         self._written = time.monotonic()

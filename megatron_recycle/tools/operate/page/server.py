@@ -13,13 +13,14 @@ import ipaddress
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from aiohttp import web
 
 from megatron_recycle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 SECRET = "page.token"
 """The file in a run's folder that has the secret."""
@@ -74,20 +75,17 @@ class Server:
 
     def start(self, host: str, port: int) -> int:
         """Serve; returns the port. Raises ConfigError."""
-        listening: list[int | OSError] = []
-        there = threading.Event()
-
-        def tell(what: int | OSError) -> None:
-            listening.append(what)
-            there.set()
-
-        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve(host, port, tell)),
-                                        name="recycle-page", daemon=True)
+        listening: Future[int] = Future()
+        served = self._serve(host, port, listening)
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(served,), name="recycle-page",
+                                        daemon=True)
         self._thread.start()
-        if not there.wait(_START) or isinstance(listening[0], OSError):
-            why = listening[0].strerror if listening and isinstance(listening[0], OSError) else "it does not start"
-            raise ConfigError(f"nobody can listen on {host}, port {port} ({why}): give another --page HOST:PORT")
-        return listening[0]
+        try:
+            return listening.result(_START)
+        except (OSError, futures.TimeoutError) as error:
+            why = getattr(error, "strerror", None) or "it does not start"
+            raise ConfigError(f"nobody can listen on {host}, port {port} ({why}): give another --page HOST:PORT"
+                              ) from error
 
     def close(self) -> None:
         """Serve no more."""
@@ -95,9 +93,7 @@ class Server:
             self._loop.call_soon_threadsafe(self._done.set)
             self._thread.join(5.0)
 
-    async def _serve(self, host: str, port: int, tell: Callable[[int | OSError], None]) -> None:
-        from aiohttp import web
-
+    async def _serve(self, host: str, port: int, listening: Future[int]) -> None:
         self._done, self._asking = asyncio.Event(), asyncio.Lock()
         app = web.Application(middlewares=[self._guarded])
         for path in _FILES:
@@ -109,30 +105,22 @@ class Server:
         try:
             site = web.TCPSite(runner, host, port, shutdown_timeout=1.0)
             await site.start()
-            tell(int(runner.addresses[0][1]))
+            listening.set_result(int(runner.addresses[0][1]))
             await self._done.wait()
         except OSError as error:
-            tell(error)
+            listening.set_exception(error)
         finally:
             await runner.cleanup()
 
-    @property
-    def _guarded(self) -> Any:
-        from aiohttp import web
-
-        @web.middleware
-        async def guarded(request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-                          ) -> web.StreamResponse:
-            answer = self._refusal(request) or await handler(request)
-            answer.headers.update(_HEADERS)
-            return answer
-
-        return guarded
+    @web.middleware
+    async def _guarded(self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+                       ) -> web.StreamResponse:
+        answer = self._refusal(request) or await handler(request)
+        answer.headers.update(_HEADERS)
+        return answer
 
     def _refusal(self, request: web.Request) -> web.StreamResponse | None:
         """To whom may not look. A visitor brings the secret once, in the address, and gets a cookie for it."""
-        from aiohttp import web
-
         if self._secret is None:
             name = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdecimal() else request.host
             if name in _LOCAL:
@@ -148,22 +136,16 @@ class Server:
         return web.Response(status=403, text=f"this page needs ?token=..., as {SECRET} in the run's folder has it\n")
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         name, kind = _FILES[request.path]
         return web.Response(text=(_HERE / name).read_text(encoding="utf-8"), content_type=kind)
 
     async def _state_now(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         async with self._asking:
             if self._state is None or time.monotonic() - self._state[0] > _FRESH:
                 self._state = (time.monotonic(), await asyncio.to_thread(self._show))
         return web.json_response(self._state[1])
 
     async def _schedule(self, request: web.Request) -> web.StreamResponse:
-        from aiohttp import web
-
         text = request.query.get("pipeline", "")
         async with self._asking:
             found = await asyncio.to_thread(self._plan, int(text) if text.isdecimal() and len(text) < 9 else None)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.observe.events import format_event
 from megatron_recycle.observe.schema import TICKS
-from megatron_recycle.plan import Plan, PlanError, replay
+from megatron_recycle.plan import PlanError, replay
 from megatron_recycle.tools.operate.outlook import Facts, judge
 from megatron_recycle.tools.operate.seen import Event, Seen
 from megatron_recycle.tools.operate.status import plan_seconds, to_json
+from megatron_recycle.tools.profile import plan_of
 from megatron_recycle.tools.timeline import boxes
 
 _ITERATIONS, _EVENTS, _MARKS = 600, 200, 200
@@ -31,6 +33,8 @@ class History:
         """When each was committed, its number, and seconds since the one before."""
         self.marks: deque[Mapping[str, Any]] = deque(maxlen=_MARKS)
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=_EVENTS)
+        self.planned: tuple[Any, float | None] = (None, None)
+        """Seconds of an iteration of the plan in force, behind what they follow from: they are costly to find."""
         self._count = 0
         self._before: float | None = None
 
@@ -53,39 +57,31 @@ class History:
                                "text": format_event(dict(event)).removeprefix(f"recycle: {name}").strip()})
 
 
-class States:
-    """Makes the page's JSON; keeps what is costly to make twice."""
-
-    def __init__(self) -> None:
-        self._planned: tuple[Any, float | None] = (None, None)
-        self._drawn: tuple[Any, dict[str, Any]] = (None, {})
-
-    def state(self, facts: Facts, history: History) -> dict[str, Any]:
-        """All but the schedule. Times are Unix seconds, durations seconds."""
-        seen = facts.seen
-        key = (seen.digest, seen.spent.get("iteration"), seen.period)
-        if self._planned[0] != key:
-            self._planned = (key, plan_seconds(facts))
-        repairs = list(dict.fromkeys(one.repair for one in seen.out.values() if one.repair))
-        return {**to_json(facts, judge(facts), planned=self._planned[1]), "grid": list(seen.grid),
-                "digest": seen.digest, "drain": repairs, "iterations": [*history.iterations],
-                "marks": [*history.marks], "events": [*history.lines]}
-
-    def schedule(self, folder: Path, digest: str, pipeline: int | None) -> dict[str, Any]:
-        """The plan in force as boxes, of one ``pipeline`` where there are many workers; without ``rows`` if it cannot
-        be read. Times are in the unit of the plan's costs."""
-        key = (digest, pipeline)
-        if self._drawn[0] != key:
-            self._drawn = (key, _schedule(folder, digest, pipeline))
-        return self._drawn[1]
+def state(facts: Facts, history: History) -> dict[str, Any]:
+    """All but the schedule. Times are Unix seconds, durations seconds."""
+    seen = facts.seen
+    key = (seen.digest, seen.spent.get("iteration"), seen.period)
+    if history.planned[0] != key:
+        history.planned = (key, plan_seconds(facts))
+    repairs = list(dict.fromkeys(one.repair for one in seen.out.values() if one.repair))
+    return {**to_json(facts, judge(facts), planned=history.planned[1]), "grid": list(seen.grid),
+            "digest": seen.digest, "drain": repairs, "iterations": [*history.iterations],
+            "marks": [*history.marks], "events": [*history.lines]}
 
 
-def _schedule(folder: Path, digest: str, pipeline: int | None) -> dict[str, Any]:
+def schedule(folder: Path, digest: str, pipeline: int | None) -> dict[str, Any]:
+    """The plan in force as boxes, of one ``pipeline`` where there are many workers; without ``rows`` if it cannot be
+    read. Times are in the unit of the plan's costs."""
     try:
-        plan = Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")
-        timeline = replay(plan)
+        return _drawn(folder, digest, pipeline)
     except (PlanError, OSError, ValueError) as error:
         return {"digest": digest, "why": f"the plan in force cannot be read: {error}"}
+
+
+@lru_cache(maxsize=1)
+def _drawn(folder: Path, digest: str, pipeline: int | None) -> dict[str, Any]:
+    plan = plan_of(folder, digest)
+    timeline = replay(plan)
     workers = plan.problem.grid.workers()
     if len(workers) > _ROWS:
         pipeline = pipeline or 0
