@@ -9,17 +9,17 @@ from hypothesis import strategies as some
 from megatron_recycle.plan import Costs, PlanError, Worker
 from megatron_recycle.planner import plan_for
 from megatron_recycle.policy import POLICIES
-from megatron_recycle.tools.simulate.cluster import Cluster, Unit
+from megatron_recycle.tools.simulate.cluster import Cluster, Slots, Unit
 from megatron_recycle.tools.simulate.job import Job
 from megatron_recycle.tools.simulate.plans import Plans
 from megatron_recycle.tools.simulate.policies.bamboo import Bamboo, BambooConstants, redundant
 from megatron_recycle.tools.simulate.policies.base import Setting
-from megatron_recycle.tools.simulate.policies.lent_layers import LentLayers
 from megatron_recycle.tools.simulate.policies.oobleck import Oobleck, OobleckConstants
 from megatron_recycle.tools.simulate.policies.others import MovedLayers, TorchFT, recut
 from megatron_recycle.tools.simulate.policies.recycling import (
     CheckpointRestart,
     Dropping,
+    LentLayers,
     LossyForward,
     Recycling,
     RollBack,
@@ -27,7 +27,6 @@ from megatron_recycle.tools.simulate.policies.recycling import (
     WithoutMoves,
 )
 from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
-from megatron_recycle.tools.simulate.slots import Slots
 from megatron_recycle.tools.simulate.trace import HOST, Outage, TraceError
 from tests.simulate.small import JOB, PLANS, run, trace
 

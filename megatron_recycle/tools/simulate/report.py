@@ -12,13 +12,14 @@ from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from megatron_recycle.tools.simulate.policies.base import CHECKPOINT, RECONFIGURE, RECOVERY, REJOIN, RESTART
-from megatron_recycle.tools.simulate.run import REDONE, ROLLED_BACK, STOPPED, Outcome
+from megatron_recycle.tools.simulate.policies.base import Cause
+from megatron_recycle.tools.simulate.run import Outcome
 
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10,
         2.09, 2.09)
 """Student's t for 95 % by degrees of freedom from 1; 1.96 beyond."""
-CAUSES = (CHECKPOINT, RECOVERY, REJOIN, RECONFIGURE, RESTART, REDONE, ROLLED_BACK, STOPPED)
+CAUSES = (Cause.CHECKPOINT, Cause.RECOVERY, Cause.REJOIN, Cause.RECONFIGURE, Cause.RESTART, Cause.REDONE,
+          Cause.ROLLED_BACK, Cause.STOPPED)
 """Where time goes that is not useful, in the order of tables."""
 
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_recycle.tools.simulate.cluster import Change
-from megatron_recycle.tools.simulate.policies.base import CHECKPOINT, STANDS, Answer, Course, Policy, Setting
+from megatron_recycle.tools.simulate.policies.base import STANDS, Answer, Cause, Course, Policy, Setting
 
-USEFUL, REDONE, ROLLED_BACK, STOPPED, UNFINISHED = "useful", "redone", "rolled back", "stopped", "unfinished"
 SAVE = object()
 """The token of a wake for a checkpoint."""
 
@@ -74,7 +73,7 @@ class Outcome:
     @property
     def useful(self) -> float:
         """Share of the time that was spent on iterations that stay."""
-        return self.spent.get(USEFUL, 0.0) / self.duration
+        return self.spent.get(Cause.USEFUL, 0.0) / self.duration
 
     def to_json(self) -> dict[str, Any]:
         return {"policy": self.name, "duration": self.duration, "iterations": self.iterations,
@@ -131,14 +130,14 @@ class Run:
                     self._saving = self._boundary = True
                 else:
                     self._follow(self.policy.woken(self.now, token, self.outcome.iterations))
-        self._spend(UNFINISHED, self._elapsed)
+        self._spend(Cause.UNFINISHED, self._elapsed)
         progress(1.0)
 
     def _save(self) -> None:
         """All stand between two iterations, and write a checkpoint."""
         self._saving = False
         self._wake(self.policy.save_every, SAVE)
-        self._follow(Answer(saved=True, pauses=((CHECKPOINT, self.policy.save_takes),)))
+        self._follow(Answer(saved=True, pauses=((Cause.CHECKPOINT, self.policy.save_takes),)))
 
     def _wake(self, seconds: float, token: object) -> None:
         heapq.heappush(self._wakes, (self.now + seconds, next(self._number), token))
@@ -166,7 +165,7 @@ class Run:
             self._commit(1, self._length, to)
             self._elapsed, self._length = 0.0, self._course.period
         elif left > 0 and self._length == float("inf"):
-            self._spend(STOPPED, left)
+            self._spend(Cause.STOPPED, left)
         elif left > 0:
             self._train(left)
 
@@ -185,7 +184,7 @@ class Run:
     def _commit(self, count: int, seconds: float, at: float) -> None:
         self.outcome.iterations += count
         self.outcome.samples += count * self._course.samples
-        self._spend(USEFUL, seconds)
+        self._spend(Cause.USEFUL, seconds)
         if self._commits:
             self.outcome.commits += [at - (count - 1 - number) * self._course.period for number in range(count)]
 
@@ -205,7 +204,7 @@ class Run:
         elif answer.again:
             self._redo(answer.again)
         if answer.saved:
-            self._kept = (done.iterations, done.samples, done.spent.get(USEFUL, 0.0))
+            self._kept = (done.iterations, done.samples, done.spent.get(Cause.USEFUL, 0.0))
         if answer.course is not None:
             self._change_to(answer.course)
         if answer.again or answer.back:
@@ -220,7 +219,7 @@ class Run:
         """This share of what is done of the iteration in flight is done again."""
         if self._elapsed:
             self.outcome.lost += share * self._elapsed / self._length
-            self._spend(REDONE, share * self._elapsed)
+            self._spend(Cause.REDONE, share * self._elapsed)
         self._elapsed *= 1 - share
         if share == 1:
             self._length = self._course.first
@@ -230,10 +229,10 @@ class Run:
         self._redo()
         done, (iterations, samples, useful) = self.outcome, self._kept
         done.lost += done.iterations - iterations
-        taken = done.spent.get(USEFUL, 0.0) - useful
+        taken = done.spent.get(Cause.USEFUL, 0.0) - useful
         if taken:
-            done.spent[USEFUL] -= taken
-            self._spend(ROLLED_BACK, taken)
+            done.spent[Cause.USEFUL] -= taken
+            self._spend(Cause.ROLLED_BACK, taken)
         done.iterations, done.samples = iterations, samples
 
     def _change_to(self, course: Course) -> None:

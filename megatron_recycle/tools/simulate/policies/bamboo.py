@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_recycle.tools.simulate.cluster import Change, Unit
-from megatron_recycle.tools.simulate.policies.base import NEVER, RECONFIGURE, STANDS, Answer, Course, Policy, Setting
+from megatron_recycle.tools.simulate.policies.base import NEVER, STANDS, Answer, Cause, Course, Policy, Setting
 
 Place = tuple[int, int]
 
@@ -103,7 +103,7 @@ class Bamboo(Policy):
 
     def _meet(self, seconds: float) -> Answer:
         self._place([*self._holds, *self._waiting])
-        return Answer(self._course(), ((RECONFIGURE, seconds),))
+        return Answer(self._course(), ((Cause.RECONFIGURE, seconds),))
 
     def _place(self, units: Iterable[Unit]) -> None:
         job, there = self.setting.job, sorted(units)

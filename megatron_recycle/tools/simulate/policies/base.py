@@ -11,8 +11,13 @@ from megatron_recycle.tools.simulate.job import Job
 from megatron_recycle.tools.simulate.plans import Figures, Plans
 
 NEVER = float("inf")
-CHECKPOINT, RECOVERY, REJOIN, RESTART, RECONFIGURE = "checkpoint", "recovery", "rejoin", "restart", "reconfigure"
-"""Causes of pauses."""
+
+
+class Cause:
+    """The words for what time is spent on."""
+
+    USEFUL, REDONE, ROLLED_BACK, STOPPED, UNFINISHED = "useful", "redone", "rolled back", "stopped", "unfinished"
+    CHECKPOINT, RECOVERY, REJOIN, RESTART, RECONFIGURE = "checkpoint", "recovery", "rejoin", "restart", "reconfigure"
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_recycle.tools.simulate.cluster import Change, Unit
-from megatron_recycle.tools.simulate.policies.base import (
-    NEVER,
-    RECONFIGURE,
-    RESTART,
-    STANDS,
-    Answer,
-    Course,
-    Policy,
-    Setting,
-)
+from megatron_recycle.tools.simulate.policies.base import NEVER, STANDS, Answer, Cause, Course, Policy, Setting
 
 PLANNED = 8
 """Numbers of pipelines that are planned, those that promise most."""
@@ -72,20 +63,20 @@ class Oobleck(Policy):
             return Answer(boundary=bool(change.gained))
         fatal = self._all_copies(lost.values())
         self._place([*self._units, *self._fresh])
-        restart = ((RESTART, self.constants.restart),)
+        restart = ((Cause.RESTART, self.constants.restart),)
         if not lost:
             return Answer(self._course(), restart) if self._lengths else Answer()
         if not self._lengths:
             return Answer(STANDS, back=True, fatal=True)
         if fatal:
             return Answer(self._course(), restart, back=True, fatal=True)
-        return Answer(self._course(), ((RECONFIGURE, self._meeting()),), again=1.0, survived=1)
+        return Answer(self._course(), ((Cause.RECONFIGURE, self._meeting()),), again=1.0, survived=1)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         if not self._fresh or not self._lengths:
             return Answer()
         self._place([*self._units, *self._fresh])
-        return Answer(self._course(), ((RECONFIGURE, self._meeting()),))
+        return Answer(self._course(), ((Cause.RECONFIGURE, self._meeting()),))
 
     def _meeting(self) -> float:
         return self.constants.meeting + self.setting.job.state_seconds

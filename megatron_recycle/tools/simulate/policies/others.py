@@ -6,20 +6,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.tools.simulate.cluster import Change
+from megatron_recycle.tools.simulate.cluster import Change, Slots
 from megatron_recycle.tools.simulate.plans import Figures
-from megatron_recycle.tools.simulate.policies.base import (
-    RECOVERY,
-    REJOIN,
-    RESTART,
-    STANDS,
-    Answer,
-    Course,
-    Policy,
-    Setting,
-)
+from megatron_recycle.tools.simulate.policies.base import STANDS, Answer, Cause, Course, Policy, Setting
 from megatron_recycle.tools.simulate.policies.recycling import CheckpointRestart, Recycling, Stalls
-from megatron_recycle.tools.simulate.slots import Slots
 
 
 class ReCycle(Recycling):
@@ -134,7 +124,7 @@ class TorchFT(Policy):
             return Answer(wakes=wakes, survived=int(bool(lost)))
         if not self._whole:
             return Answer(STANDS, back=True, fatal=True, wakes=wakes)
-        return Answer(self._course(), ((RECOVERY, self.stall),), again=1.0, survived=1, wakes=wakes)
+        return Answer(self._course(), ((Cause.RECOVERY, self.stall),), again=1.0, survived=1, wakes=wakes)
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         if isinstance(token, tuple):
@@ -143,12 +133,12 @@ class TorchFT(Policy):
                 return Answer()
             if not self._whole:
                 self._whole = self._count()
-                return Answer(self._course(), ((RESTART, self.stalls.restart),))
+                return Answer(self._course(), ((Cause.RESTART, self.stalls.restart),))
             return Answer(boundary=True)
         if (whole := self._count()) <= self._whole:
             return Answer()
         self._whole = whole
-        return Answer(self._course(), ((REJOIN, self.stall + self.setting.job.state_seconds),))
+        return Answer(self._course(), ((Cause.REJOIN, self.stall + self.setting.job.state_seconds),))
 
     def _count(self) -> int:
         """Whole pipelines."""

@@ -28,22 +28,10 @@ from megatron_recycle.membership.policies import left_out
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.policy import POLICIES, PolicyName
-from megatron_recycle.tools.simulate.cluster import Change, Unit
+from megatron_recycle.tools.simulate.cluster import Change, Slots, Unit, packed
 from megatron_recycle.tools.simulate.members import Members
 from megatron_recycle.tools.simulate.plans import Figures
-from megatron_recycle.tools.simulate.policies.base import (
-    CHECKPOINT,
-    NEVER,
-    RECOVERY,
-    REJOIN,
-    RESTART,
-    STANDS,
-    Answer,
-    Course,
-    Policy,
-    Setting,
-)
-from megatron_recycle.tools.simulate.slots import Slots, packed
+from megatron_recycle.tools.simulate.policies.base import NEVER, STANDS, Answer, Cause, Course, Policy, Setting
 from megatron_recycle.tools.simulate.trace import TraceError
 
 GROW_AFTER = 600.0
@@ -147,7 +135,7 @@ class Recycling(Policy):
             return self._and(Answer())
         # Survivors stop between two actions, and hear of a process's end at once.
         stall = self.stalls.host if change.whole_host else self.stalls.exit + self.setting.job.longest_action
-        return self._and(Answer(self._course(), ((RECOVERY, stall),), again=again, survived=1))
+        return self._and(Answer(self._course(), ((Cause.RECOVERY, stall),), again=again, survived=1))
 
     def _again(self, members: Iterable[str], gone: Collection[str]) -> float:
         """The share of the iteration's part that is done by now that the loss of ``gone`` costs, as time: the hit stage
@@ -215,7 +203,7 @@ class Recycling(Policy):
         seated = packed(live, pipelines, job.stages)
         self.slots = Slots(seated, live[len(seated):])
         self._life(pipelines)
-        return self._and(Answer(self._course(), ((RESTART, self.stalls.restart),)))
+        return self._and(Answer(self._course(), ((Cause.RESTART, self.stalls.restart),)))
 
     def _end_of_life(self) -> Answer:
         return replace(self._next_life(), back=True, fatal=True)
@@ -239,7 +227,7 @@ class Recycling(Policy):
         if self._whole_pipelines(len(self._live())) <= self.pipelines:
             return Answer()
         answer = self._next_life()
-        return replace(answer, saved=True, pauses=((CHECKPOINT, self.stalls.save), *answer.pauses), again=1.0)
+        return replace(answer, saved=True, pauses=((Cause.CHECKPOINT, self.stalls.save), *answer.pauses), again=1.0)
 
     # Processes that come in
 
@@ -285,7 +273,7 @@ class Recycling(Policy):
                 joined = members.state.members.keys() - before.members.keys()
                 copy = self.setting.job.state_seconds if joined else 0.0
                 self._follow_moves(before.moving.moves)
-                answer = Answer(self._course(), ((REJOIN, self.stalls.rejoin + copy),))
+                answer = Answer(self._course(), ((Cause.REJOIN, self.stalls.rejoin + copy),))
         return self._and(answer)
 
     def _follow_moves(self, moves: Mapping[str, str]) -> None:
@@ -352,6 +340,64 @@ class WithoutMoves(Recycling):
     """Ours, with every worker in its stage for good (the product's default)."""
 
     name = "ours-no-moves"
+    moves = False
+
+
+class LentAndMoves(Recycling):
+    """The product with `lend: auto` and `moves`.
+
+    After each change of the membership micro-batches are re-routed at once, as without it. The plan that lends layers
+    comes with the end of the background search, at the next boundary between two iterations, and costs no stall; copies
+    of parameters go with every iteration, and are in the plan (`Plans.lent`). The next change ends it first.
+
+    ``search``: seconds, the setting `planner_budget`.
+    """
+
+    name = "lent-and-moves"
+    search = 2.0
+
+    def __init__(self, stalls: Stalls | None = None) -> None:
+        super().__init__(stalls)
+        self._changes = 0
+        self._begin_search = self._found = False
+
+    def woken(self, now: float, token: object, iteration: int) -> Answer:
+        if not (isinstance(token, str) and token.startswith("lend")):
+            return super().woken(now, token, iteration)
+        self._found = self.members is not None and token == f"lend {self._changes}"
+        return Answer(boundary=self._found)
+
+    def _at_boundary(self, now: float, iteration: int) -> Answer:
+        answer = super()._at_boundary(now, iteration)
+        if not self._found or self.members is None or answer.course is not None:
+            return answer
+        self._found = False
+        return replace(answer, course=self._lent(super()._course()))
+
+    def _lent(self, usual: Course) -> Course:
+        assert self.members is not None
+        failed = [Worker.parse(name) for name in self.members.empty]
+        return Course.of(self.setting.plans.lent(failed, self.dealt), usual.samples)
+
+    def _course(self) -> Course:
+        """The course with the stage's own layers, which the job follows at once."""
+        assert self.members is not None
+        self._changes += 1
+        self._found, self._begin_search = False, bool(self.members.empty)
+        return super()._course()
+
+    def _and(self, answer: Answer) -> Answer:
+        answer = super()._and(answer)
+        if self._begin_search:
+            self._begin_search = False
+            answer = replace(answer, wakes=(*answer.wakes, (self.search, f"lend {self._changes}")))
+        return answer
+
+
+class LentLayers(LentAndMoves):
+    """With `lend: auto` alone: every worker keeps its stage for good."""
+
+    name = "lent-layers"
     moves = False
 
 

@@ -9,12 +9,13 @@ from typing import Any
 from megatron_recycle.tools.simulate.policies.bamboo import Bamboo
 from megatron_recycle.tools.simulate.policies.base import Policy
 from megatron_recycle.tools.simulate.policies.ideals import FaultScaled, Ideal
-from megatron_recycle.tools.simulate.policies.lent_layers import LentAndMoves, LentLayers
 from megatron_recycle.tools.simulate.policies.oobleck import Oobleck
 from megatron_recycle.tools.simulate.policies.others import ElasticBatch, MovedLayers, ReCycle, TorchFT
 from megatron_recycle.tools.simulate.policies.recycling import (
     CheckpointRestart,
     Dropping,
+    LentAndMoves,
+    LentLayers,
     LossyForward,
     Recycling,
     RollBack,
