@@ -84,6 +84,7 @@ CALLS: list[tuple[str, dict[str, str], str]] = [
     ("example deepspede", {}, "did you mean deepspeed?"),
     ("slurm scrpt deepspeed", {}, "did you mean script?"),
     ("slurm heal", {}, "give the number of the job"),
+    ("slurm script", {}, "the following arguments are required: name"),
     ("quickstart --pipelines 1", {}, "--pipelines is 1"),
 ]
 

@@ -23,6 +23,7 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.slurm import Ask, ask
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools import examples
+from megatron_recycle.usage import Parser
 
 SCRIPTS = {"deepspeed": "deepspeed.sbatch", "megatron": "megatron.sbatch", "apart": "apart.sh"}
 """What `recycle slurm script` takes -> the file."""
@@ -30,26 +31,15 @@ _USABLE = re.compile(r"State=(?:ALLOCATED|MIXED|IDLE|COMPLETING)(?:\+\S*)?(?:\s|
 _BAD = re.compile(r"State=\S*(?:DOWN|DRAIN|FAIL|NOT_RESPONDING|\*)")
 
 
-class _BeforeDashes(argparse.ArgumentParser):
-    """Reads what stands before ``--``; what stands behind it are `options`. argparse alone takes those of a command
-    with an option in the middle (``heal 7 --dry-run -- --gres=gpu:8``) for nobody's."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        given = list(sys.argv[1:] if args is None else args)
-        dashes = given.index("--") if "--" in given else len(given)
-        found, unknown = super().parse_known_args(given[:dashes], namespace)
-        found.options = given[dashes + 1:]
-        return found, unknown
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle slurm`."""
-    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT", parser_class=_BeforeDashes)
+    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT", parser_class=Parser)
     script = acts.add_parser("script", help="print a batch script: recycle slurm script deepspeed > job.sbatch",
                              epilog="example: recycle slurm script megatron > job.sbatch")
     script.add_argument("name", choices=tuple(SCRIPTS), help="the framework; apart: for a job without a batch script")
     heal = acts.add_parser("heal", help="start hosts in place of those that a running job has lost",
                            epilog="Options after -- are srun's and sbatch's, as in: -- --gres=gpu:8")
+    heal.behind = "options"
     heal.add_argument("job", nargs="?", help="the job's number (default: SLURM_JOB_ID)")
     heal.add_argument("--run-dir", type=Path,
                       help="the job's run folder (default: runs/slurm-JOB where it was submitted)")
