@@ -14,10 +14,13 @@ import ipaddress
 import json
 import os
 import platform
+import resource
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
 
 from megatron_recycle import config, nccl_settings
 from megatron_recycle.config import RecycleConfig
@@ -26,23 +29,14 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.placement import placement
 from megatron_recycle.membership.shards import anew
 from megatron_recycle.membership.survival import judge
-from megatron_recycle.tools.job_check import check_job
+from megatron_recycle.tools.job_check import Check, check_job
 from megatron_recycle.usage import Parser
 
 PACKAGES = ("torch", "ortools", "deepspeed", "megatron-core")
 """Packages whose versions are shown; the first two are needed."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """One finding: `state` is "ok", "warn" (works, but read it) or "fail" (a job would not work)."""
-
-    name: str
-    state: str
-    text: str
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the arguments of `recycle doctor`: the job's own flags, so that its settings are judged."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--stages", type=int, help="pipeline stages of the job, to see which hosts it could lose")
@@ -51,35 +45,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1, help="with --stages: processes of a worker")
     parser.add_argument("--sharded", action="store_true",
                         help="with --stages: the optimizer is cut into shards (ZeRO-1, distributed optimizer)")
-    if isinstance(parser, Parser):
-        parser.behind, parser.folded = "command", config.GROUP
-        parser.epilog = ("every setting of a job is a flag, too, as --recycle-reduction exact: docs/configuration.md "
-                         f"has them all; {parser.epilog or ''}").rstrip("; ")
-        parser.usage = "%(prog)s [options] [-- SCRIPT ARGUMENTS]"
+    parser.behind, parser.folded = "command", config.GROUP
+    parser.epilog = ("every setting of a job is a flag, too, as --recycle-reduction exact: docs/configuration.md has "
+                     f"them all; {parser.epilog}")
+    parser.usage = "%(prog)s [options] [-- SCRIPT ARGUMENTS]"
     config.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print all findings; 0 if none is a failure, else 1."""
-    settings = None
-    found = []
     try:
         settings = RecycleConfig.resolve(None, args)
-        found.append(
-            Check("settings", "ok", f"reduction {settings.reduction}, interface {settings.interface}")
-        )
+        found = [Check("settings", "ok", f"reduction {settings.reduction}, interface {settings.interface}")]
     except ConfigError as error:
-        found.append(Check("settings", "fail", str(error)))
-    settings = settings or RecycleConfig()
+        settings, found = RecycleConfig(), [Check("settings", "fail", str(error))]
     for examine in (check_versions, check_system, check_interface, check_name, check_token, check_torch):
         found.extend(examine(settings))
     if args.stages is not None:
         found.extend(check_hosts(settings, args.stages, args.tensor_parallel, args.nproc, args.nnodes, args.sharded))
-    if command := getattr(args, "command", None):
-        found.extend(Check(*finding) for finding in check_job(command, args.nproc * args.nnodes))
+    if command := args.command:
+        found.extend(check_job(command, args.nproc * args.nnodes))
     failed = any(check.state == "fail" for check in found)
     if args.json:
-        print(json.dumps({"ok": not failed, "checks": [vars(check) for check in found]}, indent=1))
+        print(json.dumps({"ok": not failed, "checks": [check._asdict() for check in found]}, indent=1))
     else:
         for check in found:
             print(f"{check.state:<5} {check.name:<14} {check.text}")
@@ -95,15 +83,11 @@ def check_versions(settings: RecycleConfig) -> list[Check]:
 def _declared() -> dict[str, str]:
     """Package -> range of versions, from this package's metadata; no ranges when it is not installed."""
     ranges = dict.fromkeys(PACKAGES, "")
-    try:
-        requirements = importlib.metadata.requires("megatron-recycle") or []
-    except importlib.metadata.PackageNotFoundError:
-        return ranges
-    for line in requirements:
-        text = line.split(";")[0].strip()
-        name = next((name for name in PACKAGES if text.startswith(name)), "")
-        if name:
-            ranges[name] = text[len(name) :].strip()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        for line in importlib.metadata.requires("megatron-recycle") or ():
+            text = line.split(";")[0].strip()
+            if (name := next((name for name in PACKAGES if text.startswith(name)), "")):
+                ranges[name] = text.removeprefix(name).strip()
     return ranges
 
 
@@ -116,11 +100,8 @@ def _version(name: str, wanted: str) -> Check:
         if name == "ortools":
             return Check(name, "warn", "not installed: plans come from the heuristic alone")
         return Check(name, "ok", f"not installed; pip install '{name}{wanted}' adds it")
-    if wanted:
-        from packaging.specifiers import SpecifierSet
-
-        if not SpecifierSet(wanted).contains(version, prereleases=True):
-            return Check(name, "warn", f"{version} is outside the tested range {wanted}")
+    if wanted and not SpecifierSet(wanted).contains(version, prereleases=True):
+        return Check(name, "warn", f"{version} is outside the tested range {wanted}")
     return Check(name, "ok", version)
 
 
@@ -134,16 +115,10 @@ def check_system(settings: RecycleConfig) -> list[Check]:
     except (AttributeError, OSError):
         text = "this system has no pidfd, without which recycle run starts nothing; it takes Linux 5.3 or newer"
         found.append(Check("process exits", "fail", text))
-    try:
-        import resource
-
-        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        few = 0 <= files < 1024
-        hint = "; raise it (ulimit -n 4096): each pair of workers takes a few" if few else ""
-        found.append(Check("open files", "warn" if few else "ok", f"limit {files}{hint}"))
-    except ImportError:
-        found.append(Check("open files", "warn", "the limit is not known on this system"))
-    return found
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    few = 0 <= files < 1024
+    hint = "; raise it (ulimit -n 4096): each pair of workers takes a few" if few else ""
+    return [*found, Check("open files", "warn" if few else "ok", f"limit {files}{hint}")]
 
 
 def check_interface(settings: RecycleConfig) -> list[Check]:
@@ -217,9 +192,7 @@ def check_torch(settings: RecycleConfig, environ: Mapping[str, str] | None = Non
     found = [_threads(torch, environ, exact)]
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if len(set(names)) > 1:
-        found.append(
-            Check("devices", "warn", f"different kinds on one host: {', '.join(names)}; exact needs one")
-        )
+        found.append(Check("devices", "warn", f"different kinds on one host: {', '.join(names)}; exact needs one"))
     else:
         found.append(Check("devices", "ok", f"{len(names)} x {names[0]}" if names else "CPU only"))
     found.append(_communication(torch, bool(names)))
@@ -285,16 +258,8 @@ def _same_twice(torch: Any, device: str) -> bool:
 def _fingerprint(torch: Any, environ: Mapping[str, str], devices: list[str]) -> str:
     """Short digest of all that peers must share: libraries, devices, processor features, threads."""
     threads = environ.get("OMP_NUM_THREADS", "1")  # the launcher's default, not this process's count
-    processor = (
-        torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else platform.machine()
-    )
-    facts = {
-        "torch": torch.__version__,
-        "devices": sorted(set(devices)),
-        "processor": processor,
-        "threads": threads,
-        "mkl": torch.backends.mkl.is_available(),
-        "mkldnn": torch.backends.mkldnn.is_available(),
-    }
+    processor = torch.backends.cpu.get_cpu_capability()
+    facts = {"torch": torch.__version__, "devices": sorted(set(devices)), "processor": processor, "threads": threads,
+             "mkl": torch.backends.mkl.is_available(), "mkldnn": torch.backends.mkldnn.is_available()}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     return f"{digest} ({facts['torch']}, {processor}, threads {threads}); equal on all peers for exact"

@@ -26,8 +26,8 @@ _KEPT = 12
 """Lines of a script that failed."""
 
 
-class Finding(NamedTuple):
-    """`state` is "ok", "warn" or "fail", as of `tools.doctor.Check`."""
+class Check(NamedTuple):
+    """One finding: `state` is "ok", "warn" (works, but read it) or "fail" (a job would not work)."""
 
     name: str
     state: str
@@ -65,51 +65,49 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Keys of DeepSpeed's JSON that are refused, for which values, and the remedy."""
 
 
-def check_job(command: Sequence[str], size: int, limit: float = LIMIT) -> Iterator[Finding]:
+def check_job(command: Sequence[str], size: int, limit: float = LIMIT) -> Iterator[Check]:
     """Everything that can be known of the job ``command`` (script and arguments, or -m and a module) of ``size``
     processes before it starts."""
     module = command[0] in ("-m", "--module")
     script = Path(command[module])
     if not module and not script.exists():
-        yield Finding("script", "fail", f"there is no script {script}")
+        yield Check("script", "fail", f"there is no script {script}")
         return
     for path in _json_files(command[1:]):
         yield from check_json(path)
     if not module and (text := _text(script)) is not None and re.search(r"\bdeepspeed\.initialize\b", text) and (
             "PipelineModule" not in text):
-        yield Finding("pipeline", "warn", f"{script} calls deepspeed.initialize() and does not name PipelineModule: an "
+        yield Check("pipeline", "warn", f"{script} calls deepspeed.initialize() and does not name PipelineModule: an "
                       "engine without pipeline stages is not protected (a model that another file builds is not seen)")
     yield _rehearse(command, size, limit)
 
 
-def check_json(path: Path) -> Iterator[Finding]:
+def check_json(path: Path) -> Iterator[Check]:
     """What DeepSpeed's JSON at ``path`` asks for that is refused."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        yield Finding("JSON", "fail", f"{path} is no JSON: {error}")
+        yield Check("JSON", "fail", f"{path} is no JSON: {error}")
         return
-    found = 0
+    wrong = [*_refused(content), *_together(content)]
+    try:
+        if not RecycleConfig.resolve(content.get(SECTION)).enabled:
+            yield Check("JSON", "warn", f"{path} or RECYCLE_ENABLED switches the plugin off: nothing is protected")
+    except ConfigError as error:
+        wrong.append(str(error))
+    yield from (Check("JSON", "fail", f"{path}: {text}") for text in wrong)
+    if not wrong:
+        yield Check("JSON", "ok", f"{path}: no key of it is refused")
+
+
+def _refused(content: Mapping[str, Any]) -> Iterator[str]:
+    """Keys that are refused with the values that they have."""
     for key, wrong, remedy in REFUSED:
         value: Any = content
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         if value is not None and wrong(value):
-            found += 1
-            yield Finding("JSON", "fail", f"{path}: {key} is {json.dumps(value)}, which is refused: {remedy}")
-    for text in _together(content):
-        found += 1
-        yield Finding("JSON", "fail", f"{path}: {text}")
-    try:
-        settings = RecycleConfig.resolve(content.get(SECTION))
-    except ConfigError as error:
-        found += 1
-        yield Finding("JSON", "fail", f"{path}: {error}")
-    else:
-        if not settings.enabled:
-            yield Finding("JSON", "warn", f"{path} or RECYCLE_ENABLED switches the plugin off: nothing is protected")
-    if not found:
-        yield Finding("JSON", "ok", f"{path}: no key of it is refused")
+            yield f"{key} is {json.dumps(value)}, which is refused: {remedy}"
 
 
 def _together(content: Mapping[str, Any]) -> Iterator[str]:
@@ -145,23 +143,23 @@ def _text(script: Path) -> str | None:
         return None
 
 
-def _rehearse(command: Sequence[str], size: int, limit: float) -> Finding:
+def _rehearse(command: Sequence[str], size: int, limit: float) -> Check:
     try:
         status, lines = _run(command, size, limit)
         pretended = status != REACHED and any(INSISTS in line for line in lines)
         if pretended:
             status, lines = _run(["--pretend", *command], size, limit)
     except subprocess.TimeoutExpired:
-        return Finding("script", "warn", f"it did not get to its process group within {limit:.0f} s: not judged")
+        return Check("script", "warn", f"it did not get to its process group within {limit:.0f} s: not judged")
     otherwise = [line.partition("megatron-recycle: ")[2] for line in lines if " is off under recycle" in line]
     if status == REACHED:
         text = "nothing is refused up to where ranks meet; what depends on the model is judged at the start"
         told = [text, *(["judged without a GPU, which a job needs"] if pretended else []), *otherwise]
-        return Finding("script", "warn" if otherwise else "ok", "; ".join(told))
+        return Check("script", "warn" if otherwise else "ok", "; ".join(told))
     if status == 0:
-        return Finding("script", "warn", "it ended without making a process group: nothing of it is protected")
+        return Check("script", "warn", "it ended without making a process group: nothing of it is protected")
     start = next((number for number, line in enumerate(lines) if "megatron-recycle" in line), max(0, len(lines) - 1))
-    return Finding("script", "fail", f"it ended with status {status}: "
+    return Check("script", "fail", f"it ended with status {status}: "
                    + "\n".join(line.strip() for line in lines[start:start + _KEPT]))
 
 

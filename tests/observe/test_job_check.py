@@ -10,12 +10,12 @@ import pytest
 
 from megatron_recycle import cli
 from megatron_recycle.tools import doctor, job_check
-from megatron_recycle.tools.job_check import Finding, check_job, check_json
+from megatron_recycle.tools.job_check import Check, check_job, check_json
 
 FITS = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
 
 
-def findings(folder: Path, content: dict) -> list[Finding]:
+def findings(folder: Path, content: dict) -> list[Check]:
     (folder / "ds.json").write_text(json.dumps(content))
     return list(check_json(folder / "ds.json"))
 
@@ -59,7 +59,7 @@ def test_a_plugin_that_is_switched_off_is_a_warning(tmp_path: Path):
 
 @pytest.fixture
 def rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_check, "_rehearse", lambda *_: Finding("script", "ok", "so far"))
+    monkeypatch.setattr(job_check, "_rehearse", lambda *_: Check("script", "ok", "so far"))
 
 
 def test_an_engine_without_pipeline_stages_is_a_warning(tmp_path: Path, rehearsed: None):
