@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,10 @@ from megatron_recycle.membership.names import Process
 from megatron_recycle.observe import holds
 from megatron_recycle.observe.holds import Hold
 from megatron_recycle.tools.chaos import network_faults
-from megatron_recycle.tools.chaos.orders import Order
+from megatron_recycle.tools.chaos.orders import HEAL, STALL, Order
 from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob, TargetProcess
 
-STALL = "stall"
 _NUMBERS = itertools.count()
-_NEEDS_OBSERVER = frozenset({STALL})
 _RUNS = 0.002
 """Seconds that the process runs between two stops: shorter than an action of any real model."""
 
@@ -53,7 +51,7 @@ class Act:
         self._pacers: list[Pacer] = []
         for worker in order.workers:
             with job.held(worker):
-                if order.moment.precise or order.act in _NEEDS_OBSERVER:
+                if order.observed:
                     self._meeting_place(worker)
 
     def poll(self) -> None:
@@ -65,18 +63,13 @@ class Act:
             if (self._undo_at is not None and now >= self._undo_at) or self._job.ended:
                 self.close()
             return
-        if self.order.moment.precise or self.order.act in _NEEDS_OBSERVER:
-            if not self._held():
-                return
-        elif not self._is_in_flight():
-            return
-        self._strike()
+        if self._held() if self.order.observed else self._is_in_flight():
+            self._strike()
 
     def close(self) -> None:
         """Undo lasting harm, and let go the workers that were held for this order."""
         undo, self._undo, self.done = self._undo, None, True
-        for order, _ in self._armed.values():
-            order.unlink(missing_ok=True)
+        self._release()
         if undo is not None:
             with suppress(ChaosError):  # it may be gone by now
                 undo()
@@ -141,7 +134,7 @@ class Act:
             self._release()
             for process in hit:
                 self._said(process)
-            self._lasts(lambda: self._thaw(order.workers), order.act == "freeze" and order.seconds is not None)
+            self._lasts(lambda: self._thaw(order.workers))
         elif order.act == "thaw":
             self._thaw(order.workers)
             self.done = True
@@ -167,9 +160,11 @@ class Act:
             path.unlink(missing_ok=True)
         self._armed = {}
 
-    def _lasts(self, undo: Callable[[], None], really: bool = True) -> None:
-        if not really:
-            self.done = True
+    def _lasts(self, undo: Callable[[], None]) -> None:
+        """Undo the harm after the order's seconds. Without any it stays, but for slowed workers: this process slows
+        them, and lets them go when it ends."""
+        if self.order.seconds is None and self.order.act != "slow":
+            self.done, self._undo = True, None
             return
         self._undo = undo
         self._undo_at = None if self.order.seconds is None else time.monotonic() + self.order.seconds
@@ -202,13 +197,13 @@ class Act:
             os.kill(pid, signal.SIGCONT)
             self._tell("thaw", coordinator=pid)
 
-        self._lasts(wake, self.order.frozen and self.order.seconds is not None)
+        self._lasts(wake)
 
     def _network(self) -> None:
         order, cuts = self.order, network_faults.Cuts()
         told = {"hosts": list(order.hosts), "others": list(order.others) or None, "one_way": order.one_way or None,
                 "link": order.link or None, "iteration": self._job.committed + 1}
-        if order.act == "heal":
+        if order.act == HEAL:
             network_faults.heal(self._job, order.hosts)
             self._tell(order.act, **told)
             self.done = True
@@ -216,14 +211,12 @@ class Act:
 
         def undo() -> None:
             left = cuts.undo()
-            self._tell("heal", hosts=list(order.hosts), left="; ".join(left) or None)
+            self._tell(HEAL, hosts=list(order.hosts), left="; ".join(left) or None)
 
         self._undo = undo  # from the first cut on: half of a partition is undone as well
         network_faults.cut(self._job, order, cuts)
-        self._tell(order.act, **told, cuts=cuts.as_record())
-        if order.seconds is None:
-            self._undo = None
-        self._lasts(undo, order.seconds is not None)
+        self._tell(order.act, **told, cuts=asdict(cuts))
+        self._lasts(undo)
 
 
 class Pacer:

@@ -7,6 +7,7 @@ import math
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megatron_recycle.environment import Launched
@@ -14,7 +15,7 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe import holds
 from megatron_recycle.tools.chaos.dice import KINDS, Dice
 from megatron_recycle.tools.chaos.director import Director
-from megatron_recycle.tools.chaos.orders import add_acts, order_of, read_script
+from megatron_recycle.tools.chaos.orders import Order, add_acts, order_of, read_script
 from megatron_recycle.tools.chaos.target_job import ChaosError, newest
 
 
@@ -48,15 +49,13 @@ def run(args: argparse.Namespace) -> int:
     orders = [] if args.act == "random" else _orders(args)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with Director(run_dir, _say) as director:
-            if args.act == "random":
-                return _random(director, args)
-            return director.run(orders)
+        with Director(run_dir, partial(print, file=sys.stderr, flush=True)) as director:
+            return _random(director, args) if args.act == "random" else director.run(orders)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
 
-def _orders(args: argparse.Namespace) -> list:
+def _orders(args: argparse.Namespace) -> list[Order]:
     if args.act != "script":
         return [order_of(args)]
     try:
@@ -86,11 +85,6 @@ def _run_dir(given: Path | None) -> Path:
 
 def _kinds(text: str) -> Sequence[str]:
     kinds = text.split(",")
-    unknown = [kind for kind in kinds if kind not in KINDS]
-    if unknown:
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {','.join(KINDS)}")
     return kinds
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

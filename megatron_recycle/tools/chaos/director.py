@@ -15,6 +15,8 @@ from megatron_recycle.tools.chaos.orders import HEAL, Order
 from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob
 
 _POLL = 0.005
+_WAIT = 600.0
+"""Seconds to wait for a job that has not begun to train."""
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 REFUSED, MISSED = 2, 1
 """Exit statuses."""
@@ -25,17 +27,15 @@ class Director:
 
     Args:
         say: gets one line for everything that is done.
-        wait: seconds to wait for a job that has not begun to train.
     """
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None], wait: float = 600.0) -> None:
+    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
         self.job = TargetJob(run_dir)
         try:
             self._log = EventLog(run_dir / "chaos.jsonl", log=False)
         except OSError as error:
             raise ChaosError(f"{run_dir / 'chaos.jsonl'} cannot be written ({error.strerror})") from error
         self._say = say
-        self._wait = wait
         self._acts: list[Act] = []
         self._status = 0
         self._done = False
@@ -92,12 +92,12 @@ class Director:
 
     def await_start(self) -> None:
         """Wait until the job's events name its workers. Raises ChaosError if nothing runs there."""
-        limit = time.monotonic() + self._wait
+        limit = time.monotonic() + _WAIT
         self.job.follow()
         while not self.job.workers:
             self.job.coordinator()
             if time.monotonic() > limit:
-                raise ChaosError(f"the job in {self.job.run_dir} has not begun to train within {self._wait:.0f} s")
+                raise ChaosError(f"the job in {self.job.run_dir} has not begun to train within {_WAIT:.0f} s")
             time.sleep(20 * _POLL)
             self.job.follow()
         if self.job.ended:
@@ -107,7 +107,7 @@ class Director:
         try:
             self._acts.append(Act(order, self.job, self._tell))
         except ChaosError as error:
-            self._failed(order, error, REFUSED)
+            self._failed(order, error)
 
     def _poll(self, dice: Dice | None = None) -> bool:
         """Move every act on; returns whether any is left."""
@@ -115,21 +115,19 @@ class Director:
         for act in tuple(self._acts):
             try:
                 act.poll()
-            except ChaosError as error:
-                self._failed(act.order, error, REFUSED)
+            except (ChaosError, Missed) as error:
+                self._failed(act.order, error)
                 act.close()
-            except Missed as error:
-                self._failed(act.order, error, MISSED)
-                act.close()
-                if dice is not None:
+                if dice is not None and isinstance(error, Missed):
                     dice.spared(act.order)
             if act.done:
                 self._acts.remove(act)
         return bool(self._acts)
 
-    def _failed(self, order: Order, error: Exception, status: int) -> None:
+    def _failed(self, order: Order, error: ChaosError | Missed) -> None:
+        word, status = ("missed", MISSED) if isinstance(error, Missed) else ("refused", REFUSED)
         self._status = max(self._status, status)
-        self._log.emit("refused" if status == REFUSED else "missed", order=str(order), reason=str(error))
+        self._log.emit(word, order=str(order), reason=str(error))
         self._say(f"recycle chaos: {order}: {error}")
 
     def _tell(self, act: str, **fields: Any) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools.chaos.orders import Order
 from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob, launched_as
 
+Fact = TypeVar("Fact")
 _NAMESPACES = Path("/run/netns")
 _NOBODY = "02:00:00:00:00:01"
 
@@ -48,9 +49,6 @@ class Cuts:
 
     links: list[tuple[str, str]] = field(default_factory=list)
     ways: list[tuple[str, str, str]] = field(default_factory=list)
-
-    def as_record(self) -> dict[str, Any]:
-        return {"links": [list(link) for link in self.links], "ways": [list(way) for way in self.ways]}
 
     def namespaces(self) -> set[str]:
         """Namespaces with recorded cuts that are still there."""
@@ -158,16 +156,19 @@ def namespaces_of(job: TargetJob) -> set[str]:
     if not _NAMESPACES.is_dir():
         return set()
     names = {(entry.stat().st_dev, entry.stat().st_ino): entry.name for entry in _NAMESPACES.iterdir()}
-    found = set()
+    inside = _of_live(job, lambda pid: Path(f"/proc/{pid}/ns/net").stat())
+    return {names[status.st_dev, status.st_ino] for status in inside if (status.st_dev, status.st_ino) in names}
+
+
+def _of_live(job: TargetJob, look: Callable[[int], Fact]) -> Iterator[Fact]:
+    """What this shows of each live worker's process."""
     for worker in job.workers:
         try:
             with job.held(worker):
-                status = Path(f"/proc/{job.workers[worker].pid}/ns/net").stat()
+                found = look(job.workers[worker].pid)
         except (ChaosError, OSError):
             continue  # it has ended
-        if (status.st_dev, status.st_ino) in names:
-            found.add(names[status.st_dev, status.st_ino])
-    return found
+        yield found
 
 
 def _check(job: TargetJob, hosts: Iterable[str], ours: set[str]) -> None:
@@ -179,13 +180,7 @@ def _check(job: TargetJob, hosts: Iterable[str], ours: set[str]) -> None:
 
 def _control_address(job: TargetJob, hosts: Iterable[str], known: Iterable[str]) -> list[str]:
     """The coordinator's address, if it is on none of the known hosts."""
-    for worker in job.workers:
-        try:
-            with job.held(worker):
-                control = launched_as(job.workers[worker].pid).control or ""
-        except (ChaosError, OSError):
-            continue
-        host = control.rpartition(":")[0]
-        inside = {address for name in hosts for address in addresses(name)}
-        return [host] if host and host not in known and host not in inside else []
-    return []
+    launched = next(_of_live(job, launched_as), None)
+    host = (launched.control or "").rpartition(":")[0] if launched is not None else ""
+    inside = {address for name in hosts for address in addresses(name)}
+    return [host] if host and host not in known and host not in inside else []

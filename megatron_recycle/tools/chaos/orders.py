@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,7 +16,7 @@ from megatron_recycle.membership.names import Process
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "save", "saved",
           "collective", "collected", "boundary", "recovering", "joining")
 """Phases that an observer hears of (`runtime.phases.Observer`)."""
-HEAL = "heal"
+HEAL, STALL = "heal", "stall"
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,6 @@ class Moment:
     phase: str | None = None
     nth: int = 0
     after: float = 0.0
-
-    @property
-    def precise(self) -> bool:
-        """Whether only the workers themselves can tell that it has come."""
-        return self.phase is not None
 
     def __str__(self) -> str:
         parts = [f"in iteration {self.iteration}"] if self.iteration is not None else []
@@ -63,6 +60,11 @@ class Order:
     others: tuple[str, ...] = ()
     one_way: bool = False
     link: bool = False
+
+    @property
+    def observed(self) -> bool:
+        """Whether it takes the workers' observers: they alone can tell that its moment has come, or do it."""
+        return self.moment.phase is not None or self.act == STALL
 
     def __str__(self) -> str:
         who = " ".join((*self.workers, *self.hosts))
@@ -102,7 +104,7 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     lasting(with_phase(on_workers("freeze", "SIGSTOP: the whole process stands still")), "`thaw`")
     on_workers("thaw", "SIGCONT, and the end of a stall")
     stall = "hold the training thread; heartbeats go on (needs `recycle run --chaos`)"
-    lasting(with_phase(on_workers("stall", stall)), "`thaw`")
+    lasting(with_phase(on_workers(STALL, stall)), "`thaw`")
     slow = on_workers("slow", "make everything take FACTOR times as long, by stopping the process for moments")
     slow.add_argument("factor", type=_factor, metavar="FACTOR", help="1.5: half as long again")
     lasting(slow, "the end of the job, or Ctrl-C")
@@ -163,20 +165,25 @@ def _worker(text: str) -> str:
                                          "as in 1:2.0") from error
 
 
+def _number(wanted: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
+    """Reads a number that ``fits``; one that does not is answered with what is ``wanted``."""
+    def read(text: str) -> float:
+        with suppress(ValueError):
+            if fits(number := float(text)):
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r}: give {wanted}")
+
+    return read
+
+
 def _count(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 0 or more")
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0.0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give 0 or more seconds")
-    return seconds
+_seconds = _number("0 or more seconds", lambda number: 0.0 <= number < math.inf)
+_factor = _number("a FACTOR of more than 1 and at most 100", lambda number: 1.0 < number <= 100.0)
 
 
 def _lasting(text: str) -> float:
@@ -184,13 +191,3 @@ def _lasting(text: str) -> float:
     if not seconds:
         raise argparse.ArgumentTypeError(f"{text!r}: give more than 0 seconds")
     return seconds
-
-
-def _factor(text: str) -> float:
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = 0.0
-    if not 1.0 < factor <= 100.0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a FACTOR of more than 1 and at most 100")
-    return factor
