@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,6 +112,17 @@ def test_where_only_one_part_comes_to_a_moment_the_worker_has(tmp_path: Path, st
                 write(armed.with_suffix(".reached"), {})
         act.poll()
         assert act.done == held
+
+
+def test_workers_of_which_one_cannot_be_slowed_are_all_let_go(tmp_path: Path, stranger, monkeypatch):
+    with sleeping(tmp_path, 2) as other:
+        target = job(tmp_path, 0, ranks={"1:0": 1, "1:1": 2}, pids={"1:0": stranger.pid, "1:1": other.pid})
+        (order,) = read_script(["slow 1:0 1:1 50"], "here")
+        act = Act(order, target, lambda act, **fields: other.kill() or other.wait())
+        with pytest.raises(ChaosError, match="1:1"):
+            act.poll()
+        act.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("slow ")]
 
 
 def test_a_worker_that_came_back_is_the_one_that_is_meant(tmp_path: Path, stranger: subprocess.Popen):

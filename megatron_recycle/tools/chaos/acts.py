@@ -179,10 +179,10 @@ class Act:
             self._tell("thaw", worker=worker, pid=process.pid, rank=process.rank)
 
     def _slow(self) -> None:
+        self._lasts(self._end_pacers)  # from the first one on: half of them are let go as well
         for worker in self.order.workers:
             self._pacers.append(Pacer(self._job, worker, self.order.factor))
             self._said(self._job.process(worker), factor=self.order.factor)
-        self._lasts(self._end_pacers)
 
     def _end_pacers(self) -> None:
         for pacer in self._pacers:
