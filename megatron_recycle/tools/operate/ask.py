@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from megatron_recycle.membership.protocol import (
     StacksOf,
     WireError,
 )
-from megatron_recycle.tools.operate.runs import add_run, folder_of
+from megatron_recycle.tools.operate.runs import add_run, folder_of, meeting_of
 
 _LIMIT = 5.0
 """Seconds that a coordinator has to answer."""
@@ -60,6 +61,11 @@ def add_door(parser: argparse.ArgumentParser, named: bool = True) -> None:
     else:
         parser.add_argument("--run", type=Path, metavar="RUN",
                             help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)")
+    add_token_file(parser)
+
+
+def add_token_file(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names the file with a job's token."""
     parser.add_argument("--token-file", type=Path, metavar="FILE",
                         help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
 
@@ -67,21 +73,20 @@ def add_door(parser: argparse.ArgumentParser, named: bool = True) -> None:
 def find(args: argparse.Namespace) -> Door:
     """The door of the run that is named. Raises ConfigError."""
     folder = folder_of(args.run)
-    home = folder if (folder / meeting.FILE).exists() else folder.parent  # one of several coordinators: node-K
-    found = meeting.read(home)
+    found = meeting_of(folder)
     if found is None or not found.control:
         raise ConfigError(f"no job runs in {folder} (it has no {meeting.FILE}): `recycle status {folder}` says how it "
                           "ended")
-    return Door(folder, found.control, secret(found, os.environ, args.token_file))
+    return Door(folder, found.control, secret(found, args.token_file))
 
 
-def secret(found: Meeting | None, environ: Any, file: Any) -> str:
+def secret(found: Meeting | None, file: Path | None) -> str:
     """The owner's token: as the user gives it, or as the run's folder has it.
 
     Raises:
         ConfigError: there is none, or it is only the secret of hosts that join.
     """
-    token = given(environ, file) or (None if found is None else found.token)
+    token = given(os.environ, file) or (None if found is None else found.token)
     if not token:
         raise ConfigError("the job's token is needed: give --token-file, or RECYCLE_TOKEN, as the job was started with")
     if token.startswith(GUEST):
@@ -98,25 +103,19 @@ def ask(control: str, token: str, what: str, workers: Sequence[str] = (), host: 
         Unreachable: nobody of this job answers there.
         Refused: it says no.
     """
-    return _facts(_talk(control, token, _message(what, workers, host), limit))
+    return _facts(_talk(control, token, Order(what, tuple(workers), host, _who()), limit))
 
 
 def ask_stacks(control: str, token: str, workers: Sequence[str], host: str, limit: float) -> dict[str, str | None]:
     """The stacks of these workers (of all, if none is named) by name; None for workers that do not answer within
     ``limit`` seconds. Raises as `ask` does."""
-    talk = _talk(control, token, _message("stacks", workers, host), limit)
+    talk = _talk(control, token, Order("stacks", tuple(workers), host, _who()), limit)
     found: dict[str, str | None] = dict.fromkeys(_facts(talk)["workers"])
-    try:
+    with suppress(Unreachable):  # those that have said nothing stay without
         while None in found.values():
             if isinstance(message := next(talk), StacksOf):
                 found[message.worker] = message.text
-    except Unreachable:
-        pass  # those that have said nothing stay without
     return found
-
-
-def _message(what: str, workers: Sequence[str], host: str) -> Order:
-    return Order(what, tuple(workers), host, _who())
 
 
 def _facts(talk: Iterator[Facts | StacksOf]) -> dict[str, Any]:

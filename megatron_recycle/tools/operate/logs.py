@@ -7,9 +7,9 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_recycle.control.operators import on_host
 from megatron_recycle.errors import ConfigError
@@ -27,8 +27,7 @@ _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)\Z")
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-@dataclass(frozen=True)
-class Log:
+class Log(NamedTuple):
     """A file, and the name that its lines get in front."""
 
     name: str
@@ -59,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if args.coordinator:
         found.append(Log("coordinator", folder / "coordinator.log"))
     there = [log for log in found if log.path.exists()]
-    missing = [log.name for log in found if not log.path.exists()]
-    if missing:
+    if missing := [log.name for log in found if log not in there]:
         print(f"recycle logs: {', '.join(missing)}: not in {folder}; a host with a run folder of its own keeps its "
               "workers' logs there", file=sys.stderr)
     width = max((len(log.name) for log in there), default=0)

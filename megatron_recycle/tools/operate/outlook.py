@@ -60,17 +60,13 @@ class Facts:
     def hosts(self) -> dict[str, str]:
         """The host of each process that is a member now. A launcher that brings workers back counts as a host of its
         own (``n3/7`` beside ``n3/0``): not where there is one machine only."""
-        found = self._hosts
+        found = {name: self.seen.hosts.get(name, "") for name in self.seen.members}
+        if self.told is not None:
+            found = {name: one["host"] for name, one in self.told["workers"].items()}
+        elif self.state is not None and self.state.members:
+            found = {name: one.host for name, one in self.state.members.items()}
         machines = {host.partition("/")[0] for host in found.values()}
         return dict.fromkeys(found, machines.pop()) if len(machines) == 1 < len(set(found.values())) else found
-
-    @property
-    def _hosts(self) -> dict[str, str]:
-        if self.told is not None:
-            return {name: one["host"] for name, one in self.told["workers"].items()}
-        if self.state is not None and self.state.members:
-            return {name: one.host for name, one in self.state.members.items()}
-        return {name: self.seen.hosts.get(name, "") for name in self.seen.members}
 
     @property
     def commit_age(self) -> float | None:
@@ -80,7 +76,8 @@ class Facts:
     @property
     def against_whole(self) -> float | None:
         """Throughput now over that without failures."""
-        return _ratio(self.seen.whole_seconds, self.seen.seconds)
+        whole, now = self.seen.whole_seconds, self.seen.seconds
+        return None if not whole or not now else whole / now
 
 
 @dataclass(frozen=True)
@@ -113,31 +110,28 @@ def judge(facts: Facts) -> Outlook:
         return _begins(facts.event_age)
     copies, fatal, next_end, single = _exposure(facts)
     pipelines, _ = seen.grid
-    training = (facts.told or {}).get("phase", "training") == "training"
-    age, usual = facts.commit_age, seen.seconds or seen.whole_seconds
-    out, members = len(seen.out), len(facts.hosts)
-    words = [f"{members} of {seen.size} workers", *_speed(facts), f"iteration {seen.iteration}",
-             *([] if age is None else [f"last commit {duration(age)} ago"])]
-    line = ", ".join(words)
-    repair = _repair(facts)
-    limit = max(_STALLED, _STALLED_ITERATIONS * (usual or 0.0))
-    since = seen.last_commit or float(seen.started.get("t", facts.now))
-    if facts.now - since > limit:
-        return Outlook(Level.AT_RISK, "STALLED", f"no iteration committed for {duration(facts.now - since)}; {line}",
-                       next_end, f"recycle stacks {facts.run}   (where all threads stand), then recycle out WORKER",
-                       fatal, copies)
-    if not training or seen.recovering_since is not None:
-        begun = seen.recovering_since or facts.now
-        return Outlook(Level.DEGRADED, "RECOVERING", f"for {duration(facts.now - begun)}; {line}", next_end, repair,
-                       fatal, copies)
+    age = facts.commit_age
+    line = ", ".join([f"{len(facts.hosts)} of {seen.size} workers", *_speed(facts), f"iteration {seen.iteration}",
+                      *([] if age is None else [f"last commit {duration(age)} ago"])])
+
+    def outlook(level: Level, word: str, how: str = "", repair: str = _repair(facts)) -> Outlook:
+        return Outlook(level, word, f"{how}{line}", next_end, repair, fatal, copies)
+
+    def lasts(since: float | None) -> str:
+        return f"for {duration(facts.now - (since or facts.now))}; "
+
+    last = seen.last_commit or float(seen.started.get("t", facts.now))
+    if facts.now - last > max(_STALLED, _STALLED_ITERATIONS * (seen.seconds or seen.whole_seconds or 0.0)):
+        return outlook(Level.AT_RISK, "STALLED", f"no iteration committed {lasts(last)}",
+                       f"recycle stacks {facts.run}   (where all threads stand), then recycle out WORKER")
+    if (facts.told or {}).get("phase", "training") != "training" or seen.recovering_since is not None:
+        return outlook(Level.DEGRADED, "RECOVERING", lasts(seen.recovering_since))
     if pipelines > 1 and (single or _newly_fatal(facts, fatal)):
-        how_long = seen.degraded_since and f"degraded for {duration(facts.now - seen.degraded_since)}; "
-        return Outlook(Level.AT_RISK, "AT RISK", f"{how_long or ''}{line}", next_end, repair, fatal, copies)
-    if out:
-        begun = seen.degraded_since or facts.now
-        return Outlook(Level.DEGRADED, "DEGRADED", f"for {duration(facts.now - begun)}; {line}", next_end, repair,
-                       fatal, copies)
-    return Outlook(Level.HEALTHY, "HEALTHY", line, next_end, "", fatal, copies)
+        since = seen.degraded_since
+        return outlook(Level.AT_RISK, "AT RISK", f"degraded {lasts(since)}" if since else "")
+    if seen.out:
+        return outlook(Level.DEGRADED, "DEGRADED", lasts(seen.degraded_since))
+    return outlook(Level.HEALTHY, "HEALTHY", repair="")
 
 
 def duration(seconds: float) -> str:
@@ -153,10 +147,8 @@ def duration(seconds: float) -> str:
 
 def _ended(facts: Facts) -> Outlook:
     seen, state = facts.seen, facts.state
-    status, message = 1, ""
-    if seen.finished:
-        status, message = int(seen.finished.get("status", 1)), str(seen.finished.get("message", ""))
-    elif state is not None and state.ended is not None:
+    status, message = int(seen.finished.get("status", 1)), str(seen.finished.get("message", ""))
+    if not seen.finished and state is not None and state.ended is not None:
         status, message = state.ended[0], state.ended[1]
     moment = float(seen.finished.get("t", facts.now))
     line = f"{duration(facts.now - moment)} ago with status {status}: {message} "
@@ -190,9 +182,8 @@ def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
         stage = single[0]
         ((name, of),) = workers[stage].items()
         more = f" (so is that of stage {', '.join(map(str, single[1:1 + _TOLD]))})" if single[1:] else ""
-        consequence = _consequence(facts, stage)
         return copies, fatal, (f"the loss of {name} on {', '.join(sorted(of))}, the last copy of stage {stage}{more}: "
-                               f"{consequence}"), single
+                               f"{_consequence(facts, stage)}"), single
     if not hosts:
         return copies, fatal, "", single
     tables = () if facts.state is None or facts.state.resume is None else facts.state.resume.shards
@@ -251,7 +242,3 @@ def _checkpoint(seen: Seen) -> str:
 def _speed(facts: Facts) -> list[str]:
     ratio = facts.against_whole
     return [] if ratio is None or not facts.seen.out else [f"{ratio:.2f} of fault-free throughput"]
-
-
-def _ratio(whole: float | None, now: float | None) -> float | None:
-    return None if not whole or not now else whole / now

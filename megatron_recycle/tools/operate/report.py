@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.events import read_events
@@ -126,14 +125,13 @@ def run(args: argparse.Namespace) -> int:
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / EVENTS} was written by another version of megatron-recycle (it lacks {error})"
                           ) from error
-    if args.output is None:
-        print(text, end="")
-        return 0
-    try:
-        args.output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{args.output} cannot be written: {error.strerror}") from error
-    print(args.output)
+    if args.output is not None:
+        try:
+            args.output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{args.output} cannot be written: {error.strerror}") from error
+        text = f"{args.output}\n"
+    print(text, end="")
     return 0
 
 
@@ -170,7 +168,8 @@ def _failures(found: Account) -> list[str]:
         back = found.back.get(one)
         gone = duration((found.ended if back is None else back) - one.since) + ("" if back else ", still out")
         why = ("; ".join(one.causes) or one.why).replace("|", "\\|").replace("\n", " ")[:120]
-        cells = (_clock(one.since), one.worker, one.host, one.kind, _known(one.iteration), gone, why)
+        iteration = "" if one.iteration is None else str(one.iteration)
+        cells = (_clock(one.since), one.worker, one.host, one.kind, iteration, gone, why)
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
@@ -206,7 +205,3 @@ def _ms(seconds: float) -> str:
 
 def _clock(moment: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
-
-
-def _known(value: Any) -> str:
-    return "" if value is None else str(value)

@@ -79,7 +79,6 @@ class Seen:
         self.stood_still = 0.0
         self.slower = 0.0
         self.recoveries: Counter[str] = Counter()
-        self.recovery_ms: list[float] = []
         self.joined = 0
         self.lost_iterations = 0
         self.skipped = 0
@@ -181,10 +180,8 @@ class Seen:
         self._new_pace(event)
 
     def _take_resumed(self, event: Event) -> None:
-        ms = float(event.get("ms") or 0.0)
         self.recovering_since = None
-        self.stood_still += ms / 1000
-        self.recovery_ms.append(ms)
+        self.stood_still += float(event.get("ms") or 0.0) / 1000
         self.recoveries.update(set(self._kinds) or {"none"})
         self._kinds = []
         self._new_pace(event)

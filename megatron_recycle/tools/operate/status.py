@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.observe.text import one_line
 from megatron_recycle.plan import Costs, Worker
-from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, secret
+from megatron_recycle.tools.operate.ask import Refused, Unreachable, add_token_file, ask, secret
 from megatron_recycle.tools.operate.outlook import Facts, Level, Outlook, duration, judge
 from megatron_recycle.tools.operate.runs import Run, add_run, folder_of, read
 from megatron_recycle.tools.profile import planned_seconds
@@ -47,8 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", nargs="?", type=float, const=_OFTEN, metavar="SECONDS",
                         help=f"again every so often (default {_OFTEN:g}), until the job is over")
     parser.add_argument("--workers", action="store_true", help=f"each worker, also where there are more than {_SHOWN}")
-    parser.add_argument("--token-file", type=Path, metavar="FILE",
-                        help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
+    add_token_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,11 +65,10 @@ def run(args: argparse.Namespace) -> int:
         return int(Level.OVER)
 
 
-def facts_of(found: Run, token_file: Path | None = None, asks: bool = True) -> Facts:
+def _facts(found: Run, token_file: Path | None) -> Facts:
     """All that is known of a run at this moment. Raises ConfigError for a token that cannot be read."""
     now, told, silent = time.time(), None, ""
-    over = found.seen.finished or (found.state is not None and found.state.ended is not None)
-    if not over and asks:
+    if not found.seen.finished and (found.state is None or found.state.ended is None):
         told, silent = _ask(found.meeting, token_file)
     age = None if not found.seen.last else max(0.0, now - float(found.seen.last["t"]))
     return Facts(found.seen, now, str(found.folder), found.state, told, silent, found.meeting, age,
@@ -82,21 +79,21 @@ def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any]
     if found is None or not found.control:
         return None, "the run's folder does not say where its coordinator listens (it has no join.json)"
     try:
-        return ask(found.control, secret(found, os.environ, token_file), "status"), ""
+        return ask(found.control, secret(found, token_file), "status"), ""
     except (Unreachable, Refused) as error:
         return None, str(error)
 
 
 def _once(folder: Path, args: argparse.Namespace) -> Level:
     found = read(folder)
-    facts = facts_of(found, args.token_file)
+    facts = _facts(found, args.token_file)
     outlook = judge(facts)
     if args.json:
         print(json.dumps(to_json(facts, outlook, found.problems, plan_seconds(facts))), flush=True)
-        return outlook.level
-    if args.watch is not None and sys.stdout.isatty():
-        print("\x1b[H\x1b[2J", end="")
-    show(facts, outlook, found.problems, args.workers)
+    else:
+        if args.watch is not None and sys.stdout.isatty():
+            print("\x1b[H\x1b[2J", end="")
+        show(facts, outlook, found.problems, args.workers)
     return outlook.level
 
 
@@ -199,11 +196,10 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
             print_line(f"{'':9} {line}")
     if not rows or (len(rows) > _SHOWN and not every):
         return
-    gpus = any(row["gpu"] for row in rows)
-    table = Table("worker", "state", "host", *(("GPU",) if gpus else ()), "rank", "pid", "iteration", "doing", box=None,
-                  pad_edge=False)
+    gpus = ("gpu",) if any(row["gpu"] for row in rows) else ()
+    shown = ("worker", "state", "host", *gpus, "rank", "pid", "iteration", "doing")
+    table = Table(*("GPU" if key == "gpu" else key for key in shown), box=None, pad_edge=False)
     for row in rows:
-        shown = ("worker", "state", "host", *(("gpu",) if gpus else ()), "rank", "pid", "iteration", "doing")
         table.add_row(*("" if row[key] is None else str(row[key]) for key in shown))
     console.print(table)
 
@@ -260,7 +256,5 @@ def _grid(facts: Facts, rows: list[dict[str, Any]]) -> list[str]:
         if marks.get(worker, "up") in ("up", "stranded"):
             marks[worker] = row["state"]
     width = len(str(pipelines - 1))
-    return [f"{pipeline:>{width}} " + "".join(
-        _MARKS.get(next((state for worker, state in marks.items()
-                         if (worker.pipeline, worker.stage) == (pipeline, stage)), ""), "?")
-        for stage in range(stages)) for pipeline in range(pipelines)]
+    return [f"{pipeline:>{width}} " + "".join(_MARKS.get(marks.get(Worker(pipeline, stage), ""), "?")
+                                              for stage in range(stages)) for pipeline in range(pipelines)]

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from typing import Any
 
+from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate import orders
+from megatron_recycle.tools.operate.ask import ask, find
+from megatron_recycle.tools.operate.outlook import duration
+from megatron_recycle.tools.operate.runs import read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,5 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stop the job; returns 0 once it has ended. Raises RecycleError."""
-    return orders.stop(args)
+    """Stop the job; returns 0 once it has ended, and is saved if that was wanted. Raises RecycleError."""
+    orders.check_timeout(args.timeout)
+    if args.anyway and not args.checkpoint:
+        raise ConfigError("--anyway is about --checkpoint: give both")
+    door = find(args)
+    ask(door.control, door.token, ("save anyway" if args.anyway else "save") if args.checkpoint else "stop")
+    print("the job " + ("saves what is committed, and ends" if args.checkpoint else "ends"), flush=True)
+    if not args.timeout:
+        return 0
+
+    def ended() -> Any:
+        return read(door.folder).seen.finished
+
+    if not orders.until(ended, args.timeout):
+        print(f"it has not ended after {duration(args.timeout)}: `recycle status {door.folder}`", file=sys.stderr)
+        return 1
+    message = str(ended().get("message", ""))
+    print(message)
+    return int(args.checkpoint and " is saved in " not in message)

@@ -27,7 +27,7 @@ from megatron_recycle.launch.worker_command import say_to
 from megatron_recycle.observe.events import EventReader
 from megatron_recycle.tools.operate.alarm_hook import Hook
 from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json
-from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, secret
+from megatron_recycle.tools.operate.ask import Refused, Unreachable, add_token_file, ask, secret
 from megatron_recycle.tools.operate.metrics import Exporter, Watched, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
 from megatron_recycle.tools.operate.page.state import History, schedule, state
@@ -55,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle watch`."""
     add_run(parser)
     watching.add_arguments(parser)
-    parser.add_argument("--token-file", type=Path, metavar="FILE",
-                        help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
+    add_token_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -162,7 +161,7 @@ class Watcher:
 
         hidden = None
         if not is_loopback(host):
-            hidden = secret_of(secret(meeting_of(self._folder), os.environ, self._args.token_file))
+            hidden = secret_of(secret(meeting_of(self._folder), self._args.token_file))
             path = self._folder / SECRET
             path.unlink(missing_ok=True)
             with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -181,7 +180,7 @@ class Watcher:
         try:
             found = found or meeting_of(self._folder)
             if not over and found is not None:
-                told = ask(found.control, secret(found, os.environ, self._args.token_file), "status", limit=_SOON)
+                told = ask(found.control, secret(found, self._args.token_file), "status", limit=_SOON)
         except (Unreachable, Refused, ConfigError) as error:
             silent = str(error)
         with self._lock:
@@ -209,7 +208,7 @@ class Watcher:
             found = self._meeting = meeting_of(self._folder)
             if found is None:
                 return
-            ask(found.control, secret(found, os.environ, self._args.token_file), "status")
+            ask(found.control, secret(found, self._args.token_file), "status")
             self._silent, self._unanswered = "", 0
         except (Unreachable, Refused, ConfigError) as error:
             self._unanswered += 1
