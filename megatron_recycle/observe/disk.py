@@ -70,14 +70,11 @@ def _why(error: OSError, folder: Path) -> str:
     try:
         now = os.statvfs(folder)
     except OSError:
-        return f"{text} on {disk}"
-    if error.errno != errno.ENOSPC:
+        now = None
+    if now is None or error.errno != errno.ENOSPC:
         return f"{text} on {disk}"
     if now.f_files and not now.f_favail:
         return f"no space left on {disk} (0 of {now.f_files} files free)"
-    return f"no space left on {disk} ({_size(now.f_bavail * now.f_frsize, now.f_blocks * now.f_frsize)} free)"
-
-
-def _size(free: int, total: int) -> str:
+    free, total = now.f_bavail * now.f_frsize, now.f_blocks * now.f_frsize
     name, unit = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
-    return f"{free / unit:.3g} of {total / unit:.3g} {name}"
+    return f"no space left on {disk} ({free / unit:.3g} of {total / unit:.3g} {name} free)"

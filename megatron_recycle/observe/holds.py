@@ -19,6 +19,7 @@ from megatron_recycle.plan import Action
 
 FOLDER = "chaos"
 ARMED, REACHED, MISSED = ".json", ".reached", ".missed"
+_PAUSE = 0.005
 _KEPT = 2
 """Iterations that are still in flight beside the one a worker has begun."""
 
@@ -35,6 +36,10 @@ class Hold:
     nth: int = 0
     seconds: float | None = None
     owner: tuple[int, int] | None = None
+
+    def comes(self, phase: str, iteration: int, nth: int) -> bool:
+        """Whether its moment is this one."""
+        return self.iteration in (None, iteration) and (self.phase is None or (self.phase, self.nth) == (phase, nth))
 
 
 def folder_of(run_dir: Path, rank: int, pid: int) -> Path:
@@ -79,13 +84,13 @@ def this_process() -> tuple[int, int]:
     return os.getpid(), ticks
 
 
-def stand_still(path: Path, hold: Hold, pause: float = 0.005) -> None:
+def stand_still(path: Path, hold: Hold) -> None:
     """Return when the worker may go on (see the module)."""
     limit = None if hold.seconds is None else time.monotonic() + hold.seconds
     while path.exists() and (limit is None or time.monotonic() < limit):
         if hold.owner is not None and started_ticks(hold.owner[0]) != hold.owner[1]:
             return
-        time.sleep(pause)
+        time.sleep(_PAUSE)
 
 
 class ChaosObserver:
@@ -111,9 +116,12 @@ class ChaosObserver:
             self._seen = {key: times for key, times in self._seen.items() if key[0] >= iteration - _KEPT}
         self._look()
         for name, hold in list(self._armed.items()):
-            if _matches(hold, phase, iteration, nth):
+            if hold.comes(phase, iteration, nth):
                 del self._armed[name]
-                self._reached(name, hold, phase, iteration, action)
+                at = {"phase": phase, "iteration": iteration, "action": str(action) if action else None,
+                      "t": time.time()}
+                write(self._folder / (name + REACHED), at)
+                stand_still(self._folder / (name + ARMED), hold)
             elif hold.iteration is not None and self._newest > hold.iteration + 1:
                 del self._armed[name]
                 write(self._folder / (name + MISSED), {"iteration": iteration, "phase": phase})
@@ -128,18 +136,6 @@ class ChaosObserver:
                 self._armed[name] = read_hold(self._folder / (name + ARMED))
             except (OSError, ValueError, TypeError, KeyError):
                 continue  # taken back meanwhile, or not from the tool
-
-    def _reached(self, name: str, hold: Hold, phase: str, iteration: int, action: Action | None) -> None:
-        order = self._folder / (name + ARMED)
-        at = {"phase": phase, "iteration": iteration, "action": str(action) if action else None, "t": time.time()}
-        write(self._folder / (name + REACHED), at)
-        stand_still(order, hold)
-
-
-def _matches(hold: Hold, phase: str, iteration: int, nth: int) -> bool:
-    if hold.iteration not in (None, iteration):
-        return False
-    return hold.phase is None or (hold.phase, hold.nth) == (phase, nth)
 
 
 def observer_for(launched: Launched) -> ChaosObserver | None:

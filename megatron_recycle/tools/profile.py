@@ -8,7 +8,7 @@ in force in all 12.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -95,12 +95,12 @@ def planned_seconds(folder: Path, digest: str, costs: Costs) -> float | None:
     return replay(again).period / 1e6
 
 
-def rows(told: Breakdown) -> Iterable[tuple[str, Sequence[float]]]:
-    """A row for each worker and one for their mean: milliseconds of an iteration and of its parts."""
-    every = [(str(worker), parts) for worker, parts in sorted(told.seconds.items())]
-    every.append(("mean", {part: mean(parts.get(part, 0.0) for _, parts in every) for part in PARTS}))
-    for name, parts in every:
-        yield name, [1000 * sum(parts.values()), *(1000 * parts.get(part, 0.0) for part in PARTS)]
+def rows(told: Breakdown) -> dict[str, dict[str, float]]:
+    """A row for each worker and one for their mean: milliseconds of an iteration and of its parts, by their names."""
+    every = {str(worker): parts for worker, parts in sorted(told.seconds.items())}
+    every["mean"] = {part: mean(parts.get(part, 0.0) for parts in every.values()) for part in PARTS}
+    return {name: {"iteration": 1000 * sum(parts.values()), **{part: 1000 * parts.get(part, 0.0) for part in PARTS}}
+            for name, parts in every.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,13 +122,13 @@ def run(args: argparse.Namespace) -> int:
 
 def show(told: Breakdown) -> None:
     """Print one breakdown."""
-    used = [part for number, part in enumerate(PARTS) if any(row[1 + number] >= 0.05 for _, row in rows(told))]
-    chosen = [0, *(1 + number for number, part in enumerate(PARTS) if part in used)]
-    titles = ["iteration", *used]
+    found = rows(told)
+    used = [part for part in PARTS if any(row[part] >= 0.05 for row in found.values())]
+    widths = {title: max(11, len(title) + 2) for title in ("iteration", *used)}
     print(f"after iteration {told.iteration}: milliseconds of an iteration, mean of the latest 12")
-    print(f"{'worker':8}" + "".join(f"{title:>{max(11, len(title) + 2)}}" for title in titles))
-    for name, row in rows(told):
-        print(f"{name:8}" + "".join(f"{row[at]:>{max(11, len(title) + 2)}.1f}" for at, title in zip(chosen, titles)))
+    print(f"{'worker':8}" + "".join(f"{title:>{width}}" for title, width in widths.items()))
+    for name, row in found.items():
+        print(f"{name:8}" + "".join(f"{row[title]:>{width}.1f}" for title, width in widths.items()))
     for part in used:
         print(f"{part}: {PARTS[part]}")
     costs = told.costs

@@ -108,7 +108,7 @@ class Run:
         due = [change for change in changes if 0 < change.at < end]
         at = 0
         while True:
-            commit = self.next_commit() if self._boundary else float("inf")
+            commit = self._next_commit() if self._boundary else float("inf")
             change = due[at].at if at < len(due) else float("inf")
             wake = self._wakes[0][0] if self._wakes else float("inf")
             moment = min(commit, change, wake, end)
@@ -142,7 +142,7 @@ class Run:
     def _wake(self, seconds: float, token: object) -> None:
         heapq.heappush(self._wakes, (self.now + seconds, next(self._number), token))
 
-    def next_commit(self) -> float:
+    def _next_commit(self) -> float:
         """When the iteration in flight is committed, if nothing happens before."""
         return self.now + sum(seconds for _, seconds in self._pauses) + self._length - self._elapsed
 

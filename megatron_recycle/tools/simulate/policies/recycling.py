@@ -149,14 +149,16 @@ class Recycling(Policy):
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         if token == "grow":
             self._growing = False
-            return Answer() if self.members is None else self._grown()
-        if token == "begin":
+        elif token == "begin":
             self._waits = False
-            return self._without_life() if self.members is None else Answer()
+        if self.members is None:
+            return self._without_life() if token == "begin" else Answer()
+        if token == "grow":
+            return self._grown()
         if isinstance(token, tuple):
             position, unit = token
-            return self._started(now, position, unit, iteration)
-        return self._at_boundary(now, iteration)
+            return self._started(self.members, now, position, unit, iteration)
+        return Answer() if token == "begin" else self._at_boundary(self.members, now, iteration)
 
     # Lives
 
@@ -233,18 +235,14 @@ class Recycling(Policy):
 
     def _come_in(self) -> None:
         """Spare units are given to empty positions."""
-        if self.members is None or not self.slots.spare:
-            return
+        assert self.members is not None
         empty = [Worker.parse(name) for name in self.members.empty if name not in self._due]
         for worker, unit in self.slots.fill(empty).items():
             self._due[str(worker)] = unit
             self._fresh.append((str(worker), unit))
 
-    def _started(self, now: float, position: str, unit: Unit, iteration: int) -> Answer:
+    def _started(self, members: Members, now: float, position: str, unit: Unit, iteration: int) -> Answer:
         """A process has built its model."""
-        members = self.members
-        if members is None:
-            return Answer()
         spare = self._due.get(position) == unit
         if spare:
             del self._due[position]
@@ -256,11 +254,9 @@ class Recycling(Policy):
             self._come_in()
         return self._and(Answer())
 
-    def _at_boundary(self, now: float, iteration: int) -> Answer:
+    def _at_boundary(self, members: Members, now: float, iteration: int) -> Answer:
         """All stand between two iterations: workers come in and leave."""
-        members, answer = self.members, Answer()
-        if members is None:
-            return answer
+        answer = Answer()
         stand, self._agreed = members.asked.switch and self._agreed, members.asked.switch
         members.commit(iteration, now)
         if stand:
@@ -272,14 +268,12 @@ class Recycling(Policy):
             if members.state.generation > before.generation:
                 joined = members.state.members.keys() - before.members.keys()
                 copy = self.setting.job.state_seconds if joined else 0.0
-                self._follow_moves(before.moving.moves)
+                self._follow_moves(members, before.moving.moves)
                 answer = Answer(self._course(), ((Cause.REJOIN, self.stalls.rejoin + copy),))
         return self._and(answer)
 
-    def _follow_moves(self, moves: Mapping[str, str]) -> None:
+    def _follow_moves(self, members: Members, moves: Mapping[str, str]) -> None:
         """Units whose process stands for another position now."""
-        members = self.members
-        assert members is not None
         for to, incarnation in moves.items():
             mover = members.state.known[incarnation].worker
             if to in members.state.members and mover not in members.state.members and to in self._moving:
@@ -289,10 +283,8 @@ class Recycling(Policy):
     def _and(self, answer: Answer) -> Answer:
         """The answer, with what the machine has asked for meanwhile."""
         members = self.members
-        if members is None:
-            return answer
-        if members.asked.moves is not None:
-            members.find_moves()
+        assert members is not None
+        members.find_moves()
         self._moving = {to: unit for to, unit in self._moving.items() if to in members.state.moving.moves}
         for position, beside in members.asked.starts:
             unit = self.slots.unit(Worker.parse(members.at_rank(beside)))
@@ -367,17 +359,13 @@ class LentAndMoves(Recycling):
         self._found = self.members is not None and token == f"lend {self._changes}"
         return Answer(boundary=self._found)
 
-    def _at_boundary(self, now: float, iteration: int) -> Answer:
-        answer = super()._at_boundary(now, iteration)
+    def _at_boundary(self, members: Members, now: float, iteration: int) -> Answer:
+        answer = super()._at_boundary(members, now, iteration)
         if not self._found or self.members is None or answer.course is not None:
             return answer
         self._found = False
-        return replace(answer, course=self._lent(super()._course()))
-
-    def _lent(self, usual: Course) -> Course:
-        assert self.members is not None
         failed = [Worker.parse(name) for name in self.members.empty]
-        return Course.of(self.setting.plans.lent(failed, self.dealt), usual.samples)
+        return replace(answer, course=Course.of(self.setting.plans.lent(failed, self.dealt), super()._course().samples))
 
     def _course(self) -> Course:
         """The course with the stage's own layers, which the job follows at once."""
