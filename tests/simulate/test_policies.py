@@ -199,6 +199,11 @@ def test_recut_layers_are_all_there_and_the_fullest_is_least(loads: list[int], e
                 assert max(load * share for load, share in zip(loads, other)) >= most
 
 
+def test_moved_layers_stall_longer_and_wait_for_the_grid_as_long_as_ours():
+    stalls = MovedLayers(Stalls(exit=1.0, wait=5.0)).stalls
+    assert (stalls.exit, stalls.wait) == (2.0, 5.0)
+
+
 def test_layers_move_only_where_that_is_faster():
     assert rate(MovedLayers(QUIET), ONE) >= rate(WithoutMoves(QUIET), ONE)
 

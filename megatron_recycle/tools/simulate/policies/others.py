@@ -45,7 +45,7 @@ class MovedLayers(Recycling):
     def __init__(self, stalls: Stalls | None = None) -> None:
         given = stalls or Stalls()
         more = {name: getattr(given, name) + self.communicators for name in ("exit", "host", "rejoin")}
-        super().__init__(replace(given, wait=None, **more))
+        super().__init__(replace(given, **more))
 
     def _figures(self, policy: str, failed: list[Worker]) -> Figures:
         job = self.setting.job
