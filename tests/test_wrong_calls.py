@@ -81,6 +81,7 @@ CALLS: list[tuple[str, dict[str, str], str]] = [
     ("simulate", {}, "the following arguments are required: --grid"),
     ("simulate --grid 3x4 --gpu-mtbf 1", {}, "--grid '3x4' is not"),
     ("simulate --grid 3x4x6 --model nosuch --gpu-mtbf 100", {}, "nosuch"),
+    ("simulate --grid 2x1x2 --quick --write-trace nosuch/x", {}, "nosuch/x cannot be written"),
     ("example deepspede", {}, "did you mean deepspeed?"),
     ("slurm scrpt deepspeed", {}, "did you mean script?"),
     ("slurm heal", {}, "give the number of the job"),

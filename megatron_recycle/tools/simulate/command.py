@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = makers(ORDER if args.policy == ["all"] else args.policy, _stalls(args))
     traces = _traces(args, cluster)
     if args.write_trace:
-        Path(args.write_trace).write_text("\n".join(traces[0].lines()) + "\n", encoding="utf-8")
+        _write(args.write_trace, "\n".join(traces[0].lines()))
     console = Console(stderr=args.json == "-", width=None if sys.stdout.isatty() else 180)
     with _shown(len(wanted) * len(traces)) as progress:
         rows, notes = compare(wanted, job, cluster, traces, technique=args.technique, shapes=args.shapes,
@@ -115,12 +115,19 @@ def run(args: argparse.Namespace) -> int:
         show(rows, console, f"{args.grid}, TP {args.tp}, {cluster.hosts} hosts with {cluster.gpus} GPUs; {hours:.1f} h;"
                             f" {outages:.0f} outages in the trace; fault-free: stock 1F1B")
     if args.json and args.json != "-":
-        Path(args.json).write_text(json.dumps(as_json(rows, about)) + "\n", encoding="utf-8")
+        _write(args.json, json.dumps(as_json(rows, about)))
     if args.picture:
         from megatron_recycle.tools.simulate.charts import over_time
 
         over_time(rows, Path(args.picture))
     return 0
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _grid(text: str) -> tuple[int, int, int]:
