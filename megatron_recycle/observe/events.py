@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron_recycle.observe.disk import of_disk
 from megatron_recycle.observe.log import get_logger
@@ -28,8 +28,6 @@ from megatron_recycle.observe.text import one_line
 KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move", "stranded")
 """Values of `kind`: how a worker failed or left."""
 
-_PART = 1 << 22
-"""Bytes that are read at once."""
 _LIBRARY = re.compile(r"\[[^\]\s]*\.cc:\d+\] |[.] This is typically caused by .*")
 """The source file and the advice in an error of gloo."""
 _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")
@@ -179,8 +177,7 @@ class EventReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = -1
-        self._offset = 0
+        self._file: BinaryIO | None = None
         self._last = b""
 
     def new(self) -> list[dict[str, Any]]:
@@ -191,43 +188,39 @@ class EventReader:
             OSError, ValueError: it cannot be read; what could be read is lost then.
         """
         found: list[dict[str, Any]] = []
-        if self._file < 0 and not self._open():
+        if (file := self._opened()) is None:
             return found
-        found += self._rest()
-        if self._replaced():
-            found += self._rest()
+        found += self._rest(file)
+        if self._replaced(file):
+            found += self._rest(file)
             self.close()
-            found += self._rest(after=self._last) if self._open() else []
+            if (file := self._opened()) is not None:
+                found += self._rest(file, after=self._last)
         return found
 
     def close(self) -> None:
         """Close the file."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file, self._offset = -1, 0
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
-    def _open(self) -> bool:
+    def _opened(self) -> BinaryIO | None:
+        if self._file is None:
+            with suppress(FileNotFoundError):
+                self._file = self._path.open("rb")
+        return self._file
+
+    def _replaced(self, file: BinaryIO) -> bool:
         try:
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            return not os.path.samestat(self._path.stat(), os.fstat(file.fileno()))
         except FileNotFoundError:
             return False
-        return True
 
-    def _replaced(self) -> bool:
-        try:
-            there, ours = os.stat(self._path), os.fstat(self._file)
-        except FileNotFoundError:
-            return False
-        return (there.st_dev, there.st_ino) != (ours.st_dev, ours.st_ino)
-
-    def _rest(self, after: bytes = b"") -> list[dict[str, Any]]:
+    def _rest(self, file: BinaryIO, after: bytes = b"") -> list[dict[str, Any]]:
         """The events that were not read yet; those behind the line ``after``, if it is among them."""
-        data = bytearray()
-        while part := os.pread(self._file, _PART, self._offset + len(data)):
-            data += part
-        whole, end, _ = bytes(data).rpartition(b"\n")
-        self._offset += len(whole) + len(end)
-        lines = whole.splitlines()
+        lines = file.readlines()
+        if lines and not lines[-1].endswith(b"\n"):
+            file.seek(-len(lines.pop()), os.SEEK_CUR)
         if after in lines:  # old ticks have moved away meanwhile
             lines = lines[lines.index(after) + 1:]
         self._last = lines[-1] if lines else self._last

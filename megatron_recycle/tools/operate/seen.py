@@ -42,6 +42,7 @@ class Seen:
 
     Attributes:
         started, finished: the events of these names, once they are there.
+        counts: of all events by their names.
         members: the positions that have a worker.
         hosts, ranks, pids: of each process, as it was last heard of.
         out: positions without a worker, by name.
@@ -58,8 +59,8 @@ class Seen:
         self.started: Event = {}
         self.finished: Event = {}
         self.last: Event = {}
+        self.counts: Counter[str] = Counter()
         self.lives = 1
-        self.coordinators = 1
         self.generation = 0
         self.members: tuple[str, ...] = ()
         self.hosts: dict[str, str] = {}
@@ -81,13 +82,11 @@ class Seen:
         self.recoveries: Counter[str] = Counter()
         self.joined = 0
         self.lost_iterations = 0
-        self.skipped = 0
         self.checkpoint: Event = {}
         self.last_copy: Event = {}
         self.spent: Event = {}
         self.digest = ""
         self.period: float | None = None
-        self._measured = False
         self._offered: Event = {}
         self._generation_of_plan: int | None = None
         self._kinds: list[str] = []
@@ -99,6 +98,7 @@ class Seen:
     def add(self, event: Event) -> None:
         """Take in the next event. One of an unknown name changes nothing."""
         self.last = event
+        self.counts[event["event"]] += 1
         take = getattr(self, f"_take_{event['event']}", None)
         if take is not None:
             take(event)
@@ -224,10 +224,7 @@ class Seen:
     def _in_force(self, event: Event) -> None:
         self.digest, self._generation_of_plan = str(event.get("digest", "")), event.get("generation")
         period = event.get("period")
-        self.period = period / 1e6 if self._measured and isinstance(period, (int, float)) else None
-
-    def _take_profiled(self, event: Event) -> None:
-        self._measured = True
+        self.period = period / 1e6 if self.counts["profiled"] and isinstance(period, (int, float)) else None
 
     def _take_spent(self, event: Event) -> None:
         self.spent = {**event, "digest": self.digest}
@@ -248,12 +245,6 @@ class Seen:
 
     def _take_slow(self, event: Event) -> None:
         self.slow[event["worker"]] = float(event.get("factor") or 0.0)
-
-    def _take_skipped(self, event: Event) -> None:
-        self.skipped += 1
-
-    def _take_restarted(self, event: Event) -> None:
-        self.coordinators += 1
 
     def _take_finished(self, event: Event) -> None:
         self.finished = event
