@@ -84,8 +84,8 @@ class Plans:
 
         def made() -> Figures:
             problem, times = self._lending(self._lost(shape, microbatches), most, work)
-            plan = plan_for(problem, None, work=self.work)
-            return min(usual, self._figures(plan.period / times, plan.makespan / times), key=lambda one: one.period)
+            found = self._figures(plan_for(problem, None, work=self.work), self.job.unit / times)
+            return min(usual, found, key=lambda one: one.period)
 
         return self._once(("lent", shape, microbatches), made)
 
@@ -124,31 +124,22 @@ class Plans:
         """``hit`` pipelines are left out, the others take their micro-batches. Raises PlanError if none is left."""
         def made() -> Figures:
             gone = tuple(Worker(pipeline, 0) for pipeline in range(hit))
-            problem = shaped(self.job.problem(microbatches, gone), "staggered")
-            plan = drop(problem)
-            return self._figures(plan.period, plan.makespan)
+            return self._figures(drop(shaped(self.job.problem(microbatches, gone), "staggered")))
 
         return self._once(("drop", hit, microbatches), made)
 
     def stock(self, microbatches: tuple[int, ...] | None = None) -> Figures:
         """1F1B of whole pipelines with so many micro-batches each (default: the job's), which step together."""
-        dealt = microbatches or (self.job.microbatches,) * self.job.pipelines
-        most = max(dealt)
-
-        def made() -> Figures:
-            problem = replace(self.job.problem((most,)), split_backward=False, objective="makespan")
-            plan = one_f_one_b(problem)  # pipelines do not wait for each other before their step
-            return self._figures(plan.makespan, plan.makespan)
-
-        return self._once(("1f1b", most), made)
+        most = max(microbatches or (self.job.microbatches,))
+        # Pipelines do not wait for each other before their step.
+        return self._once(("1f1b", most), lambda: self._alone(self.job.problem((most,))))
 
     def recut(self, shares: tuple[int, ...], layers: int, counts: tuple[int, ...]) -> Figures:
         """Stages have ``shares`` of their pipelines' ``layers * stages`` layers, and ``counts`` workers are lost."""
         def made() -> Figures:
             costs = self.job.costs
             rows = [tuple(round(value * share / layers) for value, share in zip(row, shares)) for row in _rows(costs)]
-            problem = self._lost(counts, None)
-            return self._planned(replace(problem, costs=_costs(rows, costs.hop)))
+            return self._planned(replace(self._lost(counts, None), costs=_costs(rows, costs.hop)))
 
         return self._once(("recut", shares, counts), made)
 
@@ -160,10 +151,7 @@ class Plans:
             rows = [tuple(round(sum(row[layer // layers] for layer in range(*ends)) / layers) for ends in pairwise(cut))
                     for row in _rows(costs)]
             grid = Grid(length, (microbatches,))
-            problem = Problem(grid, _costs(rows, costs.hop), cap=dict.fromkeys(grid.workers(), 2 * length),
-                              split_backward=False, objective="makespan")
-            plan = one_f_one_b(problem)
-            return self._figures(plan.makespan, plan.makespan)
+            return self._alone(Problem(grid, _costs(rows, costs.hop), cap=dict.fromkeys(grid.workers(), 2 * length)))
 
         return self._once(("template", length, microbatches), made).period
 
@@ -180,21 +168,24 @@ class Plans:
     def _planned(self, problem: Problem) -> Figures:
         asked = shaped(problem, self.technique)
         plan: Plan | Schedule = plan_for(asked, None, work=self.work) if self.work else _quickly(asked)
-        if self.technique == "staggered":
-            return self._figures(plan.period, plan.makespan)
-        return self._figures(plan.makespan, plan.makespan)
+        found = self._figures(plan)
+        return found if self.technique == "staggered" else replace(found, period=found.makespan)
+
+    def _alone(self, problem: Problem) -> Figures:
+        """Stock 1F1B of one pipeline."""
+        plan = one_f_one_b(replace(problem, split_backward=False, objective="makespan"))
+        return replace(self._figures(plan), period=plan.makespan * self.job.unit)
 
     def _natural(self, problem: Problem) -> Figures:
         instance = build(shaped(problem, "staggered"))
         alignment = natural(instance)
         found = [run(instance, template, alignment) for template in TEMPLATES[:4 if self.work else 2]]
-        best = min(found, key=lambda one: goal(instance.problem, one))
-        return self._figures(best.period, best.makespan)
+        return self._figures(min(found, key=lambda one: goal(instance.problem, one)))
 
-    def _figures(self, period: float, makespan: float) -> Figures:
-        return Figures(period * self.job.unit, makespan * self.job.unit)
-
-
+    def _figures(self, plan: Plan | Schedule, unit: float | None = None) -> Figures:
+        """A plan's figures, with so many seconds to a unit of its costs (default: the job's)."""
+        seconds = self.job.unit if unit is None else unit
+        return Figures(plan.period * seconds, plan.makespan * seconds)
 
 
 def _rows(costs: Costs) -> tuple[tuple[int, ...], ...]:
