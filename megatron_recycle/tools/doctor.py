@@ -16,7 +16,7 @@ import os
 import platform
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def check_versions(settings: RecycleConfig) -> list[Check]:
+def check_versions(settings: RecycleConfig) -> Iterator[Check]:
     """Python and the packages against the ranges that this package declares."""
-    python = Check("python", "ok", f"{platform.python_version()} on {platform.machine()}")
-    return [python, *(_version(name, wanted) for name, wanted in _declared().items())]
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.machine()}")
+    yield from (_version(name, wanted) for name, wanted in _declared().items())
 
 
 def _declared() -> dict[str, str]:
@@ -105,20 +105,20 @@ def _version(name: str, wanted: str) -> Check:
     return Check(name, "ok", version)
 
 
-def check_system(settings: RecycleConfig) -> list[Check]:
+def check_system(settings: RecycleConfig) -> Iterator[Check]:
     """Services of the operating system that launcher and detectors need."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = [Check("cores", "ok", f"{cores} usable")]
+    yield Check("cores", "ok", f"{cores} usable")
     try:
         os.close(os.pidfd_open(os.getpid()))
-        found.append(Check("process exits", "ok", "seen at once (pidfd)"))
+        yield Check("process exits", "ok", "seen at once (pidfd)")
     except (AttributeError, OSError):
-        text = "this system has no pidfd, without which recycle run starts nothing; it takes Linux 5.3 or newer"
-        found.append(Check("process exits", "fail", text))
+        yield Check("process exits", "fail", "this system has no pidfd, without which recycle run starts nothing; it "
+                    "takes Linux 5.3 or newer")
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = 0 <= files < 1024
     hint = "; raise it (ulimit -n 4096): each pair of workers takes a few" if few else ""
-    return [*found, Check("open files", "warn" if few else "ok", f"limit {files}{hint}")]
+    yield Check("open files", "warn" if few else "ok", f"limit {files}{hint}")
 
 
 def check_interface(settings: RecycleConfig) -> list[Check]:
@@ -181,25 +181,25 @@ def check_token(settings: RecycleConfig, environ: Mapping[str, str] | None = Non
     return [Check("token", "ok", f"RECYCLE_TOKEN has {len(token)} characters")]
 
 
-def check_torch(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> list[Check]:
+def check_torch(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> Iterator[Check]:
     """Threads, devices, communication and determinism as torch has them, and the fingerprint."""
     environ = os.environ if environ is None else environ
     try:
         import torch
     except ImportError as error:
-        return [Check("devices", "fail", f"torch cannot be imported: {error}")]
+        yield Check("devices", "fail", f"torch cannot be imported: {error}")
+        return
     exact = settings.reduction == "exact"
-    found = [_threads(torch, environ, exact)]
+    yield _threads(torch, environ, exact)
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     if len(set(names)) > 1:
-        found.append(Check("devices", "warn", f"different kinds on one host: {', '.join(names)}; exact needs one"))
+        yield Check("devices", "warn", f"different kinds on one host: {', '.join(names)}; exact needs one")
     else:
-        found.append(Check("devices", "ok", f"{len(names)} x {names[0]}" if names else "CPU only"))
-    found.append(_communication(torch, bool(names)))
-    found += [Check("nccl", "fail" if names else "warn", text) for text in nccl_settings.unsafe(environ)]
-    found.extend(_determinism(torch, environ, exact, bool(names)))
-    found.append(Check("fingerprint", "ok", _fingerprint(torch, environ, names)))
-    return found
+        yield Check("devices", "ok", f"{len(names)} x {names[0]}" if names else "CPU only")
+    yield _communication(torch, bool(names))
+    yield from (Check("nccl", "fail" if names else "warn", text) for text in nccl_settings.unsafe(environ))
+    yield from _determinism(torch, environ, exact, bool(names))
+    yield Check("fingerprint", "ok", _fingerprint(torch, environ, names))
 
 
 def _threads(torch: Any, environ: Mapping[str, str], exact: bool) -> Check:
@@ -221,24 +221,22 @@ def _communication(torch: Any, gpu: bool) -> Check:
     return Check("communication", "ok", "gloo, NCCL" if gpu else "gloo")
 
 
-def _determinism(torch: Any, environ: Mapping[str, str], exact: bool, gpu: bool) -> list[Check]:
+def _determinism(torch: Any, environ: Mapping[str, str], exact: bool, gpu: bool) -> Iterator[Check]:
     """Settings that change bits from run to run, and a try: the same work twice."""
     bad = "fail" if exact else "warn"
-    found = []
     if gpu:
         if environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
-            text = "cuBLAS may choose other algorithms per run; set CUBLAS_WORKSPACE_CONFIG=:4096:8"
-            found.append(Check("determinism", bad, text))
+            yield Check("determinism", bad,
+                        "cuBLAS may choose other algorithms per run; set CUBLAS_WORKSPACE_CONFIG=:4096:8")
         if torch.backends.cudnn.benchmark:
-            text = "cuDNN picks kernels by timing; set torch.backends.cudnn.benchmark = False"
-            found.append(Check("determinism", bad, text))
+            yield Check("determinism", bad,
+                        "cuDNN picks kernels by timing; set torch.backends.cudnn.benchmark = False")
         if not torch.are_deterministic_algorithms_enabled():
-            text = "exact wants torch.use_deterministic_algorithms(True) in the training script"
-            found.append(Check("determinism", "warn" if exact else "ok", text))
+            yield Check("determinism", "warn" if exact else "ok",
+                        "exact wants torch.use_deterministic_algorithms(True) in the training script")
     same = _same_twice(torch, "cuda" if gpu else "cpu")
     text = "the same layer twice gives the same bits" if same else "the same layer twice gives different bits"
-    found.append(Check("determinism", "ok" if same else bad, text))
-    return found
+    yield Check("determinism", "ok" if same else bad, text)
 
 
 def _same_twice(torch: Any, device: str) -> bool:
