@@ -44,6 +44,7 @@ class Facts:
         told: what the coordinator has answered; None if it has not, and then `silent` says why.
         event_age: seconds since the last event; None: there is none.
         gpus: of each rank, as far as the hosts have written it down.
+        problems: what could not be read, one line each.
     """
 
     seen: Seen
@@ -55,6 +56,12 @@ class Facts:
     meeting: Meeting | None = None
     event_age: float | None = None
     gpus: Mapping[int, str] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended, by its events or by its journal."""
+        return bool(self.seen.finished) or (self.state is not None and self.state.ended is not None)
 
     @property
     def hosts(self) -> dict[str, str]:
@@ -96,8 +103,8 @@ class Outlook:
 
 def judge(facts: Facts) -> Outlook:
     """The verdict."""
-    seen, state = facts.seen, facts.state
-    if seen.finished or (state is not None and state.ended is not None):
+    seen = facts.seen
+    if facts.over:
         return _ended(facts)
     if facts.told is None and facts.silent:
         old = "" if facts.event_age is None else f"; its last event is {duration(facts.event_age)} old"

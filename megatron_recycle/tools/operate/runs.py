@@ -5,41 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.config import variable
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.launch import meeting
+from megatron_recycle.launch import devices, meeting
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import read_events
+from megatron_recycle.tools.operate.outlook import Facts
 from megatron_recycle.tools.operate.seen import Seen
 
 EVENTS, JOURNAL = "events.jsonl", "journal.jsonl"
 _WORKER = re.compile(r"\d+:\d+(\.\d+)?\Z")
 _WORTHLESS = ('"event": "rolled_back"', '"event": "rebuilt"', '"event": "hint"')
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run, as its files describe it.
-
-    Attributes:
-        folder: the run's folder.
-        seen: what its events add up to.
-        state: what its journal says; None where the journal is not a file (`--store`) or is damaged.
-        meeting: where its coordinator listens, and its token; None once the job is over.
-        problems: what could not be read, one line each.
-    """
-
-    folder: Path
-    seen: Seen
-    state: State | None
-    meeting: Meeting | None
-    problems: tuple[str, ...] = field(default=())
 
 
 def add_run(parser: Any) -> None:
@@ -100,7 +82,7 @@ def folder_of(given: Path | None) -> Path:
     return folder
 
 
-def read(folder: Path) -> Run:
+def read(folder: Path) -> Facts:
     """All that the files in ``folder`` say; what cannot be read is left out. Raises ConfigError where that is all."""
     problems: list[str] = []
     events: list[dict[str, Any]] = []
@@ -126,7 +108,10 @@ def read(folder: Path) -> Run:
         problems.append(str(error))
     if not events and state is None and found is None:
         raise ConfigError(f"{folder}: {'; '.join(problems) or 'nothing has happened yet'}")
-    return Run(folder, seen, state, found, tuple(problems))
+    now = time.time()
+    age = None if not seen.last else max(0.0, now - float(seen.last["t"]))
+    return Facts(seen, now, str(folder), state, meeting=found, event_age=age, gpus=devices.read(folder),
+                 problems=tuple(problems))
 
 
 def _journal(path: Path, size: int) -> State | None:

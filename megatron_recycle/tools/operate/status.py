@@ -10,20 +10,19 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import devices
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.observe.text import one_line
 from megatron_recycle.plan import Costs, Worker
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, add_token_file, ask, secret
 from megatron_recycle.tools.operate.outlook import Facts, Level, Outlook, duration, judge
-from megatron_recycle.tools.operate.runs import Run, add_run, folder_of, read
+from megatron_recycle.tools.operate.runs import add_run, folder_of, read
 from megatron_recycle.tools.profile import planned_seconds
 
 VERSION = 1
@@ -65,16 +64,6 @@ def run(args: argparse.Namespace) -> int:
         return int(Level.OVER)
 
 
-def _facts(found: Run, token_file: Path | None) -> Facts:
-    """All that is known of a run at this moment. Raises ConfigError for a token that cannot be read."""
-    now, told, silent = time.time(), None, ""
-    if not found.seen.finished and (found.state is None or found.state.ended is None):
-        told, silent = _ask(found.meeting, token_file)
-    age = None if not found.seen.last else max(0.0, now - float(found.seen.last["t"]))
-    return Facts(found.seen, now, str(found.folder), found.state, told, silent, found.meeting, age,
-                 devices.read(found.folder))
-
-
 def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any] | None, str]:
     if found is None or not found.control:
         return None, "the run's folder does not say where its coordinator listens (it has no join.json)"
@@ -85,15 +74,17 @@ def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any]
 
 
 def _once(folder: Path, args: argparse.Namespace) -> Level:
-    found = read(folder)
-    facts = _facts(found, args.token_file)
+    facts = read(folder)
+    if not facts.over:
+        told, silent = _ask(facts.meeting, args.token_file)
+        facts = replace(facts, told=told, silent=silent)
     outlook = judge(facts)
     if args.json:
-        print(json.dumps(to_json(facts, outlook, found.problems, plan_seconds(facts))), flush=True)
+        print(json.dumps(to_json(facts, outlook, plan_seconds(facts))), flush=True)
     else:
         if args.watch is not None and sys.stdout.isatty():
             print("\x1b[H\x1b[2J", end="")
-        show(facts, outlook, found.problems, args.workers)
+        show(facts, outlook, args.workers)
     return outlook.level
 
 
@@ -111,8 +102,7 @@ def plan_seconds(facts: Facts) -> float | None:
     return seen.period
 
 
-def to_json(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), planned: float | None = None
-            ) -> dict[str, Any]:
+def to_json(facts: Facts, outlook: Outlook, planned: float | None = None) -> dict[str, Any]:
     """The status as `--json` prints it, with the seconds of an iteration that are ``planned``. Times are Unix seconds,
     durations seconds."""
     seen = facts.seen
@@ -131,7 +121,7 @@ def to_json(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), plan
         "checkpoint": {key: seen.checkpoint[key] for key in ("iteration", "place", "t") if key in seen.checkpoint},
         "coordinator": {"reachable": facts.told is not None, "why": facts.silent, "events_age_s": facts.event_age,
                         "control": facts.meeting.control if facts.meeting else ""},
-        "problems": list(problems),
+        "problems": list(facts.problems),
     }
 
 
@@ -164,7 +154,7 @@ def _doing(progress: Mapping[str, Any] | None) -> str:
     return f"waiting{long} for {what}" if state == "waiting" else f"{what}{long}"
 
 
-def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: bool = False) -> None:
+def show(facts: Facts, outlook: Outlook, every: bool) -> None:
     """Print the status for people."""
     from rich.console import Console
     from rich.table import Table
@@ -185,7 +175,7 @@ def show(facts: Facts, outlook: Outlook, problems: tuple[str, ...] = (), every: 
         print_line(f"{'out':9} {_absent(one, facts.now)}")
     for repair in dict.fromkeys(one.repair for one in facts.seen.out.values() if one.repair):
         print_line(f"{'drain':9} {one_line(repair, 500)}")
-    for problem in problems:
+    for problem in facts.problems:
         print_line(f"{'warning':9} {one_line(problem)}")
     rows = workers(facts)
     if over and not every:
