@@ -63,7 +63,8 @@ class Act:
             if (self._undo_at is not None and now >= self._undo_at) or self._job.ended:
                 self.close()
             return
-        if self._held() if self.order.observed else self._is_in_flight():
+        comes = self._held() if self.order.observed else self._is_in_flight()
+        if comes:
             self._strike()
 
     def close(self) -> None:
