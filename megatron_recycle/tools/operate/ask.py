@@ -136,8 +136,12 @@ def _talk(control: str, token: str, message: Order, limit: float) -> Iterator[Fa
     for host, port in targets(control):
         try:
             yield from _talk_to(host, port, token, message, limit)
-        except (OSError, WireError) as error:
-            why = _why(error, limit)
+        except TimeoutError:
+            why = f"no answer within {limit:.0f} s"
+        except WireError:
+            why = "who answers there does not have this job's token, or is of another version"
+        except OSError as error:
+            why = error.strerror or str(error)
     raise Unreachable(f"the coordinator at {control} does not answer: {why}")
 
 
@@ -160,11 +164,3 @@ def _talk_to(host: str, port: int, token: str, message: Order, limit: float) -> 
             if session.open and not asked:
                 connection.sendall(session.seal(OperatorHello("operator")) + session.seal(message))
                 asked = True
-
-
-def _why(error: Exception, limit: float) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {limit:.0f} s"
-    if isinstance(error, WireError):
-        return "who answers there does not have this job's token, or is of another version"
-    return getattr(error, "strerror", None) or str(error)
