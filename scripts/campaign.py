@@ -74,7 +74,7 @@ class CampaignJob(Job):
         while not self._over.wait(0.01):
             status = self._service.child.status()
             if status == -signal.SIGKILL:
-                self._service = self._service.restart()
+                self._service.restart()
             for event in (read_events(path) if path.exists() else [])[known:]:
                 known += 1
                 self._emit(event)

@@ -76,15 +76,13 @@ class Answer(Value, frozen=True):
 
 
 class Deaths:
-    """The count of one service's deaths without an iteration committed, or a longer life, in between.
+    """The count of a coordinator's deaths without an iteration committed, or a longer life, in between.
 
     Args:
-        what: the service, in words.
         clock: seconds that only grow.
     """
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what = what
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._count = 0
         self._born = clock()
@@ -100,18 +98,18 @@ class Deaths:
         self._count += 1
         self._born = self._clock()
         if self._count > _MOST:
-            raise RecycleError(f"{self._what} has died {self._count} times in a row, without an iteration committed in "
-                               f"between: see {log}")
+            raise RecycleError(f"the coordinator has died {self._count} times in a row, without an iteration committed "
+                               f"in between: see {log}")
 
 
 @dataclass
 class Service:
-    """A coordinator's process and where it listens, "host:port"."""
+    """A coordinator's process, the latest of several, and where it listens, "host:port"."""
 
     child: Child
     control: str
     spec: CoordinatorSpec
-    deaths: Deaths = field(default_factory=lambda: Deaths("the coordinator"))
+    deaths: Deaths = field(default_factory=Deaths)
     linger: float = _END_LIMIT
     """Seconds that it has to end by itself at the end of the job, while others still hear of it."""
     standby: bool = False
@@ -121,9 +119,23 @@ class Service:
     later: bool = False
     """Whether it was started again, so that nobody has read yet what it said."""
 
-    def restart(self) -> Service:
+    def progress(self) -> None:
+        """An iteration was committed: what has died before may die again."""
+        self.deaths.progress()
+        self.begun = True
+
+    def end_told(self) -> str:
+        """For the user: which coordinator has ended, and what becomes of it. One of several may have stood by."""
+        if not self.standby:
+            return f"the coordinator (pid {self.child.pid}) has died; starting it again"
+        if self.child.status() == DEPOSED:
+            return f"this host's coordinator (pid {self.child.pid}) leads no more; starting it again to stand by"
+        return (f"this host's coordinator (pid {self.child.pid}) has died; starting it again to stand by (if it led, "
+                "another host's does within seconds)")
+
+    def restart(self) -> None:
         """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until
-        it listens: its clients try until they can connect. This one is released in any case.
+        it listens: its clients try until they can connect. The process before is released in any case.
 
         Raises:
             RecycleError: it has refused to start, or has died too often.
@@ -136,9 +148,9 @@ class Service:
             raise RecycleError(_not_started(self.child.log, said))
         if status != DEPOSED:
             self.deaths.died(self.child.log)
-        spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True,
-                                   begun=self.begun)
-        return Service(_spawn(spec), self.control, spec, self.deaths, self.linger, self.standby, self.begun, later=True)
+        self.spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True,
+                                        begun=self.begun)
+        self.child, self.later = _spawn(self.spec), True
 
     def _said(self) -> Answer:
         """The lines of a process that has ended, as far as nobody has read them yet."""

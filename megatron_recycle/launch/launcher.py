@@ -2,7 +2,7 @@
 
 One thread waits for everything: process ends (pidfd), messages of the coordinator, signals. Messages to the coordinator
 are queued, and the link's thread sends them. The parts: `processes`, `starting` (again, and for moves), `shutdown`
-(signals, time limits), `obeying` (the coordinator's commands), `services` (the coordinator).
+(signals, time limits), `coordinator_process` (the coordinator, on the host that has one).
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_recycle.control.link import Link
+from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch import attribution, devices
 from megatron_recycle.launch.attribution import Attribution
 from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.life import Life
-from megatron_recycle.launch.obeying import Obeying
 from megatron_recycle.launch.processes import NOT_JOINED, Job, Processes, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
-from megatron_recycle.launch.services import Services
 from megatron_recycle.launch.shutdown import Ending
-from megatron_recycle.launch.starting import Starting, Starts
+from megatron_recycle.launch.starting import Starting
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.launch.worker_logs import Follower, last_words
-from megatron_recycle.membership.failure_kinds import describe_status
+from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
 from megatron_recycle.membership.inputs import Exited, StaysOut
 from megatron_recycle.membership.protocol import (
     TO_LAUNCHER,
+    Begun,
+    Drop,
     End,
     EventTold,
     Explains,
@@ -40,7 +41,13 @@ from megatron_recycle.membership.protocol import (
     LauncherHello,
     Lives,
     Message,
+    Ordered,
+    Out,
     Places,
+    Progress,
+    Speaks,
+    Start,
+    Terminate,
     ToLauncher,
 )
 from megatron_recycle.observe.text import printable
@@ -74,15 +81,13 @@ class Launcher:
         self.summary = Summary()
         self._say = lambda line: say(stamp() + printable(line))
         self.restarts = Restarts(self._say, lambda rank: self._link.send(StaysOut(rank)))
-        starts = Starts({rank: index for index, rank in enumerate(job.ranks, job.first_local)})
-        self.processes = Processes(job, starts.devices, self._say)
+        self.processes = Processes(job, self._say)
         self.ending = Ending(self.processes, self.restarts, self._say, self._send)
-        self.services = Services(coordinator, self.ending, self._say)
-        self.starting = Starting(self.processes, self.restarts, starts, self._say, self.spawn, self._tell)
+        self.starting = Starting(self.processes, self.restarts, self._say, self.spawn, self._tell)
+        self._coordinator = coordinator
+        """Its process; None: another launcher looks after it, or it cannot be started again."""
         self._follower = Follower(job.run_dir, job.show, say)
-        self._obeying = Obeying(self.processes, self.restarts, self.starting, self.ending, self.services,
-                                self._follower, self._say)
-        self._inbox: queue.SimpleQueue[ToLauncher] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToLauncher | Explains] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -92,10 +97,9 @@ class Launcher:
         self._refused = False
         self._idle_since: float | None = None
         self._told: list[Message] = []
-        self._explained: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._machine, self._gpus = attribution.Host(job.environ, (job.run_dir, Path.cwd())), dict[int, str]()
         self._attribution = Attribution(
-            self._machine, lambda rank, pid, found: self._explained.put(
+            self._machine, lambda rank, pid, found: self._inbox.put(
                 Explains(rank, pid, tuple(found.causes), found.gpu, found.repair)))
         self._link = Link(
             control,
@@ -118,7 +122,7 @@ class Launcher:
         descriptor = signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
         try:
             self._link.start()
-            self._watch_coordinator(self.services.coordinator)
+            self._watch_coordinator()
             for rank in self.job.ranks:
                 self.spawn(rank, NOT_JOINED if self.job.joining else None)
             while self.processes.live() or self._awaits_end():
@@ -131,7 +135,8 @@ class Launcher:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self.processes.release()
-            self.services.end()
+            if self._coordinator is not None:
+                self._coordinator.end()
             self._selector.close()
         return self._status()
 
@@ -152,7 +157,7 @@ class Launcher:
             return self.ending.end.message
         if self.job.joining:
             return "this host has left the job"
-        if not self.services.at_home and self._link.lost_since is not None:
+        if not self._leads_here and self._link.lost_since is not None:
             return (f"the coordinator at {self._link.address} is out of reach and did not say how the job ended; if it "
                     f"goes on, {self._how_to_join()}")
         return "the coordinator did not say how the job ended"
@@ -215,13 +220,11 @@ class Launcher:
                 self._drain()
             elif isinstance(key.data, Service):
                 self._selector.unregister(key.fileobj)
-                self._watch_coordinator(self.services.coordinator_died())
+                self._coordinator_died(key.data)
             else:
                 self._ended(key.data)
         while not self._inbox.empty():
             self._receive(self._inbox.get())
-        while not self._explained.empty():
-            self._tell(self._explained.get())
         while self._signals:
             self.ending.interrupt(*self._signals.popleft())
         if self._link.lost_since is None:  # nobody else would let them in
@@ -233,9 +236,22 @@ class Launcher:
         self.ending.check_deadline()
         self._check_idle()
 
-    def _watch_coordinator(self, service: Service | None) -> None:
-        if service is not None:
-            self._selector.register(service.child.pidfd, selectors.EVENT_READ, service)
+    def _watch_coordinator(self) -> None:
+        if self._coordinator is not None:
+            self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
+
+    def _coordinator_died(self, died: Service) -> None:
+        """Start it again, unless nobody needs it any more; where that does not help, the job ends. Training goes on
+        meanwhile: the new one reads the journal and finds the workers where they are."""
+        if self.ending.end is not None or (self.ending.interrupted and not self.ending.saves):
+            return
+        self._say(died.end_told())
+        try:
+            died.restart()
+        except RecycleError as error:
+            self._coordinator = None
+            self.ending.give_up(f"no coordinator any more: {error}")
+        self._watch_coordinator()
 
     def _drain(self) -> None:
         try:
@@ -243,21 +259,68 @@ class Launcher:
         except BlockingIOError:
             return
 
-    def _receive(self, message: ToLauncher) -> None:
-        """The end, a command, or an event: events are shown to the user, and nothing follows from them."""
-        if isinstance(message, End):
+    def _receive(self, message: ToLauncher | Explains) -> None:
+        """The end, a command, or an event: events are shown to the user, and nothing follows from them. From this host
+        itself, why a worker has failed."""
+        if isinstance(message, Explains):
+            self._tell(message)
+        elif isinstance(message, End):
             self.ending.finish(message)
         elif isinstance(message, EventTold):
             line = self.summary.add(message.event)
             if line is not None and (self.job.leader or self.summary.rank_of(message.event) in self.job.ranks):
                 self._say(line)
         elif not isinstance(message, (Lives, Places)):
-            self._obeying.obey(message)
+            self._obey(message)
+
+    def _obey(self, command: Ordered) -> None:
+        """Carry out a command of the coordinator's that is about this host; see `membership.commands`. Each may come
+        twice."""
+        if isinstance(command, Begun):
+            self.restarts.of_host = command.max_failures_per_host
+            self.restarts.begun(0 if self.ending.over else command.max_restarts, time.monotonic())
+            self.ending.time_to_leave = command.leave_timeout
+        elif isinstance(command, Start):
+            if self.processes.mine(command.beside, command.pid) is not None and not self.ending.over:
+                self.starting.begin_move(command.rank, command.beside, command.move)
+        elif isinstance(command, Drop):
+            self.starting.drop_move(command.rank, command.move)
+        elif isinstance(command, Terminate):
+            self.ending.terminate(command.seconds)
+        elif isinstance(command, Progress):
+            if self._coordinator is not None:
+                self._coordinator.progress()
+        elif (worker := self.processes.mine(command.rank, command.pid)) is None:
+            return
+        elif isinstance(command, Speaks):
+            self._follower.speaks(worker.rank, command.offset)
+        elif isinstance(command, Out):
+            self._declared_out(worker, command)
+        elif worker.lives:  # it joined; told again after the coordinator's return, it may have died since
+            self.starting.joined(worker)
+
+    def _declared_out(self, worker: WorkerProcess, command: Out) -> None:
+        if worker.declared:
+            return
+        worker.declared, worker.out = True, command.kind
+        if worker.out is FailureKind.UNREACHABLE and not self.ending.over:
+            # The others go on without it; it ends by itself, or has already, and its place is free for another life.
+            if worker.lives:
+                worker.kill_at = time.monotonic() + self.job.grace.terminated
+            else:
+                self.starting.failed(worker)
+        elif self.ending.end is None and worker.out is FailureKind.EXIT:  # it comes by itself, unless it hangs
+            if worker.lives:
+                why = f"{command.error}; see" if command.error else "see"
+                self._say(f"rank {worker.rank} (pid {worker.pid}) has failed: {why} {worker.child.log}")
+            worker.kill_at = worker.kill_at or time.monotonic() + self.job.grace.ending
+        elif self.ending.end is not None or self.restarts.most:
+            worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
 
     def _check_coordinator(self) -> None:
         """On a host of its own, a launcher does not see the first one's end."""
         refused = self._link.refused_since
-        if refused is None or self.services.coordinator is not None or self.ending.over:
+        if refused is None or self._coordinator is not None or self.ending.over:
             return
         if time.monotonic() - refused > self.job.grace.refused:
             self._refused = True
@@ -294,7 +357,12 @@ class Launcher:
     def _longest_cut(self) -> float:
         """Seconds after which nobody waits for the network any more. A coordinator of its own is at home."""
         grace = self.job.grace
-        return grace.failed if self.services.at_home else max(grace.failed, grace.cut_off)
+        return grace.failed if self._leads_here else max(grace.failed, grace.cut_off)
+
+    @property
+    def _leads_here(self) -> bool:
+        """Whether the coordinator that leads is this host's."""
+        return self._coordinator is not None and not self._coordinator.standby
 
     def _how_to_join(self) -> str:
         return (f"`recycle run --join {self._link.address} --nproc {len(self.job.ranks)}` with the job's token, script "

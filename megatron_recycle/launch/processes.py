@@ -93,14 +93,14 @@ class Processes:
     Attributes:
         workers: each rank's process, the latest of several.
         lives: all processes, in the order in which they were started.
-        devices: local rank of every rank that is started here.
+        devices: local rank of every rank that is started here, or is to be.
     """
 
-    def __init__(self, job: Job, devices: Mapping[int, int], say: Say) -> None:
+    def __init__(self, job: Job, say: Say) -> None:
         self.job = job
         self.workers: dict[int, WorkerProcess] = {}
         self.lives: list[WorkerProcess] = []
-        self.devices = devices
+        self.devices = {rank: index for index, rank in enumerate(job.ranks, job.first_local)}
         self._say = say
         self._memory = HostMemory.create()
 

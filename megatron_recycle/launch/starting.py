@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.processes import NOT_JOINED, Processes, Say, WorkerProcess
@@ -17,57 +18,14 @@ _CUT_OFF = FailureKind.UNREACHABLE
 """The failure of workers whose host was out of reach: nothing is wrong with them."""
 
 
-class Starts:
-    """The launcher's memory of the ranks that it starts beside its own, each on the device of another.
+@dataclass
+class _Move:
+    """The latest move to a rank that this launcher starts beside its own, on the device of another."""
 
-    Args:
-        devices: local rank of each rank of this host.
-    """
-
-    def __init__(self, devices: Mapping[int, int]) -> None:
-        self.devices = dict(devices)
-        """Local rank of every rank that this launcher has started or is to start."""
-        self._due: list[int] = []
-        self._moving: set[int] = set()
-        self._numbers: dict[int, int] = {}
-
-    def begin(self, rank: int, beside: int, number: int) -> None:
-        """The worker of rank ``beside`` moves: its successor is to be started, once, however often that is told."""
-        if self._numbers.get(rank) != number:
-            self._numbers[rank] = number
-            self.devices[rank] = self.devices[beside]
-            self._due.append(rank)
-            self._moving.add(rank)
-
-    def number(self, rank: int) -> int:
-        """Which move it is that this rank's process is started for; 0 for none."""
-        return self._numbers.get(rank, 0)
-
-    def due(self) -> list[int]:
-        """The ranks to be started now, each named once."""
-        found, self._due = self._due, []
-        return found
-
-    def later(self, rank: int) -> None:
-        """Its earlier process still ends."""
-        self._due.append(rank)
-
-    def awaited(self, rank: int) -> bool:
-        """Whether this rank's process of a move is still to be started: what ends now made room for it."""
-        return rank in self._due
-
-    def moves(self, rank: int) -> bool:
-        """Whether this rank's process belongs to a move that is under way."""
-        return rank in self._moving
-
-    def end(self, rank: int) -> None:
-        """The move is over, well or not."""
-        self._moving.discard(rank)
-        self._due = [other for other in self._due if other != rank]
-
-    def others(self, rank: int) -> list[int]:
-        """Ranks that share this one's device."""
-        return [other for other, device in self.devices.items() if device == self.devices[rank] and other != rank]
+    number: int
+    due: bool = True
+    """Whether its process is still to be started: what ends on the device makes room for it."""
+    under_way: bool = True
 
 
 class Starting:
@@ -79,22 +37,24 @@ class Starting:
         tell: gets what the coordinator is to hear, also after a reconnect.
     """
 
-    def __init__(self, processes: Processes, restarts: Restarts, starts: Starts, say: Say,
-                 spawn: Callable[[int, str, int], None], tell: Callable[[Message], None]) -> None:
+    def __init__(self, processes: Processes, restarts: Restarts, say: Say, spawn: Callable[[int, str, int], None],
+                 tell: Callable[[Message], None]) -> None:
         self._processes = processes
         self._restarts = restarts
-        self._starts = starts
+        self._moves: dict[int, _Move] = {}
         self._say = say
         self._spawn = spawn
         self._tell = tell
 
     def failed(self, worker: WorkerProcess) -> None:
         """Decide whether it is to be started again; not beside another process on its device."""
-        if self._starts.awaited(worker.rank):
+        move = self._moves.get(worker.rank)
+        if move is not None and move.due:
             return
-        self._starts.end(worker.rank)
-        workers = self._processes.workers
-        alone = not any(workers[rank].lives for rank in self._starts.others(worker.rank) if rank in workers)
+        self._end_move(worker.rank)
+        devices = self._processes.devices
+        alone = not any(other.lives and devices[other.rank] == devices[worker.rank]
+                        for other in self._processes.workers.values() if other.rank != worker.rank)
         if alone and worker.out == _CUT_OFF:
             self._restarts.cut_off(worker.rank, time.monotonic(), str(worker.child.log))
         elif alone:
@@ -116,30 +76,38 @@ class Starting:
 
     def moves(self) -> None:
         """Start the processes of other stages that workers of this host move to."""
-        for rank in self._starts.due():
+        for rank, move in self._moves.items():
             before = self._processes.workers.get(rank)
-            if before is None or not before.lives:
-                self._try(rank, NOT_JOINED, self._starts.number(rank))
-            else:
+            if move.due and (before is None or not before.lives):
+                move.due = False
+                self._try(rank, NOT_JOINED, move.number)
+            elif move.due and before is not None:
                 before.child.signal(signal.SIGKILL)  # declared out: its successor needs its name
-                self._starts.later(rank)
 
     def begin_move(self, rank: int, beside: int, number: int) -> None:
-        """The worker of rank ``beside`` moves to the place of ``rank``."""
-        self._starts.begin(rank, beside, number)
+        """The worker of rank ``beside`` moves to the place of ``rank``: its successor is to be started, once, however
+        often that is told."""
+        if rank not in self._moves or self._moves[rank].number != number:
+            self._moves[rank] = _Move(number)
+            self._processes.devices[rank] = self._processes.devices[beside]
 
     def drop_move(self, rank: int, number: int) -> None:
         """Nothing comes of this move: its process ends."""
-        if number != self._starts.number(rank):
+        move, worker = self._moves.get(rank), self._processes.workers.get(rank)
+        if move is None or move.number != number:
             return
-        worker = self._processes.workers.get(rank)
-        if self._starts.moves(rank) and worker is not None and worker.out is not None:
+        if move.under_way and worker is not None and worker.out is not None:
             worker.child.signal(signal.SIGKILL)
-        self._starts.end(rank)
+        self._end_move(rank)
+
+    def _end_move(self, rank: int) -> None:
+        """It is over, well or not."""
+        if (move := self._moves.get(rank)) is not None:
+            move.due = move.under_way = False
 
     def joined(self, worker: WorkerProcess) -> None:
         """It takes part in the training."""
-        self._starts.end(worker.rank)
+        self._end_move(worker.rank)
         worker.out, worker.joins = None, False
         self._restarts.joined(worker.rank)
 
@@ -151,7 +119,7 @@ class Starting:
             self._say(f"rank {rank} cannot be started: {error}")
             log = str(self._processes.log(rank))
             if move:
-                self._starts.end(rank)
+                self._end_move(rank)
                 self._tell(Exited(rank, 0, 1, time.time(), log, move))
             elif out == _CUT_OFF:
                 self._restarts.cut_off(rank, time.monotonic(), log)

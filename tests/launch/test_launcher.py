@@ -19,11 +19,10 @@ import pytest
 from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
-from megatron_recycle.launch.coordinator_process import DEPOSED, Deaths
+from megatron_recycle.launch.coordinator_process import DEPOSED, Deaths, Service
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Grace, Job, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
-from megatron_recycle.launch.services import Services
 from megatron_recycle.membership.inputs import Exited, StaysOut
 from megatron_recycle.membership.protocol import TO_LAUNCHER, Begun, Drop, End, EventTold, Interrupt, Start, Terminate
 
@@ -294,7 +293,7 @@ def test_a_signal_to_a_process_that_has_just_ended_leaves_its_status_for_who_col
 
 def test_a_service_may_die_again_and_again_while_iterations_are_committed() -> None:
     now = [0.0]
-    deaths = Deaths("the coordinator", lambda: now[0])
+    deaths = Deaths(lambda: now[0])
     for _ in range(4):
         for _ in range(5):
             deaths.died("log")
@@ -315,12 +314,8 @@ def test_a_service_may_die_again_and_again_while_iterations_are_committed() -> N
     (True, DEPOSED, "this host's coordinator (pid 7) leads no more"),
 ])
 def test_a_coordinator_that_stood_by_is_not_called_the_coordinator(standby: bool, status: int, told: str) -> None:
-    said: list[str] = []
     child = SimpleNamespace(pid=7, status=lambda: status)
-    died = SimpleNamespace(standby=standby, child=child, restart=lambda: None)
-    ending = SimpleNamespace(end=None, interrupted=False)
-    Services(cast(Any, died), cast(Any, ending), said.append).coordinator_died()
-    assert len(said) == 1 and said[0].startswith(told)
+    assert Service(cast(Any, child), "", cast(Any, None), standby=standby).end_told().startswith(told)
 
 
 def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from msgspec.structs import replace
 
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
-from megatron_recycle.launch.starting import Starts
+from megatron_recycle.launch.restarts import Restarts
+from megatron_recycle.launch.starting import Starting
 from megatron_recycle.membership.description import Job
 from megatron_recycle.plan import Grid
 from tests.launch.running import Running, launched
@@ -128,18 +130,40 @@ def test_max_restarts_comes_first_and_a_rank_that_stays_out_is_moved_to(tmp_path
 
 
 def test_a_move_to_the_place_of_a_process_that_still_ends_and_the_same_move_told_again() -> None:
-    starts = Starts({0: 0, 4: 4})
-    starts.begin(0, beside=4, number=1)
-    assert starts.due() == [0] and starts.devices == {0: 4, 4: 4}
-    starts.later(0)
-    assert starts.awaited(0), "what ends now made room"
-    starts.begin(0, beside=4, number=1)
-    assert starts.due() == [0] and not starts.awaited(0) and starts.moves(0)
-    starts.end(0)
-    starts.begin(0, beside=4, number=1)
-    assert starts.due() == [], "that one has failed already"
-    starts.begin(0, beside=4, number=2)
-    assert starts.due() == [0] and starts.number(0) == 2
+    spawned: list[tuple[int, int]] = []
+    signals: list[int] = []
+
+    def process(rank: int, move: int) -> Any:
+        child = SimpleNamespace(signal=signals.append)
+        return SimpleNamespace(rank=rank, move=move, lives=True, out="exit", child=child)
+
+    def spawn(rank: int, out: str, move: int) -> None:
+        spawned.append((rank, move))
+        processes.workers[rank] = process(rank, move)
+
+    processes: Any = SimpleNamespace(workers={0: process(0, 0), 4: process(4, 0)}, devices={0: 0, 4: 4})
+    starting = Starting(processes, Restarts(lambda line: None), lambda line: None, spawn, lambda message: None)
+    starting.begin_move(0, beside=4, number=1)
+    starting.moves()
+    assert processes.devices == {0: 4, 4: 4} and signals == [signal.SIGKILL] and not spawned, "its successor waits"
+    processes.workers[0].lives = False
+    starting.failed(processes.workers[0])  # made room
+    starting.begin_move(0, beside=4, number=1)
+    starting.moves()
+    starting.moves()
+    assert spawned == [(0, 1)]
+    processes.workers[0].lives = False
+    starting.failed(processes.workers[0])
+    starting.begin_move(0, beside=4, number=1)
+    starting.moves()
+    assert spawned == [(0, 1)], "that one has failed already"
+    starting.begin_move(0, beside=4, number=2)
+    starting.moves()
+    assert spawned == [(0, 1), (0, 2)]
+    starting.drop_move(0, number=1)
+    assert signals == [signal.SIGKILL]
+    starting.drop_move(0, number=2)
+    assert signals == [signal.SIGKILL] * 2
 
 
 def test_who_moves_leaves_the_pipeline_that_is_broken_anyway() -> None:
