@@ -16,18 +16,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_recycle.control import guests
 from megatron_recycle.control.asyncio_executor import AsyncioExecutor
 from megatron_recycle.control.clocks import Clocks, Timeouts
-from megatron_recycle.control.connection import Connection
 from megatron_recycle.control.elected import LeadLost
 from megatron_recycle.control.executor import Leader
+from megatron_recycle.control.guests import of_guests
 from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.measured import Conclusions
 from megatron_recycle.control.memory import Memory, Records
 from megatron_recycle.control.operators import Operators
 from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Redoer, Searches
-from megatron_recycle.control.server import Server
+from megatron_recycle.control.server import Connection, Server
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import FOUND_S
 from megatron_recycle.control.telling import Telling
@@ -304,7 +303,7 @@ class Coordinator:
     def from_launcher(self, connection: Connection, host: str, message: FromLauncher) -> None:
         if isinstance(message, (Exited, StaysOut, Explains)):
             pid = None if isinstance(message, StaysOut) else message.pid
-            if connection.guest and not self._of_guests(message.rank, pid):
+            if connection.guest and not of_guests(self.state, message.rank, pid):
                 log.warning("recycle: %r, which has joined, speaks of rank %d, which is not its own", host,
                             message.rank)
             elif isinstance(message, Explains):
@@ -319,26 +318,11 @@ class Coordinator:
             self.feed(Interrupted(message.status, message.message, handled=handled))
         self._clocks.watch.launcher_beat(host, time.monotonic())
 
-    def _of_guests(self, rank: int, pid: int | None = None) -> bool:
-        """Whether a host that has joined may speak of this rank: its process is one that has joined, or is unknown."""
-        processes = self.state.members if pid is None else self.state.known
-        return all(one.incarnation.startswith(GUEST) or pid not in (None, one.pid)
-                   for one in processes.values() if one.rank == rank)
-
     def from_operator(self, connection: Connection, message: Order) -> None:
         self._operators.asked(connection, message, self.state)
 
     def operator_gone(self, connection: Connection) -> None:
         self._operators.gone(connection)
-
-    def newcomer(self, connection: Connection, rank: int) -> None:
-        connection.send(messages.learnt(self.state, rank))
-
-    def is_guests(self, rank: int) -> bool:
-        return self._of_guests(rank)
-
-    def part_of_guests(self) -> str:
-        return guests.part(self.state)
 
     def refused(self, source: str, reason: str) -> None:
         self._emit({"event": "refused", "t": time.time(), "source": source, "reason": reason})

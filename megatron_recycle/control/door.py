@@ -1,9 +1,14 @@
-"""The door of the control server: of those who have come a few are let in at a time, the latest first.
+"""Who comes to the control server: a few are let in at a time, the latest first, and those who are in and have not said
+hello are strangers.
 
 To let somebody in costs some tenths of a millisecond. A crowd that comes at once and is let in as a whole holds up all
 who are in already, and each who comes after it for seconds. So whoever comes waits outside, at next to no cost; the
 event loop lets a few in, hears those that are in, and lets in the next. If too many wait outside, or one waits too
 long, the oldest is turned away: a process of the job's comes again at once, and is the latest then.
+
+A process with the token says hello within milliseconds; a stranger stays until its time is over. So where there are too
+many, the oldest one has to go, of the address that has most of them: neither one address nor many can keep out a
+process with the token.
 """
 
 from __future__ import annotations
@@ -11,9 +16,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
 from contextlib import suppress
+from typing import Generic, TypeVar
+
+Stranger = TypeVar("Stranger", bound=Hashable)
 
 _BACKLOG = 4096
 """Connections that wait to be accepted: one that finds no room is tried again by its kernel after a second."""
@@ -107,3 +115,37 @@ class Door:
         except OSError:  # it has gone again
             with suppress(OSError):
                 connection.close()
+
+
+class Strangers(Generic[Stranger]):
+    """Those who are in and have not said hello, in order of arrival.
+
+    Args:
+        room: how many may be there at a time.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._sources: dict[Stranger, str] = {}
+        self._from: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def came(self, stranger: Stranger, source: str) -> Stranger | None:
+        """One more; returns who has to go for it, if the room is full."""
+        self._sources[stranger] = source
+        self._from[source] += 1
+        if len(self._sources) <= self._room:
+            return None
+        most = max(self._from.values())
+        oldest = next(one for one, source in self._sources.items() if self._from[source] == most)
+        self.gone(oldest)
+        return oldest
+
+    def gone(self, stranger: Stranger) -> None:
+        """It has said hello, or has left."""
+        if (source := self._sources.pop(stranger, None)) is not None:
+            self._from[source] -= 1
+            if not self._from[source]:
+                del self._from[source]

@@ -27,6 +27,13 @@ def part(state: State) -> str:
     return f"recycle/{messages.group_prefix(state.generation, members) if state.go is None else state.go.prefix}"
 
 
+def of_guests(state: State, rank: int, pid: int | None = None) -> bool:
+    """Whether a host that has joined may speak of this rank: its process is one that has joined, or is unknown."""
+    processes = state.members if pid is None else state.known
+    return all(one.incarnation.startswith(GUEST) or pid not in (None, one.pid)
+               for one in processes.values() if one.rank == rank)
+
+
 @dataclass
 class Guests:
     """Remembers which keys guests have written, in the part that they write to now."""

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_recycle.control.connection import Connection
-from megatron_recycle.control.server import Server
+from megatron_recycle.control.server import Connection, Server
 from megatron_recycle.control.telling import Telling
 from megatron_recycle.membership import closing
 from megatron_recycle.membership.decisions import Tell

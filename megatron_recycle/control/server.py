@@ -1,4 +1,9 @@
-"""The control server: connections in, messages out. It decides nothing; a `Hearer` takes what comes in."""
+"""The control server: connections in, checked messages out of them, and messages out. It decides nothing; a `Hearer`
+takes what comes in.
+
+A peer that does not prove the token in time, sends what is not due, or does not read what it is sent, is closed. No
+message of a connection is acted on before all of the frame has been authenticated.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +13,41 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from megatron_recycle.control.connection import Connection
-from megatron_recycle.control.door import Door
-from megatron_recycle.control.guests import Guests
+from megatron_recycle.control.door import Door, Strangers
+from megatron_recycle.control.guests import Guests, of_guests, part
 from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.ports import joined
 from megatron_recycle.control.shelf import Shelf
-from megatron_recycle.control.sockets import SIGN_S
-from megatron_recycle.control.strangers import Strangers
-from megatron_recycle.control.wire import encode
+from megatron_recycle.control.sockets import SIGN_S, watch_peer
+from megatron_recycle.control.wire import GUEST, Session, encode
 from megatron_recycle.membership import messages
 from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.detectors import RateLimit
-from megatron_recycle.membership.inputs import FromLauncher, FromWorker, WorkerHello
+from megatron_recycle.membership.inputs import (
+    FROM_LAUNCHER,
+    FROM_WORKER,
+    FromLauncher,
+    FromWorker,
+    Heard,
+    WorkerHello,
+)
 from megatron_recycle.membership.protocol import (
+    FROM_NEWCOMER,
+    FROM_OPERATOR,
+    FROM_STORE,
     Ask,
     End,
     Fetch,
     Fetched,
+    FirstHello,
     Found,
+    Interrupt,
+    Kinds,
     LauncherHello,
     Lives,
     Message,
@@ -41,7 +57,17 @@ from megatron_recycle.membership.protocol import (
     Welcome,
     WireError,
 )
+from megatron_recycle.membership.state import State
 
+_ROLES: Mapping[str, Kinds[Any]] = {
+    "worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER, "store": FROM_STORE,
+    "operator": FROM_OPERATOR}
+_HELLO: Kinds[FirstHello] = Kinds(FirstHello)
+_UNREAD_LIMIT = 32 * 1024 * 1024
+"""Bytes that may wait for a peer before it is cut off."""
+_UNANSWERED = 30.0
+"""Seconds after which a connection counts as ended to a peer whose kernel acknowledges nothing. Whether the peer is a
+member is decided long before, by its heartbeats; this only keeps dead connections from piling up."""
 _SPARE_STRANGERS = 1000
 """Connections without a hello, beside one for each worker. With thousands of them each second one with the token needs
 this many to have the time to say it; each costs a descriptor, and 64 KiB at most."""
@@ -65,17 +91,17 @@ def _room(size: int) -> int:
 class Hearer(Protocol):
     """Takes what comes in, in the event loop. Messages are checked, and their senders have proved the token."""
 
+    @property
+    def state(self) -> State: ...
+
     def worker_came(self, message: WorkerHello) -> None: ...
     def worker_gone(self, incarnation: str) -> None: ...
     def from_worker(self, incarnation: str, message: FromWorker) -> None: ...
     def launcher_came(self, connection: Connection, host: str, joins: Sequence[int]) -> None: ...
     def launcher_gone(self, host: str) -> None: ...
     def from_launcher(self, connection: Connection, host: str, message: FromLauncher) -> None: ...
-    def newcomer(self, connection: Connection, rank: int) -> None: ...
     def from_operator(self, connection: Connection, message: Order) -> None: ...
     def operator_gone(self, connection: Connection) -> None: ...
-    def part_of_guests(self) -> str: ...
-    def is_guests(self, rank: int) -> bool: ...
     def refused(self, source: str, reason: str) -> None: ...
 
 
@@ -218,7 +244,7 @@ class Server:
         if connection.role == "launcher":
             self._from_launcher(connection, message)
         elif isinstance(message, NewcomerHello):
-            self._hearer.newcomer(connection, message.rank)
+            connection.send(messages.learnt(self._hearer.state, message.rank))
         elif isinstance(message, StoreHello):
             connection.send(Welcome(self.shelf.name))
         elif isinstance(message, Ask):
@@ -236,12 +262,12 @@ class Server:
 
     def _ask(self, connection: Connection, message: Ask) -> None:
         if connection.guest:
-            part = self._hearer.part_of_guests()
+            state = self._hearer.state
             if message.op == "tell":
-                message = self._guests.tellable(message, part, self._there)
-                if not self._hearer.is_guests(message.number):
+                message = self._guests.tellable(message, part(state), self._there)
+                if not of_guests(state, message.number):
                     message = replace(message, number=-1)
-            elif why := self._guests.refusal(message, part, self._there):
+            elif why := self._guests.refusal(message, part(state), self._there):
                 connection.send(Found(error=why))
                 return
         self.shelf.ask(connection, message, connection.send)
@@ -277,3 +303,108 @@ class Server:
         if before is not None and before is not connection:
             before.close()
         self._hearer.worker_came(message)
+
+
+class Connection(asyncio.Protocol):
+    """`role` is "worker", "launcher", "newcomer", "store" (a process at the job's store) or "operator" once the peer
+    has said hello; `incarnation` (a worker's), `host` and `places` (a launcher's: the processes that its host can start
+    in the job's next life) are set by the owner. `heard` is when something last came in (monotonic)."""
+
+    @property
+    def guest(self) -> bool:
+        """Whether the peer may join and no more: it has the secret of those that join, not the job's token."""
+        return self._session.guest
+
+    def __init__(self, server: Server) -> None:
+        self.role: str | None = None
+        self.incarnation: str | None = None
+        self.host: str | None = None
+        self.places = 0
+        self.heard = time.monotonic()
+        self.source = "?"
+        self._server = server
+        self._session = Session.server(server.token)
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self.source = str(peer[0]) if peer else "?"
+        connection = transport.get_extra_info("socket")
+        watch_peer(connection, _UNANSWERED)
+        transport.write(self._session.greeting())
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._server.hello_timeout, self._refuse, "no hello in time")
+        self._server.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
+        try:
+            for message in self._session.feed(data):
+                self._accept(message)
+        except WireError as error:
+            self._refuse(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._server.disconnected(self)
+
+    def send(self, message: Message) -> None:
+        """Queue `message` for the peer; nothing happens if it is gone."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        """As `send`, of what `wire.encode` gave: for what many are told."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(self._session.seal_encoded(encoded))
+        if self._transport.get_write_buffer_size() > _UNREAD_LIMIT:
+            self._refuse("it does not read what it is sent")
+
+    def close(self) -> None:
+        """Close after what is queued has been sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _accept(self, data: dict[str, Any]) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        role = self.role or _role(data)
+        message: Message = _ROLES[role].read(data)
+        if self.role is not None and message.type == "hello":
+            raise WireError("a second hello on one connection")
+        if self.guest:
+            self._check_guest(role, message)
+        if isinstance(message, Heard) and message.incarnation != self.incarnation:
+            raise WireError(f"{message.type}: it speaks for another one, {message.incarnation!r:.60}")
+        self.role = role
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._server.received(self, message)
+
+    def _check_guest(self, role: str, message: Message) -> None:
+        if isinstance(message, WorkerHello) and not message.incarnation.startswith(GUEST):
+            raise WireError("the secret of hosts that join is no worker's that the job began with")
+        if role == "operator":
+            raise WireError("a job is asked and commanded with its token, not with the secret of hosts that join")
+        if isinstance(message, Interrupt):
+            raise WireError(f"{message.type} needs the job's token, not the secret of hosts that join")
+
+    def _refuse(self, reason: str) -> None:
+        self._server.refused(self.source, reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _role(hello: dict[str, Any]) -> str:
+    """The role of one that says hello. Raises WireError."""
+    try:
+        if (role := _HELLO.read(hello).role) in _ROLES:
+            return role
+    except WireError:
+        pass
+    raise WireError("the first message is no hello of any role")

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.control import Timeouts, server
-from megatron_recycle.control.door import Door
-from megatron_recycle.control.strangers import Strangers
+from megatron_recycle.control.door import Door, Strangers
 from megatron_recycle.control.wire import Session
 from megatron_recycle.membership.detectors import RateLimit
 from tests.membership.cluster import report
