@@ -19,19 +19,21 @@ from megatron_recycle.membership.vacancies import failed_too_often, plain
 
 class AsyncioExecutor:
     """An `Executor` in the running event loop, which never waits: writes are buffered, and a peer that does not read is
-    cut off."""
+    cut off. What a part of the coordinator does just as it is decided is that part's method."""
 
     def __init__(self, server: Server, clocks: Clocks, searches: Searches, telling: Telling, memory: Memory,
                  state: State, restarts: bool) -> None:
         self._ended: asyncio.Future[do.End] | None = None
+        self.last_word: End | None = None
+        self.note, self.tell = memory.note, server.tell
+        self.make_plan, self.make_redo = searches.make_plan, searches.make_redo
+        self.improve, self.find_moves = searches.improve, searches.find_moves
         self._server = server
         self._clocks = clocks
         self._searches = searches
         self._telling = telling
-        self._memory = memory
         self._state = state
         self._restarts = restarts
-        self.last_word: End | None = None
 
     @property
     def ended(self) -> asyncio.Future[do.End]:
@@ -48,12 +50,6 @@ class AsyncioExecutor:
             self._server.shelf.forget(after.generation - 2)
         elif (after.arrivals.joiners, after.absent.stranded) != (before.arrivals.joiners, before.absent.stranded):
             self._clocks.watch_all(after)
-
-    def note(self, decision: do.Note) -> None:
-        self._memory.note(decision)
-
-    def tell(self, decision: do.Tell) -> None:
-        self._server.tell(decision)
 
     def command(self, decision: do.Command) -> None:
         self._server.tell_launchers(decision.message)
@@ -76,18 +72,6 @@ class AsyncioExecutor:
 
     def await_end(self, decision: do.AwaitEnd) -> None:
         self._clocks.after(decision.seconds, EndLate())
-
-    def make_plan(self, decision: do.MakePlan) -> None:
-        self._searches.make_plan(decision)
-
-    def make_redo(self, decision: do.MakeRedo) -> None:
-        self._searches.make_redo(decision)
-
-    def improve(self, decision: do.Improve) -> None:
-        self._searches.improve(decision)
-
-    def find_moves(self, decision: do.FindMoves) -> None:
-        self._searches.find_moves(decision)
 
     def end(self, decision: do.End) -> None:
         """Where the script is to be started again, nobody finds this coordinator in place of the next one."""

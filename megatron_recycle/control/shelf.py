@@ -56,38 +56,6 @@ class _Waiting:
     missing: set[str] = field(default_factory=set)
 
 
-class _Rooms:
-    """Which keys there are: by folder, which is the part before the last slash, and by generation."""
-
-    def __init__(self) -> None:
-        self._folders: dict[str, dict[str, None]] = {}
-        self._generations: dict[int, dict[str, None]] = {}
-
-    def add(self, key: str) -> None:
-        for room, name in self._rooms(key):
-            room.setdefault(name, {})[key] = None
-
-    def remove(self, key: str) -> None:
-        for room, name in self._rooms(key):
-            if name in room:
-                room[name].pop(key, None)
-                if not room[name]:
-                    del room[name]
-
-    def beside(self, keys: Iterable[str]) -> list[str]:
-        """All that is in the folders of ``keys``."""
-        return [one for folder in {*map(_folder, keys)} for one in self._folders.get(folder, ())]
-
-    def until(self, generation: int) -> list[str]:
-        """The keys of this generation and of those before."""
-        return [key for number, keys in self._generations.items() if number <= generation for key in keys]
-
-    def _rooms(self, key: str) -> list[tuple[dict[Any, dict[str, None]], Any]]:
-        of = generation_of(key)
-        own: list[tuple[dict[Any, dict[str, None]], Any]] = [(self._folders, _folder(key))]
-        return own if of is None else [*own, (self._generations, of)]
-
-
 class Shelf:
     """Keys with values, each with the stamp of its last change (None: deleted).
 
@@ -108,7 +76,8 @@ class Shelf:
         self._stamp = (int(time.time()) if term is None else term) << _TERM_BITS
         self._latest = self._stamp + (1 << _TERM_BITS) * (_DAY if term is None else 1)
         self._values: dict[str, tuple[int, bytes | None]] = {}
-        self._rooms = _Rooms()
+        self._folders: dict[str, dict[str, None]] = {}
+        """The keys that have a value, by what is before their last slash."""
         self._marks = Marks()
         self._deleted: dict[str, None] = {}
         self._bytes = 0
@@ -164,11 +133,8 @@ class Shelf:
         if generation <= self._forgotten:
             return
         self._forgotten = generation
-        for key in self._rooms.until(generation):
-            self._bytes -= _size(key, self._values.pop(key)[1])
-            self._rooms.remove(key)
-        for key in [key for key in self._deleted if (generation_of(key) or generation + 1) <= generation]:
-            self._remove_deleted(key)
+        for key in [key for key in self._values if self._is_forgotten(key)]:
+            self._remove(key)
 
     def __len__(self) -> int:
         """Keys that are remembered, deleted ones among them."""
@@ -265,19 +231,19 @@ class Shelf:
 
     def _put(self, key: str, value: bytes | None, stamp: int) -> None:
         before = self._values.get(key)
-        if (before is not None and stamp < before[0]) or (generation_of(key) or self._forgotten + 1) <= self._forgotten:
+        if (before is not None and stamp < before[0]) or self._is_forgotten(key):
             return
         self._check_room([(key, value)])
         self._bytes += _size(key, value) - (0 if before is None else _size(key, before[1]))
         self._values[key] = stamp, value
         self._deleted.pop(key, None)
         if value is None:
-            self._rooms.remove(key)
+            self._leave_folder(key)
             self._deleted[key] = None
             if len(self._deleted) > DELETED:
-                self._remove_deleted(next(iter(self._deleted)))
+                self._remove(next(iter(self._deleted)))
             return
-        self._rooms.add(key)
+        self._folders.setdefault(_folder(key), {})[key] = None
         for who in self._wanted.pop(key, ()):
             waiting = self._waiting[who]
             waiting.missing.discard(key)
@@ -285,14 +251,25 @@ class Shelf:
                 del self._waiting[who]
                 waiting.send(self._found(waiting.message))
 
-    def _remove_deleted(self, key: str) -> None:
-        del self._deleted[key]
+    def _is_forgotten(self, key: str) -> bool:
+        return (generation_of(key) or self._forgotten + 1) <= self._forgotten
+
+    def _remove(self, key: str) -> None:
+        self._leave_folder(key)
+        self._deleted.pop(key, None)
         self._bytes -= _size(key, self._values.pop(key)[1])
+
+    def _leave_folder(self, key: str) -> None:
+        folder = self._folders.get(_folder(key), {})
+        folder.pop(key, None)
+        if not folder:
+            self._folders.pop(_folder(key), None)
 
     def _found(self, message: Ask) -> Found:
         """With `around`, all that is in the folders of the keys asked for."""
         if message.op == "around":
-            keys = list(dict.fromkeys((*message.keys, *self._rooms.beside(message.keys))))
+            beside = [key for folder in {*map(_folder, message.keys)} for key in self._folders.get(folder, ())]
+            keys = list(dict.fromkeys((*message.keys, *beside)))
             values = [self._get(key) for key in keys]
             if sum(len(key) + len(value or b"") for key, value in zip(keys, values, strict=True)) <= LARGEST:
                 return replace(_answer(values), keys=tuple(keys))
