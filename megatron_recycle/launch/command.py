@@ -36,6 +36,7 @@ from megatron_recycle.launch.reachability import (
 )
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.settings import in_environment, settings
+from megatron_recycle.launch.slurm import Hosts
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (
@@ -59,22 +60,6 @@ _TERMINATED = 128 + signal.SIGTERM
 """The status of a job that a SIGTERM has ended."""
 _START_LIMIT = 600.0
 """Seconds that hosts wait for host 0; it waits as long for their workers."""
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """The number of hosts, and this host's rank among them.
-
-    Hosts with a `name` meet by the file in the run folder (see `meeting`), which is `folder` unless the user names one.
-    Hosts without meet at an address, with a token, both of which the user has given to each. With `task` each is a
-    launcher of one worker, and one of several on its node.
-    """
-
-    count: int = 1
-    rank: int = 0
-    name: str = ""
-    folder: str | None = None
-    task: slurm.Task | None = None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,10 +107,11 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
         _ask_slurm(args, hosts, say)
     run_dir = run_dir_of(args.run_dir, config, hosts.folder)
     token = token or (tokens.new() if hosts.rank == 0 else None)
+    this = Run(args, command, config, hosts, run_dir, token, nproc, say)
     life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
                              hosts.count, most=args.restarts)
     while life is not None:
-        launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, say)
+        launcher, status = this.live(life)
         closing_table(launcher)
         _gather(launcher, run_dir, say)
         if (life := launcher.next_life(life)) is not None:
@@ -163,84 +149,171 @@ def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None
             say(line)
 
 
-def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
-          command: list[str], config: RecycleConfig, say: Callable[[str], None]) -> tuple[Launcher, int]:
-    """One life of the job on this host: its launcher, which has ended, and its status."""
-    coordinator: service.Service | None = None
-    try:
-        if args.coordinator is not None:
-            assert token is not None, "_hosts() has looked"
-            found = _at_service(args, hosts, run_dir, token, nproc, say)
-        elif args.store is not None:
-            assert token is not None, "_hosts() has looked"
-            found, coordinator = _stand_by(args, config, hosts, run_dir, token, nproc, life, say)
-        elif hosts.rank == 0:
-            assert token is not None, "the first host has made one"
-            found, coordinator = _lead_in_time(
-                lambda: _lead(args, config, hosts, run_dir, token, nproc, life), _PORT_LIMIT * bool(life.number))
-        else:
-            found = _follow(args, hosts, run_dir, token, nproc, say, life)
-        nodes, node = (hosts.task.nodes, hosts.task.node) if hosts.task else (life.nodes, life.node)
-        environ = torchrun_environment(not_handed_over(_environ(args)), found.control, nodes, node) | life.variables()
-        environ |= Launched(control=found.control, token=found.token, run_dir=str(run_dir),
-                            chaos=args.chaos is not None,
-                            microbatches=None if life.shape is None else life.shape.microbatches).variables()
-        if hosts.count > 1 and (interface := interface_towards(found.host)) is not None:
-            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        job = Job(
-            command=command,
-            environ=environ,
-            run_dir=run_dir,
-            ranks=life.ranks,
-            size=life.size,
-            show=args.show,
-            heartbeat_interval=config.heartbeat_interval,
-            grace=grace_of(config),
-            leader=hosts.rank == 0 and args.coordinator is None,
-            first_local=slurm.local_rank(os.environ, hosts.task) if hosts.task else 0,
-            local_size=hosts.task.count if hosts.task else None,
-            places=nproc,
-        )
-        say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
-        launcher = Launcher(job, found.control, found.token, say, coordinator, clock)
-        home = run_dir if args.store is None else run_dir / f"node-{hosts.rank}"
-        with _hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
-                watched(args, home, found.token, coordinator is not None):
-            return launcher, launcher.run()
-    finally:
-        if coordinator is not None and (hosts.rank == 0 or args.store is not None):
-            meeting.withdraw(run_dir)
+@dataclass(frozen=True)
+class Run:
+    """A `recycle run` on this host, for all lives of its job.
+
+    `command` is a worker's, `nproc` how many of them this host has. `given` is the job's token; None: the first host
+    makes one, and this one reads it in the run folder.
+    """
+
+    args: argparse.Namespace
+    command: list[str]
+    config: RecycleConfig
+    hosts: Hosts
+    run_dir: Path
+    given: str | None
+    nproc: int
+    say: Callable[[str], None]
+
+    @property
+    def token(self) -> str:
+        """The job's, where this host has to know it before it has met the others."""
+        assert self.given is not None, "_hosts() has looked, and the first host has made one"
+        return self.given
+
+    def live(self, life: Life) -> tuple[Launcher, int]:
+        """One life of the job on this host: its launcher, which has ended, and its status."""
+        args, hosts, run_dir = self.args, self.hosts, self.run_dir
+        coordinator: service.Service | None = None
+        try:
+            if args.coordinator is not None:
+                found = self._at_service()
+            elif args.store is not None:
+                found, coordinator = self._stand_by(life)
+            elif hosts.rank == 0:
+                found, coordinator = _lead_in_time(lambda: self._lead(life), _PORT_LIMIT * bool(life.number))
+            else:
+                found = self._follow(life)
+            nodes, node = (hosts.task.nodes, hosts.task.node) if hosts.task else (life.nodes, life.node)
+            environ = torchrun_environment(not_handed_over(_environ(args)), found.control, nodes, node)
+            environ |= life.variables()
+            environ |= Launched(control=found.control, token=found.token, run_dir=str(run_dir),
+                                chaos=args.chaos is not None,
+                                microbatches=None if life.shape is None else life.shape.microbatches).variables()
+            if hosts.count > 1 and (interface := interface_towards(found.host)) is not None:
+                environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            job = Job(
+                command=self.command,
+                environ=environ,
+                run_dir=run_dir,
+                ranks=life.ranks,
+                size=life.size,
+                show=args.show,
+                heartbeat_interval=self.config.heartbeat_interval,
+                grace=grace_of(self.config),
+                leader=hosts.rank == 0 and args.coordinator is None,
+                first_local=slurm.local_rank(os.environ, hosts.task) if hosts.task else 0,
+                local_size=hosts.task.count if hosts.task else None,
+                places=self.nproc,
+            )
+            self.say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
+            launcher = Launcher(job, found.control, found.token, self.say, coordinator, clock)
+            home = run_dir if args.store is None else run_dir / f"node-{hosts.rank}"
+            with _hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir), \
+                    watched(args, home, found.token, coordinator is not None):
+                return launcher, launcher.run()
+        finally:
+            if coordinator is not None:
+                meeting.withdraw(run_dir)
+
+    def _at_service(self) -> Meeting:
+        """Wait for a coordinator that is a service of its own. Host 0 writes the command of the job into the run
+        folder, for hosts that join, if the service uses the same folder. Raises RecycleError."""
+        control = self.args.coordinator
+        self.say(f"recycle: waiting for the coordinator at {control}")
+        await_coordinator(control, self.token, _START_LIMIT, self.say)
+        make(self.run_dir)
+        found = self._meeting(self.hosts.name, control)
+        there = meeting.read(self.run_dir) if self.hosts.rank == 0 else None
+        if there is not None and there.token == self.token:
+            meeting.publish(self.run_dir, found)
+        return found
+
+    def _stand_by(self, life: Life) -> _Led:
+        """Start this host's coordinator, one of several, and wait for those of the others. Raises RecycleError."""
+        args, hosts = self.args, self.hosts
+        interface = standby.address(args.store, self.config.interface if "interface" in self.config.sources else None)
+        own = self.run_dir / f"node-{hosts.rank}"  # the folder may be on a file system of all hosts
+        make(self.run_dir)
+        prepare(own)
+        spec = service.CoordinatorSpec(life.size, own, self.token, interface, tokens.without(_environ(args)),
+                                       life=life.told(), node=str(hosts.rank), store=args.store,
+                                       job=args.job or hosts.name, hosts=hosts.count)
+        coordinator, control = standby.start(spec, _START_LIMIT, self.say)
+        # Each host writes all there is to know, since any of them may go.
+        return self._published(hosts.name, control), coordinator
+
+    def _lead(self, life: Life) -> _Led:
+        """Start the coordinator, and write its address into the run folder.
+
+        Raises:
+            RecycleError: it cannot be started; the hosts that wait for this one read why.
+        """
+        args, hosts, sources = self.args, self.hosts, self.config.sources
+        if not hosts.name:
+            host = args.master_addr or self.config.interface
+            check_host(host, hosts.count > 1)
+            check_listening(host, args.master_port)
+        prepare(self.run_dir)
+        name = _name(hosts, life)
+        try:
+            if hosts.name:
+                given = self.config.interface if "interface" in sources else None
+                alone = "127.0.0.1" if hosts.task is not None and hosts.task.nodes == 1 else None
+                host = args.master_addr or given or alone or own_address(slurm.towards(os.environ))
+                if host is None:
+                    raise ConfigError("this host has no address but loopback, so that no other host can reach it: give "
+                                      "one in --master-addr")
+                check_host(host, several=alone is None)
+                check_listening(host, args.master_port)
+            environ = tokens.without(_environ(args))
+            spec = service.CoordinatorSpec(life.size, self.run_dir, self.token, host, environ, args.master_port,
+                                           life=life.told())
+            coordinator = service.start(spec)
+        except RecycleError as error:
+            if hosts.name:
+                meeting.publish(self.run_dir, Meeting(name, refusal=str(error)))
+            raise
+        return self._published(name, coordinator.control), coordinator
+
+    def _follow(self, life: Life) -> Meeting:
+        """Wait for the first host.
+
+        Raises:
+            RecycleError: it does not come; or it starts another number of workers, which ends the job.
+        """
+        hosts = self.hosts
+        if not hosts.name:
+            control = joined(self.args.master_addr, self.args.master_port)
+            self.say(f"recycle: waiting for host 0 at {control}")
+            await_coordinator(control, self.token, _START_LIMIT, self.say)
+            make(self.run_dir)
+            return self._meeting("", control)
+        make(self.run_dir)
+        kind = "task" if hosts.task else "node"
+        self.say(f"recycle: {kind} {hosts.rank} of {hosts.count} waits for the first one, in {self.run_dir}")
+        found = meeting.await_first(self.run_dir, _name(hosts, life), _START_LIMIT, self.say)
+        if found.nproc != self.nproc:
+            why = (f"the first host starts {found.nproc} workers and this one {self.nproc}: give the same --nproc on "
+                   "every host, and ask Slurm for the same GPUs on every node")
+            join_request.call_off(found.control, found.token, why)
+            raise ConfigError(why)
+        return found
+
+    def _meeting(self, name: str, control: str) -> Meeting:
+        return Meeting(name, control, self.token, self.nproc, command=_script(self.args), folder=os.getcwd())
+
+    def _published(self, name: str, control: str) -> Meeting:
+        found = self._meeting(name, control)
+        meeting.publish(self.run_dir, found)
+        tokens.publish(self.run_dir, self.token)
+        return found
 
 
-def _at_service(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str, nproc: int,
-                say: Callable[[str], None]) -> Meeting:
-    """Wait for a coordinator that is a service of its own. Host 0 writes the command of the job into the run folder,
-    for hosts that join, if the service uses the same folder. Raises RecycleError."""
-    say(f"recycle: waiting for the coordinator at {args.coordinator}")
-    await_coordinator(args.coordinator, token, _START_LIMIT, say)
-    make(run_dir)
-    found = Meeting(hosts.name, args.coordinator, token, nproc, command=_script(args),
-                    folder=os.getcwd())
-    if hosts.rank == 0 and (there := meeting.read(run_dir)) is not None and there.token == token:
-        meeting.publish(run_dir, found)
-    return found
-
-
-def _stand_by(args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int,
-              life: Life, say: Callable[[str], None]) -> _Led:
-    """Start this host's coordinator, one of several, and wait for those of the others. Raises RecycleError."""
-    interface = standby.address(args.store, config.interface if "interface" in config.sources else None)
-    own = run_dir / f"node-{hosts.rank}"  # the folder may be on a file system of all hosts
-    make(run_dir)
-    prepare(own)
-    spec = service.CoordinatorSpec(life.size, own, token, interface, tokens.without(_environ(args)), life=life.told(),
-                                   node=str(hosts.rank), store=args.store, job=args.job or hosts.name,
-                                   hosts=hosts.count)
-    coordinator, control = standby.start(spec, _START_LIMIT, say)
-    found = Meeting(hosts.name, control, token, nproc, command=_script(args), folder=os.getcwd())
-    meeting.publish(run_dir, found)  # each host has all there is to know, since any of them may go
-    tokens.publish(run_dir, token)
-    return found, coordinator
+def _name(hosts: Hosts, life: Life) -> str:
+    """Tells this life of a job that meets by its run folder from the others."""
+    return f"{hosts.name}.life{life.number}" if hosts.name and life.number else hosts.name
 
 
 def _script(args: argparse.Namespace) -> tuple[str, ...]:
@@ -260,13 +333,11 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
         raise ConfigError("--store needs a token, the same on each host: --token-file, or RECYCLE_TOKEN; make one with "
                           "`openssl rand -hex 16`")
     if args.nnodes is None:
-        step = slurm.step_of(os.environ, args.nproc)
-        if step is None:
-            return Hosts()
+        step = slurm.step_of(os.environ, args.nproc) or Hosts()
         if step.task is not None and args.restarts:
             raise ConfigError("--job-restarts needs one launcher per node: srun --ntasks-per-node=1 ... recycle run "
                               f"--nproc {step.task.count}")
-        return Hosts(step.launchers, step.rank, step.name, step.folder, step.task)
+        return step
     if args.nnodes > 1 and args.coordinator is None and args.store is None:
         missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
         if missing:
@@ -303,74 +374,6 @@ def _lead_in_time(lead: Callable[[], _Led], limit: float) -> _Led:
             if time.monotonic() >= until:
                 raise
             time.sleep(_PAUSE)
-
-
-def _lead(
-    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, life: Life,
-) -> _Led:
-    """Start the coordinator, and write its address into the run folder.
-
-    Raises:
-        RecycleError: it cannot be started; the hosts that wait for this one read why.
-    """
-    if not hosts.name:
-        host = args.master_addr or config.interface
-        check_host(host, hosts.count > 1)
-        check_listening(host, args.master_port)
-    prepare(run_dir)
-    try:
-        if hosts.name:
-            given = config.interface if "interface" in config.sources else None
-            alone = "127.0.0.1" if hosts.task is not None and hosts.task.nodes == 1 else None
-            host = args.master_addr or given or alone or own_address(slurm.towards(os.environ))
-            if host is None:
-                raise ConfigError("this host has no address but loopback, so that no other host can reach it: give one "
-                                  "in --master-addr")
-            check_host(host, several=alone is None)
-            check_listening(host, args.master_port)
-        environ = tokens.without(_environ(args))
-        spec = service.CoordinatorSpec(life.size, run_dir, token, host, environ, args.master_port, life=life.told())
-        coordinator = service.start(spec)
-    except RecycleError as error:
-        if hosts.name:
-            meeting.publish(run_dir, Meeting(_name(hosts, life), refusal=str(error)))
-        raise
-    found = Meeting(_name(hosts, life), coordinator.control, token, nproc,
-                    command=_script(args), folder=os.getcwd())
-    meeting.publish(run_dir, found)
-    tokens.publish(run_dir, token)
-    return found, coordinator
-
-
-def _name(hosts: Hosts, life: Life) -> str:
-    """Tells this life of a job that meets by its run folder from the others."""
-    return f"{hosts.name}.life{life.number}" if hosts.name and life.number else hosts.name
-
-
-def _follow(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
-            say: Callable[[str], None], life: Life) -> Meeting:
-    """Wait for the first host.
-
-    Raises:
-        RecycleError: it does not come; or it starts another number of workers, which ends the job.
-    """
-    if not hosts.name:
-        assert token is not None, "_hosts() has looked"
-        control = joined(args.master_addr, args.master_port)
-        say(f"recycle: waiting for host 0 at {control}")
-        await_coordinator(control, token, _START_LIMIT, say)
-        make(run_dir)
-        return Meeting(hosts.name, control, token, nproc)
-    make(run_dir)
-    kind = "task" if hosts.task else "node"
-    say(f"recycle: {kind} {hosts.rank} of {hosts.count} waits for the first one, in {run_dir}")
-    found = meeting.await_first(run_dir, _name(hosts, life), _START_LIMIT, say)
-    if found.nproc != nproc:
-        why = (f"the first host starts {found.nproc} workers and this one {nproc}: give the same --nproc on every "
-               "host, and ask Slurm for the same GPUs on every node")
-        join_request.call_off(found.control, found.token, why)
-        raise ConfigError(why)
-    return found
 
 
 def _join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -36,22 +37,24 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step of this many `launchers`, and this one's `rank` among them: one per node, or with a `task` one per worker.
+class Hosts:
+    """The number of hosts, and this host's rank among them.
 
-    `name` tells it from every other step, and from this one's life before a requeue. `folder` is its run folder unless
-    the user names one.
+    Hosts with a `name` meet by the file in the run folder (see `meeting`), which is `folder` unless the user names one;
+    the name tells their step from every other step, and from this one's life before a requeue. Hosts without meet at an
+    address, with a token, both of which the user has given to each. With `task` each is a launcher of one worker, and
+    one of several on its node.
     """
 
-    launchers: int
-    rank: int
-    name: str
-    folder: str
+    count: int = 1
+    rank: int = 0
+    name: str = ""
+    folder: str | None = None
     task: Task | None = None
 
 
-def step_of(environ: Mapping[str, str], nproc: int | None = None) -> Step | None:
-    """The step of this process, if it has several launchers; None for one, or without Slurm.
+def step_of(environ: Mapping[str, str], nproc: int | None = None) -> Hosts | None:
+    """The hosts of this process's step, if it has several launchers; None for one, or without Slurm.
 
     Args:
         nproc: workers that this launcher is to start, as far as the user has said.
@@ -82,7 +85,7 @@ def step_of(environ: Mapping[str, str], nproc: int | None = None) -> Step | None
     task = _task(environ, nodes, tasks, nproc) if tasks > nodes else None
     # A node's workers have consecutive ranks, as under torchrun, whatever srun's --distribution is.
     rank = int(environ["SLURM_PROCID"]) if task is None else task.node * task.count + task.local
-    return Step(tasks, rank, f"{name}.{restarts}", f"runs/slurm-{job}" if step == "0" else f"runs/{name}", task)
+    return Hosts(tasks, rank, f"{name}.{restarts}", f"runs/slurm-{job}" if step == "0" else f"runs/{name}", task)
 
 
 def _task(environ: Mapping[str, str], nodes: int, tasks: int, nproc: int | None) -> Task:
@@ -160,27 +163,15 @@ def unkept(environ: Mapping[str, str], asked: Ask = ask) -> list[str]:
 def missing_flags(words: Sequence[str], environ: Mapping[str, str], config: str) -> list[str]:
     """The options without which this srun does not keep survivors: of its command line `words`, its variables, and
     Slurm's configuration as `scontrol show config` prints it."""
-    no_kill, bad_exit = "SLURM_NO_KILL" in environ, environ.get("SLURM_KILL_BAD_EXIT")
-    wait = environ.get("SLURM_WAIT")
     end = next((index for index, word in enumerate(words) if index and _PROGRAM.match(word)), len(words))
-    options = list(words[1:end])
-    for index, word in enumerate(options):
-        name, _, value = word.removeprefix("--").partition("=") if word.startswith("--") else ("", "", "")
-        if name == "no-kill":
-            no_kill = value != "off"
-        elif word == "-k":
-            no_kill = True
-        elif name == "kill-on-bad-exit":
-            bad_exit = value or "1"
-        elif word.startswith("-K"):
-            bad_exit = word[2:] or "1"
-        elif name == "wait":
-            wait = value or (options[index + 1] if index + 1 < len(options) else "")
-        elif word.startswith("-W"):
-            wait = word[2:] or (options[index + 1] if index + 1 < len(options) else "")
-    bad_exit = bad_exit or _configured(config, "KillOnBadExit")
-    wait = wait or _configured(config, "WaitTime")
-    return [flag for flag, missing in (("--no-kill", not no_kill), ("--kill-on-bad-exit=0", bad_exit != "0"),
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-k", "--no-kill", nargs="?", const="on", default="on" if "SLURM_NO_KILL" in environ else "off")
+    parser.add_argument("-K", "--kill-on-bad-exit", nargs="?", const="1", default=environ.get("SLURM_KILL_BAD_EXIT"))
+    parser.add_argument("-W", "--wait", nargs="?", const="", default=environ.get("SLURM_WAIT"))
+    given, _ = parser.parse_known_args(words[1:end])
+    bad_exit = given.kill_on_bad_exit or _configured(config, "KillOnBadExit")
+    wait = given.wait or _configured(config, "WaitTime")
+    return [flag for flag, missing in (("--no-kill", given.no_kill == "off"), ("--kill-on-bad-exit=0", bad_exit != "0"),
                                        ("--wait=0", wait != "0")) if missing]
 
 

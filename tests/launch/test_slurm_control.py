@@ -109,12 +109,12 @@ TASKS = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2",
 
 
 def test_a_launcher_for_each_worker_is_taken_as_srun_has_started_it() -> None:
-    step = slurm.Step(8, 6, "slurm-7.0.0", "runs/slurm-7", slurm.Task(nodes=2, node=1, local=2, count=4))
+    step = slurm.Hosts(8, 6, "slurm-7.0.0", "runs/slurm-7", slurm.Task(nodes=2, node=1, local=2, count=4))
     assert slurm.step_of(TASKS) == slurm.step_of(TASKS, nproc=1) == step
     assert slurm.step_of({**TASKS, "SLURM_PROCID": "5"}) == step  # --distribution=cyclic
     one = {**TASKS, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}
     found = slurm.step_of(one)
-    assert found is not None and found.launchers == 8 and found.task == slurm.Task(1, 0, 2, 8)
+    assert found is not None and found.count == 8 and found.task == slurm.Task(1, 0, 2, 8)
 
 
 def test_local_rank_is_the_tasks_unless_it_sees_one_device_only() -> None:
