@@ -51,7 +51,7 @@ EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "chunks, V-shaped stages": (
         "backends.deepspeed.chunks", "backends.deepspeed.recut", "backends.deepspeed.regroup",
         "backends.deepspeed.relayout", "backends.megatron.chunks", "backends.megatron.vshape", "runtime.chunked"),
-    "several coordinators": ("control.elected", "control.etcd", "control.etcd_access"),
+    "several coordinators": ("control.elected", "control.etcd"),
 }
 """Extension -> its modules, or the packages that hold them. A folder of `extensions/` is one without being named."""
 

@@ -3,6 +3,9 @@
 The gateway is part of etcd since 3.4 and needs nothing but HTTP. One request at a time; a member that does not answer
 is left for the next one, so that a transaction may have happened although its answer was lost: whoever makes one has to
 know its own work again.
+
+How the members let their clients in, by certificates or as users with passwords, is in the variables that `etcdctl`
+reads. They stay in the environment: command lines are public.
 """
 
 from __future__ import annotations
@@ -10,20 +13,30 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import os
 import re
+import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from megatron_recycle.control.etcd_access import USER, Access, hint
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan.value import Value
 
 PORT = 2379
+CACERT, CERT, KEY, USER, PASSWORD = (f"ETCDCTL_{name}" for name in ("CACERT", "CERT", "KEY", "USER", "PASSWORD"))
+_HINTS = {
+    "CERTIFICATE_VERIFY_FAILED": f"its certificate is not believed: give that of its authority in {CACERT}",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS: give --store etcd://...",
+    "CERTIFICATE_REQUIRED": "",
+    "BAD_CERTIFICATE": f"it does not believe the certificate in {CERT}",
+    "UNKNOWN_CA": f"it does not believe the certificate in {CERT}",
+}
+_WANTED = f"it wants a certificate of its clients: give {CERT} and {KEY}"
 _STALE = ("invalid auth token", "revision of auth store is old")
 """What is said to a client that was let in, and has to ask to be so again."""
 _MEMBER = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:@\[\]/]+))(?::(\d{1,5}))?")
@@ -98,6 +111,37 @@ class Place:
         return cls(_SCHEMES[scheme], tuple(members))
 
 
+@dataclass(frozen=True)
+class Access:
+    """`ca`: file of the authority whose certificates are believed ("": the system's); `cert`, `key`: this client's;
+    `user`: NAME:PASSWORD."""
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = field(default="", repr=False)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Access:
+        user = environ.get(USER, "")
+        if user and ":" not in user:
+            user = f"{user}:{environ.get(PASSWORD, '')}"
+        return cls(environ.get(CACERT, ""), environ.get(CERT, ""), environ.get(KEY, ""), user)
+
+    def context(self) -> ssl.SSLContext:
+        """For connections to the members. Raises ConfigError."""
+        for name, path in ((CACERT, self.ca), (CERT, self.cert), (KEY, self.key)):
+            if path and not os.access(path, os.R_OK):
+                raise ConfigError(f"{name} is {path}, which cannot be read")
+        try:
+            made = ssl.create_default_context(cafile=self.ca or None)
+            if self.cert:
+                made.load_cert_chain(self.cert, self.key or None)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the certificates in {CACERT}, {CERT} and {KEY} are of no use: {error}") from error
+        return made
+
+
 class Etcd:
     """A client; any thread may use it.
 
@@ -164,7 +208,7 @@ class Etcd:
                 except (OSError, http.client.HTTPException, ValueError) as error:
                     stale = self._connection is not None and turn == 0
                     self._close()
-                    text, never = ("", False) if self._answered else hint(error, self._access)
+                    text, never = ("", False) if self._answered else _hint(error, self._access)
                     why = f"{host}:{port}: {text or str(error) or type(error).__name__}"
                     hopeless.add(never)
                     if not stale:  # a connection that was kept may have been closed meanwhile
@@ -218,6 +262,18 @@ class Etcd:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _hint(error: Exception, access: Access) -> tuple[str, bool]:
+    """What to do if a member does not answer as it should ("": nothing is known), and whether it never will."""
+    if isinstance(error, ConnectionResetError):  # http.client.RemoteDisconnected is one
+        return "it hangs up; perhaps it speaks TLS: give --store etcds://...", False
+    if not isinstance(error, ssl.SSLError):
+        return "", False
+    for reason, told in _HINTS.items():
+        if reason in f"{error.reason}".upper():
+            return (told if access.cert or "does not believe" not in told else _WANTED) or _WANTED, True
+    return ("" if access.cert else f"it hangs up; perhaps {_WANTED}"), False
 
 
 def _text(value: bytes) -> str:

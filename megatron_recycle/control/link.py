@@ -9,19 +9,21 @@ from __future__ import annotations
 import logging
 import math
 import os
+import queue
 import selectors
 import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.sockets import SILENT_S, watch_peer
 from megatron_recycle.control.wire import Session
-from megatron_recycle.membership.protocol import Kinds, Message, TooLarge, WireError
+from megatron_recycle.membership.protocol import Heartbeat, Kinds, Message, TooLarge, WireError
 
 _RETRY = (0.05, 1.0)
 """First and longest pause in seconds between attempts to connect."""
@@ -219,6 +221,20 @@ class Link:
             except Exception:  # the owner's callback: its failure must not silence the heartbeats
                 log.exception("recycle: handling a %s message failed", message.type)
         return first
+
+
+@contextmanager
+def visit(address: str, token: str, said: Sequence[Message], known: Kinds[Any], name: str
+          ) -> Iterator[tuple[queue.SimpleQueue[Any], Link]]:
+    """A link for as long as the block lasts, which says this again after every loss; and what it is answered."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    link = Link(address, token, hello=lambda: said, handle=answers.put, beat=Heartbeat, interval=1.0, known=known,
+                name=name)
+    link.start()
+    try:
+        yield answers, link
+    finally:
+        link.close()
 
 
 def _push(connection: socket.socket, unsent: bytearray) -> None:

@@ -28,8 +28,7 @@ import msgspec
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
 from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
-from megatron_recycle.control.etcd import Etcd, Place, StoreRefused, StoreUnreachable
-from megatron_recycle.control.etcd_access import Access
+from megatron_recycle.control.etcd import Access, Etcd, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.measured import Profiles
 from megatron_recycle.control.memory import Records
 from megatron_recycle.control.plan_folder import PlanFolder

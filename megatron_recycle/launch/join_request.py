@@ -5,15 +5,14 @@ from __future__ import annotations
 import queue
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
-from megatron_recycle.control.link import Link
+from megatron_recycle.control.link import Link, visit
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.membership.protocol import (
     TO_LAUNCHER,
     End,
-    Heartbeat,
     Interrupt,
     Join,
     LauncherHello,
@@ -35,7 +34,7 @@ def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str
     """
     wish = Join(count)
     limit, said = time.monotonic() + timeout, ""
-    with _visit(control, token, wish) as (answers, link):
+    with visit(control, token, _said(wish), TO_LAUNCHER, "recycle-visit") as (answers, link):
         while True:
             told = _answer(answers, link)
             why, left = told.refusal, limit - time.monotonic()
@@ -54,30 +53,14 @@ def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str
 def call_off(control: str, token: str, why: str) -> None:
     """End the job, which this host cannot take part in: the others would wait for its workers."""
     message = Interrupt(1, f"{socket.gethostname()} cannot take part: {why}")
-    with _visit(control, token, message) as (answers, link), suppress(RecycleError):
+    with (visit(control, token, _said(message), TO_LAUNCHER, "recycle-visit") as (answers, link),
+          suppress(RecycleError)):
         _answer(answers, link)
 
 
-@contextmanager
-def _visit(control: str, token: str, message: Message) -> Iterator[tuple[queue.SimpleQueue[ToLauncher], Link]]:
-    """A connection as a launcher without workers that says this; and what is answered."""
-    answers: queue.SimpleQueue[ToLauncher] = queue.SimpleQueue()
-    hello: list[Message] = [LauncherHello(socket.gethostname(), (), 0, role="launcher"), message]
-    link = Link(
-        control,
-        token,
-        hello=lambda: hello,
-        handle=answers.put,
-        beat=Heartbeat,
-        interval=1.0,
-        known=TO_LAUNCHER,
-        name="recycle-visit",
-    )
-    link.start()
-    try:
-        yield answers, link
-    finally:
-        link.close()
+def _said(message: Message) -> list[Message]:
+    """As a launcher without workers says it."""
+    return [LauncherHello(socket.gethostname(), (), 0, role="launcher"), message]
 
 
 def _answer(answers: queue.SimpleQueue[ToLauncher], link: Link) -> Places:

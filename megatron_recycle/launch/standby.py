@@ -7,8 +7,7 @@ import re
 import time
 from collections.abc import Callable
 
-from megatron_recycle.control.etcd import Place
-from megatron_recycle.control.etcd_access import Access
+from megatron_recycle.control.etcd import Access, Place
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch.reachability import own_address

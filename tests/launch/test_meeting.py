@@ -124,13 +124,13 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3", 
 
 @pytest.mark.parametrize(("environ", "step"), [
     ({}, None),
-    (STEP, slurm.Step(3, 2, "slurm-7.0.0", "runs/slurm-7")),
-    ({**STEP, "SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "2"}, slurm.Step(3, 2, "slurm-7.1.2", "runs/slurm-7.1")),
+    (STEP, slurm.Hosts(3, 2, "slurm-7.0.0", "runs/slurm-7")),
+    ({**STEP, "SLURM_STEP_ID": "1", "SLURM_RESTART_COUNT": "2"}, slurm.Hosts(3, 2, "slurm-7.1.2", "runs/slurm-7.1")),
     ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}, None),
     ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NTASKS": "4"}, None),  # a batch script of one node
     ({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "9"}, None),  # its shell
 ])
-def test_slurm_says_how_many_hosts_there_are(environ: Mapping[str, str], step: slurm.Step | None) -> None:
+def test_slurm_says_how_many_hosts_there_are(environ: Mapping[str, str], step: slurm.Hosts | None) -> None:
     assert slurm.step_of(environ) == step
 
 

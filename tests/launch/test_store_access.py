@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.control.etcd import Entry, Etcd, Place, StoreRefused, StoreUnreachable
-from megatron_recycle.control.etcd_access import Access
+from megatron_recycle.control.etcd import Access, Entry, Etcd, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.errors import ConfigError
 from tests.launch.test_store import ETCD, free_port
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.control.watch import Findings, Watch
+from megatron_recycle.control.clocks import Findings, Watch
 from megatron_recycle.membership.detectors import Doing, HangUps, Hosts, Stalls, ThreadState
 from megatron_recycle.membership.state import Member
 
