@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jobs import exit_on_sigterm
 
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.launch import coordinator_process
 from megatron_recycle.observe.events import read_events
 from tests.backends import gpt_job
@@ -60,9 +61,8 @@ class CampaignJob(Job):
 
     def _start_coordinator(self) -> str:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        spec = coordinator_process.CoordinatorSpec(self.size, self.folder, "token", "127.0.0.1", environ,
-                                                   embedded=True)
-        self._service = coordinator_process.start(spec)
+        spec = CoordinatorSpec(self.size, embedded=True)
+        self._service = coordinator_process.start(spec, self.folder, "token", environ)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="events")
         self._thread.start()

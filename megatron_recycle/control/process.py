@@ -23,10 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-import msgspec
-
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.etcd import Access, Etcd, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.measured import Profiles
@@ -36,7 +35,6 @@ from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import joined, listen, reserve
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.told import Told
-from megatron_recycle.membership.next_life import JobLife
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
@@ -55,26 +53,10 @@ _PAUSE = 0.25
 """Seconds between looks at whether somebody leads."""
 PLANS = "plans"
 """The folder in a run's folder that keeps its plans."""
+EVENTS = "events.jsonl"
 _DESCRIPTORS = 65536
 LINGER = 30.0
 """Seconds that the services outlive a job without a launcher, for processes that still have to end."""
-
-
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m megatron_recycle.control.process", description=__doc__)
-    made.add_argument("--size", type=int, required=True, help="number of workers")
-    made.add_argument("--run-dir", type=Path, required=True)
-    made.add_argument("--interface", default="127.0.0.1", help="the only address to listen on")
-    made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
-    made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
-    made.add_argument("--life", default="null", help="the job's life, in JSON; null: it has one only")
-    made.add_argument("--store", help="etcd://...: stand by, and lead the job if nobody else does")
-    made.add_argument("--job", default="", help="with --store: its name there")
-    made.add_argument("--hosts", type=int, default=1, help="with --store: those that stand by")
-    made.add_argument("--begun", action="store_true", help="with --store: decisions must be there")
-    made.add_argument("--node", default="0", help="number of this host among the job's")
-    made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
-    return made
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -93,13 +75,13 @@ class Past:
     untold: Sequence[Mapping[str, Any]] = ()
 
 
-def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]:
+def open_journal(spec: CoordinatorSpec, run_dir: Path) -> tuple[Journal, Past]:
     """A new journal, or that of a coordinator that has died."""
-    path = args.run_dir / "journal.jsonl"
-    if not args.resume:
+    path = run_dir / "journal.jsonl"
+    if not spec.resume:
         return Journal.create(path), Past()
     journal = Journal.reopen(path)
-    return journal, _past(args.size, journal.records, _told(events), PlanFolder(args.run_dir / PLANS).load, path)
+    return journal, _past(spec.size, journal.records, _told(run_dir), PlanFolder(run_dir / PLANS).load, path)
 
 
 def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[str, Any]],
@@ -113,13 +95,13 @@ def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[s
     return Past(state, told, untold(records, told))
 
 
-async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> tuple[socket.socket, ElectedJournal]:
+async def _stand_by(spec: CoordinatorSpec, token: str, starter: IO[str]) -> tuple[socket.socket, ElectedJournal]:
     """Say where this one will listen, and wait until it leads. The second line to the starter is where all of them
     will."""
-    listener = reserve(args.interface, args.port)
+    listener = reserve(spec.interface, spec.port)
     control = joined(*listener.getsockname()[:2])
-    store = Etcd(Place.parse(args.store), Access.read(os.environ))
-    candidate = Candidate(Sealed(store, args.job, token), args.node, control)
+    store = Etcd(Place.parse(spec.store), Access.read(os.environ))
+    candidate = Candidate(Sealed(store, spec.job, token), spec.node, control)
 
     def tell(**said: str) -> None:
         if not starter.closed:
@@ -128,82 +110,80 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
 
     def meet() -> None:
         until_answered(candidate.announce, say=lambda why: tell(waits=why))
-        while not (found := until_answered(lambda: candidate.meet(args.hosts), say=lambda why: tell(waits=why))):
+        while not (found := until_answered(lambda: candidate.meet(spec.hosts), say=lambda why: tell(waits=why))):
             time.sleep(_PAUSE)
         tell(all=",".join(found))
 
     def lead() -> ElectedJournal:
         while (journal := until_answered(candidate.try_lead, bears=True)) is None:
             time.sleep(_PAUSE)
-        if args.begun and not journal.records:
+        if spec.begun and not journal.records:
             raise JournalError(f"{journal.path} in the store has been emptied: without it no coordinator leads. "
                                f"{RESTART}")
         return journal
 
     tell(control=control)
-    if not args.resume:
+    if not spec.resume:
         await asyncio.to_thread(meet)
     return listener, await asyncio.to_thread(lead)
 
 
-def _told(events: Path) -> list[dict[str, Any]]:
+def _told(run_dir: Path) -> list[dict[str, Any]]:
     """The events so far. The file is expendable: without it some events are told twice."""
     try:
-        return [event for event in read_events(events) if Told.understood(event)]
+        return [event for event in read_events(run_dir / EVENTS) if Told.understood(event)]
     except (OSError, ValueError) as error:
         logger.warning("recycle: the events so far cannot be read: %s", error)
         return []
 
 
-async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig, starter: IO[str]) -> int:
+async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: RecycleConfig, starter: IO[str]) -> int:
     """Serve until the job is over; returns its status. `starter` is told where it listens, once it does."""
-    events = args.run_dir / "events.jsonl"
-    listener, elected, plans = None, None, PlanFolder(args.run_dir / PLANS)
-    if args.store:
-        listener, elected = await _stand_by(args, token, starter)
-        past = Past() if not elected.records else _past(args.size, elected.records, _told(events), lambda digest: (
+    listener, elected, plans = None, None, PlanFolder(run_dir / PLANS)
+    if spec.store:
+        listener, elected = await _stand_by(spec, token, starter)
+        past = Past() if not elected.records else _past(spec.size, elected.records, _told(run_dir), lambda digest: (
             plans.load(digest) or elected.load_plan(digest)), elected.path)
         journal: Records = elected
         keep = both(plans.keep, elected.keep_plan)
     else:
-        journal, past = open_journal(args, events)
+        journal, past = open_journal(spec, run_dir)
         keep = both(plans.keep)
-    log = EventLog(events, ticks=schema.TICKS)
-    life = msgspec.json.decode(args.life, type=JobLife | None) or JobLife()
+    log, life = EventLog(run_dir / EVENTS, ticks=schema.TICKS), spec.life
 
     def emit(event: Mapping[str, Any]) -> None:
         log.emit(**{**event, **({"v": schema.VERSION} if Told.from_json(event).event == "started" else {})})
 
-    if life.number and not args.resume:
+    if life.number and not spec.resume:
         emit({"event": "started_again", "t": time.time(), "restart": life.number, "of": life.most,
-              "workers": args.size, "reason": life.reason})
+              "workers": spec.size, "reason": life.reason})
     for event in past.untold:
         emit(event)
     planning = Planning(keep)
     if past.state is not None and past.state.description:
         planning.resume(past.state.description, past.state.failed, past.told)
-    offered = None if args.embedded else Offered(settings_of(os.environ))
+    offered = None if spec.embedded else Offered(settings_of(os.environ))
     coordinator = Coordinator(
-        size=args.size,
+        size=spec.size,
         token=token,
         journal=journal,
         plan=planning.plan,
         improve=planning.improve,
-        moves=None if args.embedded else planning.moves,
+        moves=None if spec.embedded else planning.moves,
         redo=planning.redo,
         measure=Profiles(planning).take,
         emit=emit,
         timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
-        listener=listener or listen(args.interface, args.port),
-        launched=not args.embedded,
+        listener=listener or listen(spec.interface, spec.port),
+        launched=not spec.embedded,
         state=past.state,
         offered=offered,
         told=(*past.told, *past.untold),
-        host="" if args.store else socket.gethostname() + ("" if args.embedded else f"/{args.node}"),
+        host="" if spec.store else socket.gethostname() + ("" if spec.embedded else f"/{spec.node}"),
         shape=life.shape,
         restarts=life.restarts,
         shelf=None if elected is None else Shelf(elected.term, leads=elected.leads),
-        follows=args.resume or (elected is not None and elected.term > 1),
+        follows=spec.resume or (elected is not None and elected.term > 1),
         before="" if elected is None else elected.before,
         leads=(lambda: True) if elected is None else elected.leads,
     )
@@ -223,7 +203,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         logger.warning("recycle: %s", lost)
         return DEPOSED
     # A launcher stays connected until its workers have ended.
-    await coordinator.wait_quiet(LINGER if args.embedded else None)
+    await coordinator.wait_quiet(LINGER if spec.embedded else None)
     if signs is not None:
         signs.cancel()
     await coordinator.close()
@@ -285,12 +265,16 @@ def _many_connections() -> None:
 
 
 def main() -> int:
-    args = parser().parse_args()
+    parser = argparse.ArgumentParser(prog="python -m megatron_recycle.control.process", description=__doc__)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("spec", help="a CoordinatorSpec in JSON")
+    args = parser.parse_args()
     _many_connections()
     starter = _take_stdout()
     spare_output()
     try:
-        return asyncio.run(coordinate(args, tokens.take(os.environ), RecycleConfig.resolve(), starter))
+        spec = CoordinatorSpec.from_json(json.loads(args.spec))
+        return asyncio.run(coordinate(spec, args.run_dir, tokens.take(os.environ), RecycleConfig.resolve(), starter))
     except (OSError, JournalError) as error:  # the log, where it would be looked for, may be on a full disk
         if not starter.closed:
             with contextlib.suppress(OSError), starter:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig, variable
 from megatron_recycle.control import tokens
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.control.ports import joined
 from megatron_recycle.control.wire import GUEST, for_joining
 from megatron_recycle.environment import Launched, not_handed_over
@@ -237,10 +238,10 @@ class Run:
         own = self.run_dir / f"node-{hosts.rank}"  # the folder may be on a file system of all hosts
         make(self.run_dir)
         prepare(own)
-        spec = service.CoordinatorSpec(life.size, own, self.token, interface, tokens.without(_environ(args)),
-                                       life=life.told(), node=str(hosts.rank), store=args.store,
-                                       job=args.job or hosts.name, hosts=hosts.count)
-        coordinator, control = standby.start(spec, _START_LIMIT, self.say)
+        spec = CoordinatorSpec(life.size, interface, life=life.told(), node=str(hosts.rank), store=args.store,
+                               job=args.job or hosts.name, hosts=hosts.count)
+        coordinator = service.start(spec, own, self.token, tokens.without(_environ(args)))
+        control = standby.meet(coordinator, _START_LIMIT, self.say)
         # Each host writes all there is to know, since any of them may go.
         return self._published(hosts.name, control), coordinator
 
@@ -267,10 +268,8 @@ class Run:
                                       "one in --master-addr")
                 check_host(host, several=alone is None)
                 check_listening(host, args.master_port)
-            environ = tokens.without(_environ(args))
-            spec = service.CoordinatorSpec(life.size, self.run_dir, self.token, host, environ, args.master_port,
-                                           life=life.told())
-            coordinator = service.start(spec)
+            spec = CoordinatorSpec(life.size, host, args.master_port, life=life.told())
+            coordinator = service.start(spec, self.run_dir, self.token, tokens.without(_environ(args)))
         except RecycleError as error:
             if hosts.name:
                 meeting.publish(self.run_dir, Meeting(name, refusal=str(error)))

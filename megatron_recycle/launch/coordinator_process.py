@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import selectors
@@ -12,8 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.environment import COORDINATORS_MODULE, TOKEN
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
@@ -28,41 +31,6 @@ _MOST = 5
 """Deaths in a row after which a service is started again."""
 _LIFE = 60.0
 """Seconds of a life after which its end is not in a row with the one before: an iteration may take that long."""
-
-
-@dataclass(frozen=True)
-class CoordinatorSpec:
-    """A coordinator to be started. `port` 0 is any. `life`: which of the job's lives this is, in JSON.
-
-    `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits. `node`: the
-    number of its host among the job's. With a `store` it stands by, for the `job` of that name there, beside those of
-    the other `hosts`; `begun`: decisions must be there.
-    """
-
-    size: int
-    run_dir: Path
-    token: str
-    interface: str
-    environ: Mapping[str, str]
-    port: int = 0
-    tied: bool = True
-    embedded: bool = False
-    resume: bool = False
-    life: str = "null"
-    node: str = "0"
-    store: str = ""
-    job: str = ""
-    hosts: int = 1
-    begun: bool = False
-
-    def command(self) -> list[str]:
-        command = [sys.executable, "-m", COORDINATORS_MODULE]
-        command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
-        command += ["--port", str(self.port), "--life", self.life, "--node", self.node]
-        if self.store:
-            command += ["--store", self.store, "--job", self.job, "--hosts", str(self.hosts)]
-            command += ["--begun"] * self.begun
-        return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
 
 
 class Answer(Value, frozen=True):
@@ -109,6 +77,7 @@ class Service:
     child: Child
     control: str
     spec: CoordinatorSpec
+    spawn: Callable[[CoordinatorSpec], Child]
     deaths: Deaths = field(default_factory=Deaths)
     linger: float = _END_LIMIT
     """Seconds that it has to end by itself at the end of the job, while others still hear of it."""
@@ -148,9 +117,8 @@ class Service:
             raise RecycleError(_not_started(self.child.log, said))
         if status != DEPOSED:
             self.deaths.died(self.child.log)
-        self.spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True,
-                                        begun=self.begun)
-        self.child, self.later = _spawn(self.spec), True
+        self.spec = replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True, begun=self.begun)
+        self.child, self.later = self.spawn(self.spec), True
 
     def _said(self) -> Answer:
         """The lines of a process that has ended, as far as nobody has read them yet."""
@@ -174,24 +142,25 @@ class Service:
             self.child.release()
 
 
-def start(spec: CoordinatorSpec) -> Service:
-    """Start the process and wait until it listens.
+def start(spec: CoordinatorSpec, run_dir: Path, token: str, environ: Mapping[str, str], tied: bool = True) -> Service:
+    """Start the process, which dies with this one if it is ``tied``, and wait until it listens.
 
     Raises:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
-    child = _spawn(spec)
+    child = (spawn := partial(_spawn, run_dir, token, environ, tied))(spec)
     said = answer(child, _START_LIMIT)
+    started = Service(child, said.control, spec, spawn)
     if not said.control:
-        Service(child, "", spec).kill()
+        started.kill()
         raise RecycleError(_not_started(child.log, said))
-    return Service(child, said.control, spec)
+    return started
 
 
-def _spawn(spec: CoordinatorSpec) -> Child:
-    environ = {**spec.environ, TOKEN: spec.token, "OMP_NUM_THREADS": "1"}
-    log = spec.run_dir / "coordinator.log"
-    return Child(spec.command(), environ, log, stdout=subprocess.PIPE, tied=spec.tied, deaf=True)
+def _spawn(run_dir: Path, token: str, environ: Mapping[str, str], tied: bool, spec: CoordinatorSpec) -> Child:
+    command = [sys.executable, "-m", COORDINATORS_MODULE, "--run-dir", str(run_dir), json.dumps(spec.to_json())]
+    return Child(command, {**environ, TOKEN: token, "OMP_NUM_THREADS": "1"}, run_dir / "coordinator.log",
+                 stdout=subprocess.PIPE, tied=tied, deaf=True)
 
 
 def _not_started(log: Path, said: Answer) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig, variable
 from megatron_recycle.control import tokens
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.environment import Launched
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch.run_folder import prepare
@@ -29,15 +30,7 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
     prepare(run_dir)
     timeouts = ("heartbeat_interval", "heartbeat_timeout", "transport_timeout", "report_timeout")
     environ = {**os.environ, **{variable(name): str(getattr(settings, name)) for name in timeouts}}
-    spec = service.CoordinatorSpec(
-        size=size,
-        run_dir=run_dir,
-        token=token,
-        interface=settings.interface,
-        environ=environ,
-        tied=False,
-        embedded=True,
-    )
-    started = service.start(spec)
+    spec = CoordinatorSpec(size, settings.interface, embedded=True)
+    started = service.start(spec, run_dir, token, environ, tied=False)
     started.child.release()
     return started.control, token

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 from megatron_recycle.membership.next_life import JobLife, Shape
@@ -38,10 +37,9 @@ class Life:
         return Life(there.size, range(share.first, share.first + share.count), share.node, there.nodes, self.number + 1,
                     self.most, there.shape, end.message)
 
-    def told(self) -> str:
-        """For the coordinator's command line."""
-        told = JobLife(self.number < self.most, self.number, self.most, self.reason, self.shape)
-        return json.dumps(told.to_json())
+    def told(self) -> JobLife:
+        """For the coordinator."""
+        return JobLife(self.number < self.most, self.number, self.most, self.reason, self.shape)
 
     def variables(self) -> dict[str, str]:
         """As torchrun sets them."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import tokens
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import meeting, watching
@@ -86,9 +87,8 @@ def run(args: argparse.Namespace) -> int:
     before: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):  # without it the job goes on just as well
         before = read_events(run_dir / "events.jsonl") if args.resume else []
-    spec = service.CoordinatorSpec(args.workers, run_dir, token, host, tokens.without(os.environ), args.port,
-                                   resume=args.resume, node=NODE)
-    coordinator = service.start(spec)
+    spec = CoordinatorSpec(args.workers, host, args.port, args.resume, node=NODE)
+    coordinator = service.start(spec, run_dir, token, tokens.without(os.environ))
     coordinator.linger = _LINGER
     meeting.publish(run_dir, Meeting("", coordinator.control, token))
     tokens.publish(run_dir, token)

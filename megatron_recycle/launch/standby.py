@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from megatron_recycle.control.etcd import Access, Place
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import coordinator_process as service
+from megatron_recycle.launch.coordinator_process import Answer, Service, answer
 from megatron_recycle.launch.reachability import own_address
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
@@ -29,24 +29,23 @@ def address(store: str, given: str | None) -> str:
     return given or own_address([host for host, _ in Place.parse(store).members]) or "127.0.0.1"
 
 
-def start(spec: service.CoordinatorSpec, limit: float, say: Callable[[str], None]) -> tuple[service.Service, str]:
-    """Start this host's coordinator; returns it, and where those of all hosts will listen, "host:port,host:port".
+def meet(made: Service, limit: float, say: Callable[[str], None]) -> str:
+    """Wait until the coordinators of all hosts will listen; returns where, "host:port,host:port".
 
     Raises:
-        RecycleError: it did not start, or the other hosts do not come within ``limit`` seconds.
+        RecycleError: it did not start, or the other hosts do not come within ``limit`` seconds. It is ended then.
     """
-    made = service.start(spec)
-    made.standby = True
-    say(f"recycle: this host's coordinator is at {made.control} when it leads; waiting for those of {spec.hosts} hosts")
-    said, until, why = service.Answer(waits=""), time.monotonic() + limit, ""
+    made.standby, hosts = True, made.spec.hosts
+    say(f"recycle: this host's coordinator is at {made.control} when it leads; waiting for those of {hosts} hosts")
+    said, until, why = Answer(waits=""), time.monotonic() + limit, ""
     while said.waits is not None:
         if said.waits:
             why = f" ({said.waits})"
             say(f"recycle: still waiting: {said.waits}")
-        said = service.answer(made.child, until - time.monotonic())
+        said = answer(made.child, until - time.monotonic())
     if not said.all:
         made.kill()
-        late = (f"not all of {spec.hosts} hosts have come to {spec.store} within {limit:.0f} s{why}; see "
+        late = (f"not all of {hosts} hosts have come to {made.spec.store} within {limit:.0f} s{why}; see "
                 f"{made.child.log}")
         raise RecycleError(f"the coordinator did not start: {said.error}" if said.error is not None else late)
-    return made, said.all
+    return said.all

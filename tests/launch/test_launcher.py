@@ -315,7 +315,7 @@ def test_a_service_may_die_again_and_again_while_iterations_are_committed() -> N
 ])
 def test_a_coordinator_that_stood_by_is_not_called_the_coordinator(standby: bool, status: int, told: str) -> None:
     child = SimpleNamespace(pid=7, status=lambda: status)
-    assert Service(cast(Any, child), "", cast(Any, None), standby=standby).end_told().startswith(told)
+    assert Service(cast(Any, child), "", cast(Any, None), cast(Any, None), standby=standby).end_told().startswith(told)
 
 
 def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: Path) -> None:

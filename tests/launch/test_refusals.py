@@ -63,7 +63,7 @@ def test_what_cannot_work_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def start(spec: service.CoordinatorSpec) -> service.Service:
+    def start(*_: object) -> service.Service:
         raise AssertionError("a coordinator was started")
 
     monkeypatch.setattr(service, "start", start)

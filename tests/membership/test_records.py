@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_recycle.control import Journal, JournalError, process
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.membership import records
 from megatron_recycle.membership.description import Job, Model
 from megatron_recycle.membership.failure_kinds import FailureKind
@@ -121,9 +121,8 @@ def test_a_journal_of_another_version_is_refused_by_name(tmp_path: Path) -> None
     journal = Journal.create(tmp_path / "journal.jsonl")
     journal.append({**records.decided(State(size=2).with_(**KEPT), ()).record.to_json(), "out": {"1:0": "spare"}})
     journal.close()
-    arguments = argparse.Namespace(run_dir=tmp_path, resume=True, size=2)
     with pytest.raises(JournalError, match="only with the version that has begun it"):
-        process.open_journal(arguments, tmp_path / "events.jsonl")
+        process.open_journal(CoordinatorSpec(2, resume=True), tmp_path)
 
 
 def test_a_journal_of_protocol_version_5_is_read() -> None:

@@ -3,7 +3,6 @@ record of a job and the lines of its launchers cannot be forged."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from megatron_recycle.control import Journal, process, telling
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.control.wire import GUEST, WireError
 from megatron_recycle.launch import summary
 from megatron_recycle.membership import inputs
@@ -135,8 +135,7 @@ def test_a_forged_event_log_changes_nothing_for_the_next_coordinator(tmp_path: P
               *({"event": name} for name in OWN), {"event": "hint", "worker": [], "error": {}},
               {"event": "started", "hosts": {"0:0": []}, "members": 3}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in forged))
-    journal, past = process.open_journal(argparse.Namespace(run_dir=tmp_path, resume=True, size=6),
-                                         tmp_path / "events.jsonl")
+    journal, past = process.open_journal(CoordinatorSpec(6, resume=True), tmp_path)
     journal.close()
     assert past.state is not None and past.state.progress.committed == 4
     assert {event["event"] for event in past.untold} >= {"started"}

@@ -1,0 +1,28 @@
+"""What the coordinator's process is told by whoever starts it, in JSON on its command line."""
+
+from __future__ import annotations
+
+from megatron_recycle.membership.next_life import JobLife
+from megatron_recycle.plan.value import Value
+
+
+class CoordinatorSpec(Value, frozen=True):
+    """A coordinator of a job of `size` workers, which listens on this `interface` only; `port` 0 is any.
+
+    With `resume` it leads a job whose coordinator has died. `life`: which of the job's lives this is. `node`: the
+    number of its host among the job's. `embedded`: there is no launcher that reports exits. With a `store` (etcd://...)
+    it stands by, and leads the `job` of that name there if none of the other `hosts` does; `begun`: decisions must be
+    there.
+    """
+
+    size: int
+    interface: str = "127.0.0.1"
+    port: int = 0
+    resume: bool = False
+    life: JobLife = JobLife()
+    node: str = "0"
+    store: str = ""
+    job: str = ""
+    hosts: int = 1
+    begun: bool = False
+    embedded: bool = False
