@@ -1,8 +1,7 @@
 """Settings of the plugin: the one source of JSON keys, flags, environment variables and their documentation.
 
-A setting is a field of `RecycleConfig`; `option` reads it from each source and documents it. Impossible values are
-refused at the start, with the remedy in the message. `python -m megatron_recycle.config` prints the documentation's
-part.
+A setting is a field of `RecycleConfig`; `option` reads it from each source. Impossible values are refused at the start,
+with the remedy in the message. `scripts/settings.py` writes the documentation's part.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from megatron_recycle.option import (
     SECTION,
     Option,
     add_flags,
-    as_markdown,
     attribute,
     flag,
     refuse_unknown,
@@ -31,7 +29,7 @@ from megatron_recycle.option import (
 )
 from megatron_recycle.policy import POLICIES, PolicyName
 
-__all__ = ["SECTION", "Option", "RecycleConfig", "add_arguments", "docs_table", "flag", "options", "variable"]
+__all__ = ["SECTION", "Option", "RecycleConfig", "add_arguments", "flag", "options", "variable"]
 
 GROUP = "megatron-recycle"
 """Title of the settings' group in a script's `--help`."""
@@ -406,32 +404,6 @@ def add_arguments(
     add_flags(group, options())
 
 
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "On and off": ("enabled",),
-    "Results": ("reduction", "block", "step", "split_backward", "clip_norm", "seed", "check_forward", "verify",
-                "verify_every"),
-    "What a failure leads to": ("policy", "keep_messages", "poison", "max_restarts",
-                                "max_failures_per_host", "moves", "move_cost", "horizon",
-                                "lend", "lend_layers", "slow_factor_out"),
-    "A stage's last copy": ("guard", "guard_interval", "state_copies"),
-    "Checkpoints and the end of a job": ("emergency_checkpoint", "on_leave", "leave_timeout", "on_failed_save", "mtbf"),
-    "Plan, placement and memory": ("chunks", "placement", "cap", "memory", "costs", "planner_budget"),
-    "Timeouts": ("heartbeat_interval", "heartbeat_timeout", "stall_floor", "report_timeout", "connect_timeout",
-                 "transport_timeout"),
-    "Files and network": ("run_dir", "interface"),
-}
-"""Settings by what they are for, as the documentation has them."""
-
-
-def docs_table() -> str:
-    """All settings as Markdown: a heading for each group, and one for each setting."""
-    return as_markdown(options(), GROUPS)
-
-
 def _where(config: RecycleConfig, name: str) -> str:
     source = config.sources.get(name)
     return name if source is None else f"{name} (from {source})"
-
-
-if __name__ == "__main__":
-    print(docs_table())

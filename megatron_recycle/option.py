@@ -1,4 +1,4 @@
-"""A setting: its name in every source, its text read, its value checked, shown and documented.
+"""A setting: its name in every source, its text read, its value checked and shown.
 
 Key `x_y` of the JSON section `"recycle"` is flag `--recycle-x-y` and variable `RECYCLE_X_Y`; a flag beats a variable, a
 variable beats JSON, JSON beats the default. Which settings there are is in `config`.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,28 +166,3 @@ def add_flags(group: argparse._ActionsContainer, options: Sequence[Option]) -> N
     for option in options:
         group.add_argument(flag(option.name), dest=attribute(option.name), default=None, metavar=option.values(),
                            help=f"{option.help} (default {shown(option.default)})".replace("%", "%%"))
-
-
-def as_markdown(options: Sequence[Option], groups: Mapping[str, Sequence[str]]) -> str:
-    """All settings as Markdown: a heading for each group, and one for each setting."""
-    known = {option.name: option for option in options}
-    rest = tuple(name for name in known if not any(name in names for names in groups.values()))
-    lines = []
-    for title, names in {**groups, **({"Others": rest} if rest else {})}.items():
-        lines.append(f"## {title}\n")
-        for option in (known[name] for name in names):
-            values = ", ".join(f"`{value}`" for value in option.values().split("|"))
-            lines += [f"### {option.name}\n", *_meaning(option),
-                      f"Default `{shown(option.default)}`; values {values}. JSON key `{option.name}`, flag "
-                      f"`{flag(option.name)}`, variable `{variable(option.name)}`.\n"]
-    return "\n".join(lines).rstrip()
-
-
-def _meaning(option: Option) -> list[str]:
-    """What a setting does, as Markdown: the values that its help explains are a list."""
-    known = {*option.choices, shown(option.default), "auto", "none", "true", "false", "0", "1", "2"}
-    words = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-    said, *values = re.split(rf"(?:; |^)(?=(?:{words}): )", option.help)
-    found = [f"{said[0].upper()}{said[1:]}{'' if said.endswith('.') else ':' if values else '.'}\n"] if said else []
-    listed = [f"- `{name}`: {text}" for name, _, text in (value.partition(": ") for value in values)]
-    return [*found, *listed[:-1], *(f"{last}\n" for last in listed[-1:])]
