@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.ports import listen
 from megatron_recycle.control.wire import Session, WireError
 from megatron_recycle.errors import ConfigError, RecycleError
@@ -125,13 +126,21 @@ def await_coordinator(control: str, token: str, limit: float, say: Callable[[str
 
 
 def knock(control: str, token: str) -> str | None:
-    """None if the coordinator of the job with this token answers at `control`; else why that cannot be said.
+    """None if the coordinator of the job with this token answers at `control`, or at one of several addresses; else why
+    that cannot be said, of the last of them.
 
     An open port says nothing: it may be another job's.
     """
-    host, _, port = control.rpartition(":")
+    why = None
+    for target in targets(control):
+        if (why := _knock(target, token)) is None:
+            break
+    return why
+
+
+def _knock(target: tuple[str, int], token: str) -> str | None:
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT) as connection:
+        with socket.create_connection(target, _CONNECT_LIMIT) as connection:
             if connection.getsockname() == connection.getpeername():  # it would keep the port from whoever is to listen
                 return "nobody listens there"
             session = Session.client(token)

@@ -15,7 +15,7 @@ import pytest
 from megatron_recycle.control.ports import listen
 from megatron_recycle.control.wire import Session
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import meeting, reachability, slurm
+from megatron_recycle.launch import health, meeting, reachability, slurm
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.worker_command import torchrun_environment
 from tests.membership.service import service
@@ -62,6 +62,18 @@ def test_an_open_port_is_not_taken_for_this_jobs_coordinator(monkeypatch: pytest
         with pytest.raises(RecycleError, match="does not answer within 0 s .*recycle run --node-rank 0"):
             reachability.await_coordinator(store, TOKEN, 0.0, print)
     assert "refused" in str(reachability.knock(ours, TOKEN))
+
+
+def test_one_of_several_coordinators_that_answers_is_enough(tmp_path: Path) -> None:
+    """Of those that stand by nobody answers."""
+    with listen("127.0.0.1", 0) as listener:
+        gone = f"127.0.0.1:{listener.getsockname()[1]}"
+    with coordinator(TOKEN) as leads:
+        assert reachability.knock(f"{gone},{leads},{gone}", TOKEN) is None
+        meeting.publish(tmp_path, Meeting("store", f"{gone},{leads}", TOKEN))
+        assert health.ill([tmp_path]) == []
+    assert "refused" in str(reachability.knock(f"{gone},{leads}", TOKEN))
+    assert len(health.ill([tmp_path])) == 1
 
 
 def test_a_file_of_an_earlier_job_is_waited_out(tmp_path: Path) -> None:
