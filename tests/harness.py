@@ -33,6 +33,7 @@ from megatron_recycle.control import Coordinator, Timeouts
 from megatron_recycle.control.journal import Journal
 from megatron_recycle.control.measured import Conclusions, Profiles
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership.protocol import Measured
 from megatron_recycle.membership.state import Member, State
 from tests.labels import check_label
@@ -214,8 +215,8 @@ class Job:
             journal = Journal.create(self.folder / "journal.jsonl")
             planning = self._planning = Planning()
             coordinator = self._coordinator = Coordinator(
-                size=self.size, token="token", journal=journal, plan=planning.plan, improve=planning.improve,
-                moves=planning.moves, redo=planning.redo, measure=self._measure,
+                size=self.size, token="token", journal=journal, measure=self._measure,
+                plans=Plans(planning.plan, planning.improve, planning.moves, planning.redo),
                 emit=self._emit, timeouts=Timeouts(), launched=False, listener=socket.create_server((self.address, 0)))
             self._profiles = Profiles(planning)
             started.append(await coordinator.start())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_recycle.control import Coordinator, Journal, Timeouts
+from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership.inputs import WorkerHello
 from megatron_recycle.plan.plan_file import PlanFile
 
@@ -50,7 +51,7 @@ def test_simulated_workers_come_again_as_real_ones_do(tmp_path: Path, monkeypatc
     async def led() -> Any:
         grid = {"stages": 2, "microbatches": [2] * 8}
         coordinator = Coordinator(size=16, token=light.TOKEN, journal=Journal.create(tmp_path / "journal.jsonl"),
-                                  plan=lambda job, failed: PlanFile(digest=str(len(failed))),
+                                  plans=Plans(lambda job, failed: PlanFile(digest=str(len(failed)))),
                                   emit=lambda event: None, timeouts=Timeouts(1000.0, 1000.0, 1000.0))
         job = light.Clients(await coordinator.start(), grid)
         server = coordinator.server

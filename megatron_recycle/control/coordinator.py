@@ -25,7 +25,7 @@ from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.measured import Conclusions
 from megatron_recycle.control.memory import Memory, Records
 from megatron_recycle.control.operators import Operators
-from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Redoer, Searches
+from megatron_recycle.control.searches import Plans, Searches
 from megatron_recycle.control.server import Connection, Server
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import FOUND_S
@@ -82,7 +82,7 @@ class Coordinator:
         size: number of workers.
         token: the job's token.
         journal: where decisions are kept.
-        plan, improve, moves, redo: the planner (this class does not know it).
+        plans: the planner (this class does not know it).
         measure: takes what workers have measured; None: nobody wants it.
         emit: gets every event, see observe.events; called in the event loop.
         listener: a socket that listens already; without one, any free port of 127.0.0.1.
@@ -105,10 +105,7 @@ class Coordinator:
         size: int,
         token: str,
         journal: Records,
-        plan: Planner,
-        improve: Improver | None = None,
-        moves: Mover | None = None,
-        redo: Redoer | None = None,
+        plans: Plans,
         measure: Measure | None = None,
         emit: Callable[[Mapping[str, Any]], None],
         timeouts: Timeouts | None = None,
@@ -137,7 +134,7 @@ class Coordinator:
         self._telling = Telling(emit, self.server, told)
         self._operators = Operators(self.server, self._telling, self.feed)
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
-        self._searches = Searches(Plans(plan, improve, moves, redo), self.feed, lambda: self.state)
+        self._searches = Searches(plans, self.feed, lambda: self.state)
         self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state,
                                         restarts)
         self._leader = Leader(state, memory, self._executor)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from megatron_recycle.membership.next_life import JobLife
 from megatron_recycle.plan.value import Value
 
+DEPOSED = 75
+"""Status of a coordinator that leads no more: who has started it lets it stand by again."""
+
 
 class CoordinatorSpec(Value, frozen=True):
     """A coordinator of a job of `size` workers, which listens on this `interface` only; `port` 0 is any.

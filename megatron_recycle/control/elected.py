@@ -19,11 +19,11 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import field
 
-from megatron_recycle.control.etcd import Entry, StoreUnreachable
+from megatron_recycle.control.etcd import Etcd, StoreUnreachable
 from megatron_recycle.control.journal import JournalError
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.plan import Plan, PlanError
@@ -71,21 +71,11 @@ class _Written(Value, frozen=True, omit_defaults=True):
     parts: tuple[str, ...] = ()
 
 
-class Shared(Protocol):
-    """A store, as `etcd.Etcd` is one. Each may raise StoreUnreachable, and may have been done all the same."""
-
-    def range(self, prefix: str) -> list[Entry]: ...
-    def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
-               leased: tuple[str, ...] = ()) -> int: ...
-    def grant(self, seconds: int) -> int: ...
-    def keep(self, lease: int) -> bool: ...
-    def revoke(self, lease: int) -> None: ...
-
-
 class Sealed:
-    """The keys of one job. Their values are JSON behind a code that only who has the token can make."""
+    """The keys of one job. Their values are JSON behind a code that only who has the token can make. A request that
+    raises StoreUnreachable may have been done all the same."""
 
-    def __init__(self, store: Shared, job: str, token: str) -> None:
+    def __init__(self, store: Etcd, job: str, token: str) -> None:
         self.store = store
         self.folder = f"recycle/{job}/"
         self._secret = hmac.new(token.encode(), b"recycle store", hashlib.sha256).digest()
@@ -115,7 +105,7 @@ class Sealed:
 
     def put_if(self, created: Mapping[str, int], contents: Mapping[str, Any], lease: int = 0,
                leased: tuple[str, ...] = ()) -> int:
-        """As `Shared.put_if`, with this job's names."""
+        """As `Etcd.put_if`, with this job's names."""
         return self.store.put_if({self.folder + name: revision for name, revision in created.items()},
                                  {self.folder + name: self.seal(name, each) for name, each in contents.items()},
                                  lease, tuple(self.folder + name for name in leased))

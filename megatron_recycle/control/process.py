@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from megatron_recycle.config import RecycleConfig, options, variable
-from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
-from megatron_recycle.control.coordinator_spec import CoordinatorSpec
+from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts
+from megatron_recycle.control.coordinator_spec import DEPOSED, CoordinatorSpec
 from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.etcd import Access, Etcd, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.measured import Profiles
@@ -33,8 +33,10 @@ from megatron_recycle.control.memory import Records
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import joined, listen, reserve
+from megatron_recycle.control.searches import Plans
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.told import Told
+from megatron_recycle.environment import TOKEN
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
@@ -47,8 +49,6 @@ from megatron_recycle.plan.plan_file import PlanFile
 
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
-DEPOSED = 75
-"""Status of a coordinator that leads no more: who has started it lets it stand by again."""
 _PAUSE = 0.25
 """Seconds between looks at whether somebody leads."""
 PLANS = "plans"
@@ -167,10 +167,7 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
         size=spec.size,
         token=token,
         journal=journal,
-        plan=planning.plan,
-        improve=planning.improve,
-        moves=None if spec.embedded else planning.moves,
-        redo=planning.redo,
+        plans=Plans(planning.plan, planning.improve, None if spec.embedded else planning.moves, planning.redo),
         measure=Profiles(planning).take,
         emit=emit,
         timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
@@ -274,7 +271,7 @@ def main() -> int:
     spare_output()
     try:
         spec = CoordinatorSpec.from_json(json.loads(args.spec))
-        return asyncio.run(coordinate(spec, args.run_dir, tokens.take(os.environ), RecycleConfig.resolve(), starter))
+        return asyncio.run(coordinate(spec, args.run_dir, os.environ.pop(TOKEN), RecycleConfig.resolve(), starter))
     except (OSError, JournalError) as error:  # the log, where it would be looked for, may be on a full disk
         if not starter.closed:
             with contextlib.suppress(OSError), starter:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -42,22 +40,9 @@ def publish(folder: Path, token: str) -> None:
             file.write(for_joining(token) + "\n")
 
 
-def readable_by_others(file: Path) -> bool:
-    return bool(file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
-
-
-def new() -> str:
-    return secrets.token_hex(32)
-
-
 def without(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment for a process that has no use for the token."""
     return {name: text for name, text in environ.items() if name != TOKEN}
-
-
-def take(environ: os._Environ[str]) -> str:
-    """This process's token, which its children do not inherit."""
-    return environ.pop(TOKEN)
 
 
 def _checked(token: str, source: str) -> str:

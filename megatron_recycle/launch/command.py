@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -94,7 +96,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     refuse(os.environ)
     say = say_to(sys.stderr)
     token = tokens.given(os.environ, args.token_file)
-    if args.token_file is not None and tokens.readable_by_others(args.token_file):
+    if args.token_file is not None and args.token_file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
         say(f"recycle: warning: others can read the token in {args.token_file}: chmod 600 {args.token_file}")
     if args.join is None and (token or "").startswith(GUEST):
         raise ConfigError("that token lets a host join a running job, and no more: give the job's own, or --join")
@@ -107,7 +109,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     if hosts.rank == 0:
         _ask_slurm(args, hosts, say)
     run_dir = run_dir_of(args.run_dir, config, hosts.folder)
-    token = token or (tokens.new() if hosts.rank == 0 else None)
+    token = token or (secrets.token_hex(32) if hosts.rank == 0 else None)
     this = Run(args, command, config, hosts, run_dir, token, nproc, say)
     life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
                              hosts.count, most=args.restarts)
@@ -240,7 +242,7 @@ class Run:
         prepare(own)
         spec = CoordinatorSpec(life.size, interface, life=life.told(), node=str(hosts.rank), store=args.store,
                                job=args.job or hosts.name, hosts=hosts.count)
-        coordinator = service.start(spec, own, self.token, tokens.without(_environ(args)))
+        coordinator = service.start(spec, own, self.token, _environ(args))
         control = standby.meet(coordinator, _START_LIMIT, self.say)
         # Each host writes all there is to know, since any of them may go.
         return self._published(hosts.name, control), coordinator
@@ -269,7 +271,7 @@ class Run:
                 check_host(host, several=alone is None)
                 check_listening(host, args.master_port)
             spec = CoordinatorSpec(life.size, host, args.master_port, life=life.told())
-            coordinator = service.start(spec, self.run_dir, self.token, tokens.without(_environ(args)))
+            coordinator = service.start(spec, self.run_dir, self.token, _environ(args))
         except RecycleError as error:
             if hosts.name:
                 meeting.publish(self.run_dir, Meeting(name, refusal=str(error)))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from megatron_recycle.control.coordinator_spec import CoordinatorSpec
+from megatron_recycle.control.coordinator_spec import DEPOSED, CoordinatorSpec
 from megatron_recycle.environment import COORDINATORS_MODULE, TOKEN
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
@@ -25,8 +25,6 @@ from megatron_recycle.plan.value import Value
 _START_LIMIT = 60.0
 _END_LIMIT = 2.0
 _TOLD_LINES = 5
-DEPOSED = 75
-"""Status of a coordinator that leads no more, and is started again to stand by."""
 _MOST = 5
 """Deaths in a row after which a service is started again."""
 _LIFE = 60.0

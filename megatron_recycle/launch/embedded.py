@@ -6,6 +6,7 @@ No launcher of ours sees their processes end: the end of a worker's control conn
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
     """
     size = Launched.read().size
     assert size is not None, "torch's process group has been made"
-    token = tokens.given(os.environ) or tokens.new()
+    token = tokens.given(os.environ) or secrets.token_hex(32)
     run_dir = Path(settings.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     prepare(run_dir)
     timeouts = ("heartbeat_interval", "heartbeat_timeout", "transport_timeout", "report_timeout")

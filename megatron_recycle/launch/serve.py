@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.suppress(OSError, ValueError):  # without it the job goes on just as well
         before = read_events(run_dir / "events.jsonl") if args.resume else []
     spec = CoordinatorSpec(args.workers, host, args.port, args.resume, node=NODE)
-    coordinator = service.start(spec, run_dir, token, tokens.without(os.environ))
+    coordinator = service.start(spec, run_dir, token, os.environ)
     coordinator.linger = _LINGER
     meeting.publish(run_dir, Meeting("", coordinator.control, token))
     tokens.publish(run_dir, token)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_recycle.config import SECTION, options, variable
+from megatron_recycle.config import SECTION, Option, options, variable
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.option import nearest, shown
 
@@ -38,16 +38,13 @@ def settings(texts: Sequence[str], file: Path | None, environ: Mapping[str, str]
     Raises:
         ConfigError: an unknown key, a bad value, a file that is no such JSON.
     """
-    known = {option.name: option for option in options()}
     found = {} if file is None else {name: text for name, text in _of_file(file).items() if name not in environ}
     for text in texts:
         key, equals, value = text.partition("=")
         key = key.strip().replace("-", "_")
         if not equals:
             raise ConfigError(f"--set {text}: give KEY=VALUE, for example --set max_restarts=3")
-        if key not in known:
-            raise ConfigError(f"--set {text}: there is no setting {key}; the nearest is {nearest(key, list(known))}")
-        known[key].parse(value, f"--set {key}")
+        _setting(key, f"--set {text}").parse(value, f"--set {key}")
         found[variable(key)] = value
     return found
 
@@ -62,9 +59,14 @@ def _of_file(file: Path) -> dict[str, str]:
     section = content.get(SECTION, content) if isinstance(content, Mapping) else content
     if not isinstance(section, Mapping):
         raise ConfigError(f'--config {file}: give an object of settings, or one with a section "{SECTION}"')
-    known = {option.name: option for option in options()}
     for key, value in section.items():
-        if key not in known:
-            raise ConfigError(f"--config {file}: there is no setting {key}; the nearest is {nearest(key, list(known))}")
-        known[key].parse(value, f"{key} in {file}")
+        _setting(key, f"--config {file}").parse(value, f"{key} in {file}")
     return {variable(key): shown(value) for key, value in section.items()}
+
+
+def _setting(key: str, source: str) -> Option:
+    """The setting of this name. Raises ConfigError."""
+    known = {option.name: option for option in options()}
+    if key not in known:
+        raise ConfigError(f"{source}: there is no setting {key}; the nearest is {nearest(key, list(known))}")
+    return known[key]

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.control import Coordinator, Journal, Timeouts
+from megatron_recycle.control import Coordinator, Journal, Timeouts, searches
 from megatron_recycle.control.wire import Session
 from megatron_recycle.membership import Process
 from megatron_recycle.membership.standing import Standing
@@ -49,7 +49,7 @@ def serve(size: int, make_plans: Callable[[], Plans], timeouts: Timeouts, folder
 
     async def run() -> None:
         coordinator = Coordinator(size=size, token=TOKEN, journal=Journal.create(Path(folder) / "journal.jsonl"),
-                                  plan=plan, emit=emit, timeouts=timeouts,
+                                  plans=searches.Plans(plan), emit=emit, timeouts=timeouts,
                                   listener=socket.create_server(("127.0.0.1", 0), backlog=4096))
         pipe.send(("listens", await coordinator.start(), 0.0))
         await asyncio.Event().wait()

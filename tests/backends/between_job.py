@@ -27,6 +27,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Coordinator, Timeouts
 from megatron_recycle.control.journal import Journal
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.control.searches import Plans
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.runtime.comm.default_group import World
 from tests.backends.between_rows import ROWS, WIDTH, Row
@@ -143,7 +144,7 @@ def _coordinator(rank: int, number: int, events: list[Mapping[str, Any]]) -> Ite
             planning = Planning()
             coordinator = Coordinator(
                 size=STAGES * PIPELINES, token="token", journal=Journal.create(Path(folder) / "journal.jsonl"),
-                plan=planning.plan, improve=planning.improve, moves=planning.moves, redo=planning.redo,
+                plans=Plans(planning.plan, planning.improve, planning.moves, planning.redo),
                 emit=events.append,
                 timeouts=Timeouts(), launched=False, listener=socket.create_server(("127.0.0.1", 0)))
             store.set(key, await coordinator.start())

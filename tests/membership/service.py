@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.control import Agent, Coordinator, Journal, Timeouts
+from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership.decisions import End
 from megatron_recycle.membership.description import Description, Job
 from megatron_recycle.plan.plan_file import PlanFile
@@ -35,8 +36,9 @@ class Service:
         self.address = ""
         self._changed = threading.Condition()
         self._loop = asyncio.new_event_loop()
-        settings = {"size": 6, "token": TOKEN, "plan": fake_plan, **options}
-        self.coordinator = Coordinator(journal=journal, emit=self._emit, **settings)
+        plans = Plans(options.pop("plan", fake_plan), options.pop("improve", None))
+        settings = {"size": 6, "token": TOKEN, **options}
+        self.coordinator = Coordinator(journal=journal, plans=plans, emit=self._emit, **settings)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _emit(self, event: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from megatron_recycle.control import Coordinator, Journal, memory
 from megatron_recycle.control import journal as store_module
 from megatron_recycle.control.parcels import opened
+from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
@@ -77,8 +78,8 @@ class Job(Cluster):
 
     def __init__(self, journal: Paper, said: Callable[[Any], None]) -> None:
         super().__init__()
-        self.coordinator = Coordinator(size=6, token=TOKEN, journal=journal, plan=lambda *_: PLAN,  # type: ignore[arg-type]
-                                       improve=lambda *_: None, emit=said)
+        plans = Plans(lambda *_: PLAN, lambda *_: None)
+        self.coordinator = Coordinator(size=6, token=TOKEN, journal=journal, plans=plans, emit=said)
         self.coordinator._searches._in_thread = lambda *_, **__: None  # type: ignore[method-assign]
         self.peers = {f"{name}/0": Told(journal) for name in self.names}
         self.launcher = Told(journal)
