@@ -17,13 +17,14 @@ from pathlib import Path
 from megatron_recycle.config import RecycleConfig, variable
 from megatron_recycle.control import tokens
 from megatron_recycle.control.coordinator_spec import CoordinatorSpec
+from megatron_recycle.control.etcd import Place
 from megatron_recycle.control.ports import joined
 from megatron_recycle.control.wire import GUEST, for_joining
 from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
-from megatron_recycle.launch import join_request, meeting, slurm, standby
-from megatron_recycle.launch.flags import add_arguments, check, translate
+from megatron_recycle.launch import join_request, meeting, slurm
+from megatron_recycle.launch.flags import add_arguments, check, check_store, in_environment, settings, translate
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.meeting import Meeting
@@ -38,7 +39,6 @@ from megatron_recycle.launch.reachability import (
     own_address,
 )
 from megatron_recycle.launch.run_folder import make, prepare
-from megatron_recycle.launch.settings import in_environment, settings
 from megatron_recycle.launch.slurm import Hosts
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.watching import watched
@@ -104,7 +104,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
         return _join(args, command, config, token, say)
     hosts = _hosts(args, token)
     if args.store is not None:
-        standby.check_store(args.store, args.job or hosts.name)
+        check_store(args.store, args.job or hosts.name)
     nproc = args.nproc or (1 if hosts.task else default_nproc(os.environ))
     if hosts.rank == 0:
         _ask_slurm(args, hosts, say)
@@ -236,14 +236,15 @@ class Run:
     def _stand_by(self, life: Life) -> _Led:
         """Start this host's coordinator, one of several, and wait for those of the others. Raises RecycleError."""
         args, hosts = self.args, self.hosts
-        interface = standby.address(args.store, self.config.interface if "interface" in self.config.sources else None)
+        given = self.config.interface if "interface" in self.config.sources else None
+        interface = given or own_address([host for host, _ in Place.parse(args.store).members]) or "127.0.0.1"
         own = self.run_dir / f"node-{hosts.rank}"  # the folder may be on a file system of all hosts
         make(self.run_dir)
         prepare(own)
         spec = CoordinatorSpec(life.size, interface, life=life.told(), node=str(hosts.rank), store=args.store,
                                job=args.job or hosts.name, hosts=hosts.count)
         coordinator = service.start(spec, own, self.token, _environ(args))
-        control = standby.meet(coordinator, _START_LIMIT, self.say)
+        control = coordinator.stand_by(_START_LIMIT, self.say)
         # Each host writes all there is to know, since any of them may go.
         return self._published(hosts.name, control), coordinator
 

@@ -126,6 +126,28 @@ class Service:
             said |= json.loads(line)
         return Answer.from_json(said)
 
+    def stand_by(self, limit: float, say: Callable[[str], None]) -> str:
+        """Wait until the coordinators of all hosts will listen; returns where, "host:port,host:port". Who holds the
+        lease in their shared store leads; see `control.elected`.
+
+        Raises:
+            RecycleError: it did not start, or the other hosts do not come within ``limit`` seconds. It is ended then.
+        """
+        self.standby, hosts = True, self.spec.hosts
+        say(f"recycle: this host's coordinator is at {self.control} when it leads; waiting for those of {hosts} hosts")
+        said, until, why = Answer(waits=""), time.monotonic() + limit, ""
+        while said.waits is not None:
+            if said.waits:
+                why = f" ({said.waits})"
+                say(f"recycle: still waiting: {said.waits}")
+            said = answer(self.child, until - time.monotonic())
+        if not said.all:
+            self.kill()
+            late = (f"not all of {hosts} hosts have come to {self.spec.store} within {limit:.0f} s{why}; see "
+                    f"{self.child.log}")
+            raise RecycleError(f"the coordinator did not start: {said.error}" if said.error is not None else late)
+        return said.all
+
     def kill(self) -> None:
         """End the process: nobody needs it."""
         self.child.signal(signal.SIGKILL)

@@ -1,13 +1,22 @@
-"""The options of `recycle run`."""
+"""The options of `recycle run`; settings among them, --set KEY=VALUE and --config FILE, become variables of the
+environment."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from megatron_recycle.config import SECTION, Option, options, variable
+from megatron_recycle.control.etcd import Access, Place
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import watching
 from megatron_recycle.launch.reachability import bare, check_address
+from megatron_recycle.option import nearest, shown
 from megatron_recycle.usage import also
 
 _AT_SERVICE = "the service says where it listens"
@@ -23,6 +32,8 @@ _BESIDE = {
 _ELSEWHERE = ("join", "master_addr", "master_port", "restarts", "requeue", "chaos")
 """Options that need a coordinator on host 0."""
 HIGHEST_PORT = 65535
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+"""Of a job in a store."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +206,75 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")
 
 
+def check_store(store: str, job: str) -> None:
+    """Raises ConfigError."""
+    if Place.parse(store).scheme == "https":
+        Access.read(os.environ).context()
+    if not _NAME.fullmatch(job):
+        raise ConfigError(f"--job {job!r} names no job: with --store give a name that no other job has there (letters, "
+                          "digits, dots, dashes), the same on each host")
+
+
 def _given(args: argparse.Namespace, *names: str) -> list[str]:
     """The options among these that are given, as users write them."""
     spelled = {"restarts": "job-restarts"}
     return [f"--{spelled.get(name, name.replace('_', '-'))}" for name in names if getattr(args, name)]
+
+
+@contextmanager
+def in_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables for as long as the block lasts: workers, coordinator and settings read them there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def settings(texts: Sequence[str], file: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables for what the options give. A variable that is set beats the file, and --set beats both.
+
+    Args:
+        texts: KEY=VALUE each.
+        file: JSON, either an object of settings or one with a section "recycle", as DeepSpeed's.
+
+    Raises:
+        ConfigError: an unknown key, a bad value, a file that is no such JSON.
+    """
+    found = {} if file is None else {name: text for name, text in _of_file(file).items() if name not in environ}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals:
+            raise ConfigError(f"--set {text}: give KEY=VALUE, for example --set max_restarts=3")
+        _setting(key, f"--set {text}").parse(value, f"--set {key}")
+        found[variable(key)] = value
+    return found
+
+
+def _of_file(file: Path) -> dict[str, str]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--config {file} is no JSON: {error}") from error
+    section = content.get(SECTION, content) if isinstance(content, Mapping) else content
+    if not isinstance(section, Mapping):
+        raise ConfigError(f'--config {file}: give an object of settings, or one with a section "{SECTION}"')
+    for key, value in section.items():
+        _setting(key, f"--config {file}").parse(value, f"{key} in {file}")
+    return {variable(key): shown(value) for key, value in section.items()}
+
+
+def _setting(key: str, source: str) -> Option:
+    """The setting of this name. Raises ConfigError."""
+    known = {option.name: option for option in options()}
+    if key not in known:
+        raise ConfigError(f"{source}: there is no setting {key}; the nearest is {nearest(key, list(known))}")
+    return known[key]
