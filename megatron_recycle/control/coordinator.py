@@ -12,7 +12,6 @@ import asyncio
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ from megatron_recycle.membership.inputs import (
     StaysOut,
     WorkerHello,
 )
-from megatron_recycle.membership.next_life import Shape
+from megatron_recycle.membership.next_life import JobLife
 from megatron_recycle.membership.protocol import (
     EventTold,
     Explains,
@@ -91,8 +90,7 @@ class Coordinator:
         state: what `records.restore` has read from the journal of a coordinator that has died.
         told: the events it has told.
         host: where this is, as workers there name their host.
-        shape: what the job has in common with its life before this one.
-        restarts: whether the script is started again if the grid cannot go on.
+        life: which of the job's lives this is.
         shelf: the content of torch's store.
         follows: whether another coordinator has led the job before, to which its processes may have told something.
         before: the number of the host whose coordinator has led before, if its lease has ended.
@@ -115,15 +113,14 @@ class Coordinator:
         offered: Offered | None = None,
         told: Iterable[Mapping[str, Any]] = (),
         host: str = "",
-        shape: Shape | None = None,
-        restarts: bool = False,
+        life: JobLife = JobLife(),  # noqa: B008 - it cannot change
         shelf: Shelf | None = None,
         follows: bool = False,
         before: str = "",
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         timeouts = timeouts or Timeouts()
-        state = (State(size=size) if state is None else state).with_(host=host, shape=shape)
+        state = (State(size=size) if state is None else state).with_(host=host, shape=life.shape)
         memory = Memory(journal)
         self.server = Server(size, token, timeouts.hello_timeout, self, shelf)
         self._listener = listener
@@ -136,12 +133,12 @@ class Coordinator:
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
         self._searches = Searches(plans, self.feed, lambda: self.state)
         self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state,
-                                        restarts)
+                                        life.restarts)
         self._leader = Leader(state, memory, self._executor)
         self._follows = follows
         self._before = before
         self._leads = leads
-        self._undecided: deque[Input] = deque()
+        self._undecided: list[Input] = []
         self._closed = False
 
     @property
@@ -216,13 +213,12 @@ class Coordinator:
             self.deposed(str(lost))
 
     def _decide_later(self) -> None:
-        waiting = () if self._closed or not self._leads() else tuple(self._undecided)
-        if self._closed or waiting:
-            self._undecided.clear()
+        if not self._closed and not self._leads():
+            asyncio.get_running_loop().call_later(_GLANCE, self._decide_later)
+            return
+        waiting, self._undecided = self._undecided, []
         for happened in waiting:
             self.feed(happened)
-        if self._undecided and not waiting:
-            asyncio.get_running_loop().call_later(_GLANCE, self._decide_later)
 
     def deposed(self, why: str) -> None:
         """Another one leads, or may: nothing is decided here any more. Call it in the event loop; `wait_ended` raises

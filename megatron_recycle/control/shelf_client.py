@@ -214,7 +214,8 @@ class ShelfClient:
                 time.sleep(_PAUSE)
             finally:
                 if line is not None and not line.busy:
-                    self._put_back(line)
+                    with self._lock:
+                        self._idle.append(line)
                 elif line is not None:
                     line.close()
 
@@ -265,10 +266,6 @@ class ShelfClient:
         with self._lock:
             if known.shelf == line.shelf:
                 known.told = line.shelf
-
-    def _put_back(self, line: _Line) -> None:
-        with self._lock:
-            self._idle.append(line)
 
     def _forked(self) -> None:
         """A child keeps no connection of its parent's open, and is another process."""
