@@ -115,12 +115,17 @@ def local_rank(environ: Mapping[str, str], task: Task) -> int:
 
 def ask(command: Sequence[str]) -> str:
     """The command's output; "" if it fails."""
+    return _run(command)[0]
+
+
+def _run(command: Sequence[str]) -> tuple[str, str]:
+    """The command's output, or else why it has failed."""
     try:
         done = subprocess.run(list(command), check=False, capture_output=True, text=True, timeout=_LIMIT,
                               stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    return (done.stdout, "") if done.returncode == 0 else ("", done.stderr.strip() or f"status {done.returncode}")
 
 
 def towards(environ: Mapping[str, str]) -> list[str]:
@@ -214,12 +219,7 @@ def requeue(environ: Mapping[str, str], asked: Ask = ask) -> str:
         return f"recycle: Slurm does not say what has become of job {job}: it is not requeued"
     if state[1] != "RUNNING" and reason[1] != "TimeLimit":
         return f"recycle: job {job} is not requeued (--requeue): Slurm ends it as {state[1]}"
-    try:
-        done = subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True, text=True, timeout=_LIMIT,
-                              stdin=subprocess.DEVNULL)
-        failed = done.stderr.strip() if done.returncode else ""
-    except (OSError, subprocess.TimeoutExpired) as error:
-        failed = str(error)
+    _, failed = _run(["scontrol", "requeue", job])
     if failed:
         return f"recycle: job {job} cannot be requeued: {failed}"
     return f"recycle: job {job} is requeued: Slurm starts it again, and it goes on from its last checkpoint"

@@ -104,6 +104,13 @@ def test_a_job_that_was_cancelled_is_not_started_again(
     assert ran == ([["scontrol", "requeue", "7"]] if again == "is requeued" else [])
 
 
+def test_a_job_that_slurm_does_not_start_again_is_not_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if it does not say why."""
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 1, "", ""))
+    told = slurm.requeue(ENVIRON, slurms({"show job": "JobState=RUNNING Reason=None"}))
+    assert told == "recycle: job 7 cannot be requeued: status 1"
+
+
 TASKS = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "8",
          "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "6", "SLURM_NODEID": "1", "SLURM_LOCALID": "2"}
 
