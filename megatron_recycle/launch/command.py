@@ -185,7 +185,7 @@ class Run:
             elif args.store is not None:
                 found, coordinator = self._stand_by(life)
             elif hosts.rank == 0:
-                found, coordinator = _lead_in_time(lambda: self._lead(life), _PORT_LIMIT * bool(life.number))
+                found, coordinator = _lead_in_time(lambda last: self._lead(life, last), _PORT_LIMIT * bool(life.number))
             else:
                 found = self._follow(life)
             nodes, node = (hosts.task.nodes, hosts.task.node) if hosts.task else (life.nodes, life.node)
@@ -248,11 +248,11 @@ class Run:
         # Each host writes all there is to know, since any of them may go.
         return self._published(hosts.name, control), coordinator
 
-    def _lead(self, life: Life) -> _Led:
+    def _lead(self, life: Life, last: bool) -> _Led:
         """Start the coordinator, and write its address into the run folder.
 
         Raises:
-            RecycleError: it cannot be started; the hosts that wait for this one read why.
+            RecycleError: it cannot be started; if this was the ``last`` try, the hosts that wait for this one read why.
         """
         args, hosts, sources = self.args, self.hosts, self.config.sources
         if not hosts.name:
@@ -274,7 +274,7 @@ class Run:
             spec = CoordinatorSpec(life.size, host, args.master_port, life=life.told())
             coordinator = service.start(spec, self.run_dir, self.token, _environ(args))
         except RecycleError as error:
-            if hosts.name:
+            if hosts.name and last:
                 meeting.publish(self.run_dir, Meeting(name, refusal=str(error)))
             raise
         return self._published(name, coordinator.control), coordinator
@@ -365,15 +365,16 @@ def run_dir_of(option: Path | None, config: RecycleConfig, folder: str | None = 
     return Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
 
 
-def _lead_in_time(lead: Callable[[], _Led], limit: float) -> _Led:
+def _lead_in_time(lead: Callable[[bool], _Led], limit: float) -> _Led:
     """The result of ``lead``, tried again for ``limit`` seconds: between two lives of a job its port may be somebody
-    else's for a moment. Raises RecycleError."""
+    else's for a moment. It is told whether it is tried for the last time. Raises RecycleError."""
     until = time.monotonic() + limit
     while True:
+        last = time.monotonic() >= until
         try:
-            return lead()
+            return lead(last)
         except RecycleError:
-            if time.monotonic() >= until:
+            if last:
                 raise
             time.sleep(_PAUSE)
 
