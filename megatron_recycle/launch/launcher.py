@@ -80,9 +80,19 @@ class Launcher:
     ) -> None:
         self.summary = Summary()
         self._say = lambda line: say(stamp() + printable(line))
+        self._link = Link(
+            control,
+            token,
+            hello=self._hello,
+            handle=self._heard,
+            beat=Heartbeat,
+            interval=job.heartbeat_interval,
+            known=TO_LAUNCHER,
+            name="recycle-launcher",
+        )
         self.restarts = Restarts(self._say, lambda rank: self._link.send(StaysOut(rank)))
         self.processes = Processes(job, self._say)
-        self.ending = Ending(self.processes, self.restarts, self._say, self._send)
+        self.ending = Ending(self.processes, self.restarts, self._say, self._link.send)
         self.starting = Starting(self.processes, self.restarts, self._say, self.spawn, self._tell)
         self._coordinator = coordinator
         """Its process; None: another launcher looks after it, or it cannot be started again."""
@@ -101,16 +111,6 @@ class Launcher:
         self._attribution = Attribution(
             self._machine, lambda rank, pid, found: self._inbox.put(
                 Explains(rank, pid, tuple(found.causes), found.gpu, found.repair)))
-        self._link = Link(
-            control,
-            token,
-            hello=self._hello,
-            handle=self._heard,
-            beat=Heartbeat,
-            interval=job.heartbeat_interval,
-            known=TO_LAUNCHER,
-            name="recycle-launcher",
-        )
 
     @property
     def job(self) -> Job:
@@ -207,9 +207,6 @@ class Launcher:
     def _tell(self, message: Message) -> None:
         """Tell the coordinator, and again after every reconnect."""
         self._told.append(message)
-        self._send(message)
-
-    def _send(self, message: Message) -> None:
         self._link.send(message)
 
     # The loop
