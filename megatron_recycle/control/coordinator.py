@@ -13,14 +13,13 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from megatron_recycle.control.asyncio_executor import AsyncioExecutor
 from megatron_recycle.control.clocks import Clocks, Timeouts
+from megatron_recycle.control.door import of_guests
 from megatron_recycle.control.elected import LeadLost
 from megatron_recycle.control.executor import Leader
-from megatron_recycle.control.guests import of_guests
-from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.measured import Conclusions
 from megatron_recycle.control.memory import Memory, Records
 from megatron_recycle.control.operators import Operators
@@ -44,6 +43,7 @@ from megatron_recycle.membership.inputs import (
     Interrupted,
     Loss,
     Lost,
+    Raised,
     Restarted,
     StaysOut,
     WorkerHello,
@@ -68,6 +68,7 @@ from megatron_recycle.membership.vacancies import Offered, Reservations, free_pl
 Measure = Callable[[State, Member, Measured], "Conclusions | None"]
 """(state, member, measured message) -> what follows from it; called in the event loop."""
 
+_INPUTS = get_args(Input)
 _GLANCE = 0.1
 """Seconds between looks at whether this coordinator still leads."""
 
@@ -353,3 +354,13 @@ class Coordinator:
             self._telling.event(event, self.state)
         if found.profiled is not None:
             self.search_again()
+
+
+def input_of(message: FromWorker) -> Input | None:
+    """The input that a message is; None of messages that change no state: signs of life, events, measurements, an end
+    without an error."""
+    if isinstance(message, WorkerHello):
+        return Hello(message.member, message.generation)
+    if isinstance(message, Ending):
+        return None if message.fault is None else Raised(message.incarnation, message.fault, message.since)
+    return message if isinstance(message, _INPUTS) else None

@@ -20,10 +20,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from megatron_recycle.control.addresses import targets
-from megatron_recycle.control.sockets import SILENT_S, watch_peer
+from megatron_recycle.control.sockets import SILENT_S, targets, watch_peer
 from megatron_recycle.control.wire import Session
-from megatron_recycle.membership.protocol import Heartbeat, Kinds, Message, TooLarge, WireError
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership.protocol import (
+    TO_NEWCOMER,
+    Heartbeat,
+    Kinds,
+    Message,
+    NewcomerHello,
+    TooLarge,
+    WireError,
+)
 
 _RETRY = (0.05, 1.0)
 """First and longest pause in seconds between attempts to connect."""
@@ -33,6 +41,9 @@ _TURN_TIMEOUT, _TURN_PAUSE = 1.0, 0.1
 _UNANSWERED = 5.0
 """Seconds, at least ten signs of life, without the peer's kernel acknowledging one: the connection is dead then, and
 another one is tried. Too early costs a reconnect, nothing else."""
+
+_RECORD_LIMIT = 60.0
+"""Seconds that a newcomer waits for a coordinator which is being started again."""
 
 log = logging.getLogger(__name__)
 
@@ -235,6 +246,21 @@ def visit(address: str, token: str, said: Sequence[Message], known: Kinds[Any], 
         yield answers, link
     finally:
         link.close()
+
+
+def ask_record(address: str, token: str, rank: int) -> list[dict[str, Any]]:
+    """The set-up record of this rank, from the start of the job whose coordinator listens at ``address``.
+
+    Raises:
+        JobEnded: nobody answers within a minute, or the token is wrong.
+    """
+    hello = NewcomerHello(rank, "newcomer")
+    with visit(address, token, [hello], TO_NEWCOMER, "recycle-newcomer") as (answers, link):
+        try:
+            return list(answers.get(timeout=_RECORD_LIMIT).record)
+        except queue.Empty:
+            raise JobEnded(f"the coordinator at {address} does not say what this rank was told at the start of the job "
+                           f"({link.error or 'connected'}), so that this process cannot join it") from None
 
 
 def _push(connection: socket.socket, unsent: bytearray) -> None:

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from megatron_recycle.control.door import Door, Strangers
-from megatron_recycle.control.guests import Guests, of_guests, part
+from megatron_recycle.control.door import Door, Guests, Strangers, of_guests, part
 from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.ports import joined
 from megatron_recycle.control.shelf import Shelf

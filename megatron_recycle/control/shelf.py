@@ -23,8 +23,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recycle.control.marks import Mark, Marks, named
-from megatron_recycle.membership.protocol import Ask, Found
+from megatron_recycle.membership.protocol import Ask, Found, Mark
 
 MOST_BYTES = 1 << 30
 """All keys and values together, with what each costs beside."""
@@ -40,6 +39,7 @@ DELETED = 4096
 _TERM_BITS, _DAY = 32, 86400
 """A stamp begins with the term, or with the second in which the coordinator came; a clock may go back."""
 _GENERATION = re.compile(OWN + r"g(\d+)-")
+_SLOTS = 1 << 16
 _WAITS = ("get", "wait", "around")
 _AT_ONCE = ("tell", "wait", "around")
 """Asks that can be answered although not all have told what they know yet."""
@@ -54,6 +54,45 @@ class _Waiting:
     message: Ask
     send: Send
     missing: set[str] = field(default_factory=set)
+
+
+class Marks:
+    """What has been done of that which must not be done twice, by slot.
+
+    A process asks in slots, in each one thing after the other, and numbers what it asks. So the last mark of a slot
+    tells of an ask that comes again, since its answer was lost, whether it was done and what its answer was. One that
+    has changed nothing has no key.
+    """
+
+    def __init__(self) -> None:
+        self._of_slot: dict[str, Mark] = {}
+        self._of_key: dict[str, set[str]] = {}
+
+    def put(self, slot: str, mark: Mark) -> None:
+        """It was done, unless something later is known of this slot."""
+        before = self._of_slot.get(slot)
+        if before is not None and (before[0] > mark[0] or (before[0] == mark[0] and before[2])):
+            return
+        self._drop(slot)
+        self._of_slot[slot] = mark
+        if mark[2]:
+            self._of_key.setdefault(mark[2], set()).add(slot)
+        if len(self._of_slot) > _SLOTS:
+            self._drop(next(iter(self._of_slot)))
+
+    def get(self, slot: str) -> Mark:
+        return self._of_slot.get(slot, (-1, 0, ""))
+
+    def on(self, keys: Iterable[str]) -> dict[str, Mark]:
+        """Those of asks that have changed one of ``keys``."""
+        return {slot: self._of_slot[slot] for key in keys for slot in self._of_key.get(key, ())}
+
+    def _drop(self, slot: str) -> None:
+        _, _, key = self._of_slot.pop(slot, (-1, 0, ""))
+        if key:
+            self._of_key[key].discard(slot)
+            if not self._of_key[key]:
+                del self._of_key[key]
 
 
 class Shelf:
@@ -142,7 +181,7 @@ class Shelf:
 
     def _ask(self, who: object, message: Ask, keys: Sequence[str], values: Sequence[bytes | None],
              send: Send) -> None:
-        op, (slot, number) = message.op, named(message.once)
+        op, (slot, number) = message.op, _named(message.once)
         last, result, changed = self._marks.get(slot)
         if slot and last > number:
             return  # of a connection that its process has left long ago
@@ -299,6 +338,12 @@ def generation_of(key: str) -> int | None:
 def term_of(name: str) -> int:
     """The term of the shelf of this name; 0: it has none, or there is no shelf yet."""
     return int(name.partition(".")[0] or 0)
+
+
+def _named(once: str) -> tuple[str, int]:
+    """Slot and number of an ask, as ``SLOT:NUMBER``; without a name it is of no slot. Raises ValueError."""
+    slot, _, number = once.rpartition(":")
+    return (slot, int(number)) if once else ("", -1)
 
 
 def _own(keys: Sequence[str]) -> bool:

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.shelf import DELETED, LARGEST, OWN, TOO_MUCH, decoded, encoded, term_of
-from megatron_recycle.control.sockets import SILENT_S, watch_peer
+from megatron_recycle.control.sockets import SILENT_S, targets, watch_peer
 from megatron_recycle.control.wire import Session
 from megatron_recycle.membership.protocol import (
     TO_STORE,

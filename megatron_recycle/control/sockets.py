@@ -1,4 +1,5 @@
-"""TCP connections that notice a peer that has vanished without a word: a cut cable sends no end of a connection."""
+"""Where a job's coordinator may be, and TCP connections that notice that a peer has vanished without a word: a cut
+cable sends no end of a connection."""
 
 from __future__ import annotations
 
@@ -12,6 +13,17 @@ stopped."""
 FOUND_S = SILENT_S + 2.0
 """Seconds after which whoever lives has found the coordinator that leads in another one's place."""
 _IDLE_PROBES = 3
+
+
+def targets(address: str) -> tuple[tuple[str, int], ...]:
+    """Host and port of each: one address, or several of which one leads, "host:port,host:port". Raises ValueError."""
+    found = []
+    for each in address.split(","):
+        host, _, port = each.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"the coordinator's address {each!r} is not of the form HOST:PORT")
+        found.append((host.strip("[]"), int(port)))
+    return tuple(found)
 
 
 def watch_peer(connection: socket.socket, limit: float) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_recycle.control import tokens
-from megatron_recycle.control.addresses import targets
+from megatron_recycle.control.sockets import targets
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.reachability import knock
 from megatron_recycle.plan.value import Value

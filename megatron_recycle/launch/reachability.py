@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.ports import listen
+from megatron_recycle.control.sockets import targets
 from megatron_recycle.control.wire import Session, WireError
 from megatron_recycle.errors import ConfigError, RecycleError
 

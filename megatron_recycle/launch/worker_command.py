@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle import nccl_settings
-from megatron_recycle.control.addresses import targets
+from megatron_recycle.control.sockets import targets
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.devices import visible
 from megatron_recycle.observe.runbook import with_section

@@ -19,8 +19,8 @@ from typing import Any
 
 from megatron_recycle.control import searches
 from megatron_recycle.control.clocks import Timeouts
+from megatron_recycle.control.coordinator import input_of
 from megatron_recycle.control.executor import Leader
-from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.memory import Memory
 from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.searches import Plans

@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_recycle.control import Agent, Go, Stop
 from megatron_recycle.control.host_memory import HostMemory
-from megatron_recycle.control.newcomer import ask_record
+from megatron_recycle.control.link import ask_record
 from megatron_recycle.control.wire import GUEST
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import JobEnded

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recycle.control.guests import Guests, part
+from megatron_recycle.control.door import Guests, part
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.shelf_client import ShelfClient
 from megatron_recycle.control.wire import GUEST, Session, WireError, for_joining

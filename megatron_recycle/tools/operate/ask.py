@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.control.addresses import targets
+from megatron_recycle.control.sockets import targets
 from megatron_recycle.control.tokens import given
 from megatron_recycle.control.wire import GUEST, Session
 from megatron_recycle.errors import ConfigError, RecycleError
