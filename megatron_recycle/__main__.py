@@ -66,17 +66,11 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         if not (module and _of_runpy(error)):
             raise
-        print(f"python -m megatron_recycle: {error}", file=sys.stderr)
-        _mark_failed(error)
-        return USAGE_ERROR
+        return _failed(error, USAGE_ERROR, "python -m megatron_recycle")
     except JobEnded as end:
-        print(f"megatron-recycle: {end}", file=sys.stderr)
-        _mark_failed(end)
-        return end.status
+        return _failed(end, end.status)
     except (ConfigError, UnsupportedError) as error:  # known late: from the framework's own configuration, or the model
-        print(f"megatron-recycle: {error}", file=sys.stderr)
-        _mark_failed(error)
-        return USAGE_ERROR
+        return _failed(error, USAGE_ERROR)
     except SystemExit as end:
         if end.code not in (None, 0):
             _mark_failed(end)
@@ -98,12 +92,13 @@ def _came_to_nothing() -> int:
     from megatron_recycle.runtime.comm.standalone import came_to_nothing
 
     text = came_to_nothing()
-    if text is None:
-        return 0
-    error = JobEnded(text)
-    print(f"megatron-recycle: {error}", file=sys.stderr)
+    return 0 if text is None else _failed(JobEnded(text), 1)
+
+
+def _failed(error: Exception, status: int, who: str = "megatron-recycle") -> int:
+    print(f"{who}: {error}", file=sys.stderr)
     _mark_failed(error)
-    return error.status
+    return status
 
 
 def _mark_failed(error: BaseException) -> None:
