@@ -55,10 +55,8 @@ class Starting:
         devices = self._processes.devices
         alone = not any(other.lives and devices[other.rank] == devices[worker.rank]
                         for other in self._processes.workers.values() if other.rank != worker.rank)
-        if alone and worker.out == _CUT_OFF:
-            self._restarts.cut_off(worker.rank, time.monotonic(), str(worker.child.log))
-        elif alone:
-            self._restarts.ended(worker.rank, time.monotonic(), str(worker.child.log))
+        if alone:
+            self._ended(worker.rank, worker.out)
         elif not (worker.move and worker.out == NOT_JOINED):  # the worker that was to move trains where it was
             self._restarts.replaced(worker.rank)
 
@@ -117,11 +115,12 @@ class Starting:
             self._spawn(rank, out, move)
         except (RecycleError, OSError) as error:
             self._say(f"rank {rank} cannot be started: {error}")
-            log = str(self._processes.log(rank))
             if move:
                 self._end_move(rank)
-                self._tell(Exited(rank, 0, 1, time.time(), log, move))
-            elif out == _CUT_OFF:
-                self._restarts.cut_off(rank, time.monotonic(), log)
+                self._tell(Exited(rank, 0, 1, time.time(), str(self._processes.log(rank)), move))
             else:
-                self._restarts.ended(rank, time.monotonic(), log)
+                self._ended(rank, out)
+
+    def _ended(self, rank: int, out: str | None) -> None:
+        ended = self._restarts.cut_off if out == _CUT_OFF else self._restarts.ended
+        ended(rank, time.monotonic(), str(self._processes.log(rank)))

@@ -141,7 +141,7 @@ def test_a_move_to_the_place_of_a_process_that_still_ends_and_the_same_move_told
         spawned.append((rank, move))
         processes.workers[rank] = process(rank, move)
 
-    processes: Any = SimpleNamespace(workers={0: process(0, 0), 4: process(4, 0)}, devices={0: 0, 4: 4})
+    processes: Any = SimpleNamespace(workers={0: process(0, 0), 4: process(4, 0)}, devices={0: 0, 4: 4}, log=str)
     starting = Starting(processes, Restarts(lambda line: None), lambda line: None, spawn, lambda message: None)
     starting.begin_move(0, beside=4, number=1)
     starting.moves()
