@@ -7,7 +7,6 @@ yet, and how long the thread took says nothing. On a CPU both are the same.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from typing import Protocol
 
 import torch
@@ -26,24 +25,24 @@ class Moment(Protocol):
         """Seconds from ``before``, a moment of the same device; both have come."""
 
 
-class Device(ABC):
-    """A worker's device."""
+class Device:
+    """A worker's device. What is said here is so where the thread computes itself, and nobody counts memory."""
 
-    @abstractmethod
     def moment(self) -> Moment:
         """When the device has done all that this thread has asked of it until now."""
+        return _Now()
 
-    @abstractmethod
     def allocated(self) -> int | None:
         """Bytes in tensors on the device; None: nobody counts them."""
+        return None
 
-    @abstractmethod
     def room(self) -> int | None:
         """Bytes that new tensors could take; None: the device is not this worker's alone, and nobody knows."""
+        return None
 
-    @abstractmethod
     def outside(self) -> int:
         """Bytes of the device's memory that are in use and not for tensors: communicators, most of all."""
+        return 0
 
 
 class _Now:
@@ -65,18 +64,6 @@ class _Now:
 
 class Cpu(Device):
     """The host's memory and cores."""
-
-    def moment(self) -> Moment:
-        return _Now()
-
-    def allocated(self) -> int | None:
-        return None
-
-    def room(self) -> int | None:
-        return None
-
-    def outside(self) -> int:
-        return 0
 
 
 class _OnStream:

@@ -10,9 +10,9 @@ import hashlib
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,9 @@ class Generators:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             generators.append(torch.cuda.default_generators[index])
-        self._torch: list[_Source] = [_Torch(generator) for generator in generators]
-        self._others: list[_Source] = [_Python(random), _GlobalNumpy()]
+        self._torch: list[_Source] = [_torch(generator) for generator in generators]
+        self._others: list[_Source] = [
+            _python(random), _legacy_numpy(lambda: sys.modules.get("numpy.random"))]
         self._known = {id(generator) for generator in generators}
         self._outside: list[tuple[_Source, Any]] = []
 
@@ -112,7 +113,7 @@ class Generators:
         for name, generator in found:
             if id(generator) in self._known:
                 continue
-            source = _source_of(name, generator, self._part)
+            source = _source_of(generator, self._part)
             try:
                 with self.kept():
                     state = source.state()
@@ -146,89 +147,60 @@ class Seeds:
         self.generators.seed(seed_of(self._seed, self._purpose, pipeline, number))
 
 
-class _Source(Protocol):
-    """One generator, or a set of them."""
+class _Source(NamedTuple):
+    """One generator, or a set of them: how its state is read and put back, and how it is set to a number."""
 
-    def state(self) -> Any: ...
-
-    def restore(self, state: Any) -> None: ...
-
-    def seed(self, number: int) -> None: ...
+    state: Callable[[], Any]
+    restore: Callable[[Any], object]
+    seed: Callable[[int], object]
 
 
-class _Torch:
-    def __init__(self, generator: torch.Generator) -> None:
-        self.state, self.restore, self.seed = generator.get_state, generator.set_state, generator.manual_seed
+def _torch(generator: torch.Generator) -> _Source:
+    return _Source(generator.get_state, generator.set_state, generator.manual_seed)
 
 
-class _Python:
-    """A random.Random, or the module, which has the same functions for the global one."""
-
-    def __init__(self, generator: Any) -> None:
-        self.state, self.restore, self.seed = generator.getstate, generator.setstate, generator.seed
+def _python(generator: Any) -> _Source:
+    """Of a random.Random, or of the module, which has the same functions for the global one."""
+    return _Source(generator.getstate, generator.setstate, generator.seed)
 
 
-class _Numpy:
-    """A numpy.random.Generator or RandomState, of any kind of bits."""
+def _numpy(generator: Any) -> _Source:
+    """Of a numpy.random.Generator or RandomState, of any kind of bits."""
+    bits = generator.bit_generator
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
+    def restore(state: Any) -> None:
+        bits.state = state
 
-    def state(self) -> Any:
-        return self._generator.bit_generator.state
-
-    def restore(self, state: Any) -> None:
-        self._generator.bit_generator.state = state
-
-    def seed(self, number: int) -> None:
-        bits = self._generator.bit_generator
-        bits.state = type(bits)(number).state
+    return _Source(lambda: bits.state, restore, lambda number: restore(type(bits)(number).state))
 
 
-class _LegacyNumpy:
-    """A RandomState, or numpy.random, which has the same functions for the global one: it also keeps every second
-    normal number for the next time."""
+def _legacy_numpy(find: Callable[[], Any]) -> _Source:
+    """Of a RandomState, or of numpy.random, which has the same functions for the global one: it also keeps every second
+    normal number for the next time. ``find()``: it, or None as long as it is not loaded."""
+    def state() -> Any:
+        generator = find()
+        return None if generator is None else generator.get_state(legacy=False)
 
-    def __init__(self, generator: Any) -> None:
-        self._generator = generator
-
-    def state(self) -> Any:
-        return self._generator.get_state(legacy=False)
-
-    def restore(self, state: Any) -> None:
-        self._generator.set_state(state)
-
-    def seed(self, number: int) -> None:
-        try:
-            self._generator.seed(number % 2**32)
-        except TypeError:  # of other bits than the usual ones
-            state = self.state()
-            kind = getattr(sys.modules["numpy.random"], state["bit_generator"])
-            self._generator.set_state({**kind(number).state, "has_gauss": 0, "gauss": 0.0})
-
-
-class _GlobalNumpy:
-    """numpy's, from when it is loaded on."""
-
-    def state(self) -> Any:
-        numpy = sys.modules.get("numpy.random")
-        return None if numpy is None else _LegacyNumpy(numpy).state()
-
-    def restore(self, state: Any) -> None:
+    def restore(state: Any) -> None:
         if state is not None:
-            _LegacyNumpy(sys.modules["numpy.random"]).restore(state)
+            find().set_state(state)
 
-    def seed(self, number: int) -> None:
-        numpy = sys.modules.get("numpy.random")
-        if numpy is not None:
-            _LegacyNumpy(numpy).seed(number)
+    def seed(number: int) -> None:
+        if (generator := find()) is None:
+            return
+        try:
+            generator.seed(number % 2**32)
+        except TypeError:  # of other bits than the usual ones
+            kind = getattr(sys.modules["numpy.random"], state()["bit_generator"])
+            restore({**kind(number).state, "has_gauss": 0, "gauss": 0.0})
+
+    return _Source(state, restore, seed)
 
 
 class _Tracker:
     """Named generators, as states that are put into a device's generator while one of them is used."""
 
-    def __init__(self, name: str, tracker: Any, part: int) -> None:
-        self._name = name
+    def __init__(self, tracker: Any, part: int) -> None:
         self._tracker = tracker
         self._part = part
         self._makers: dict[tuple[str, int], torch.Generator] = {}
@@ -236,8 +208,16 @@ class _Tracker:
     def state(self) -> Any:
         return {name: _state_of(state) for name, state in self._tracker.get_states().items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        self._set(state)
+    def restore(self, states: Mapping[str, Any]) -> None:
+        # Not tracker.add(), which takes the state of the device's generator away and back for each name.
+        now, plain = self._tracker.get_states(), {}
+        for name, state in states.items():
+            if isinstance(now.get(name), torch.Generator):
+                now[name].set_state(state)
+                plain[name] = now[name]
+            else:
+                plain[name] = state
+        self._tracker.set_states(plain)
 
     def seed(self, number: int) -> None:
         states: dict[str, Any] = {}
@@ -246,7 +226,7 @@ class _Tracker:
             key = name if self._part == 0 or name == _ALIKE else f"{name} {self._part}"
             own = (number + zlib.crc32(key.encode())) % 2**63
             states[name] = self._made(state).manual_seed(own).get_state()
-        self._set(states)
+        self.restore(states)
 
     def _made(self, state: Any) -> torch.Generator:
         """A generator whose states are of the same kind as ``state``."""
@@ -261,27 +241,17 @@ class _Tracker:
                 return self._makers[device, state.numel()]
         raise TypeError(f"a state of {state.numel()} bytes is of no generator that torch has here")
 
-    def _set(self, states: Mapping[str, Any]) -> None:
-        # Not tracker.add(), which takes the state of the device's generator away and back for each name.
-        now, plain = self._tracker.get_states(), {}
-        for name, state in states.items():
-            if isinstance(now.get(name), torch.Generator):
-                now[name].set_state(state)
-                plain[name] = now[name]
-            else:
-                plain[name] = state
-        self._tracker.set_states(plain)
-
 
 def _state_of(state: Any) -> Any:
     return state.get_state() if isinstance(state, torch.Generator) else state.clone()
 
 
-def _source_of(name: str, generator: Any, part: int) -> _Source:
+def _source_of(generator: Any, part: int) -> _Source:
     if isinstance(generator, torch.Generator):
-        return _Torch(generator)
+        return _torch(generator)
     if isinstance(generator, random.Random):
-        return _Python(generator)
+        return _python(generator)
     if hasattr(generator, "get_states"):
-        return _Tracker(name, generator, part)
-    return _Numpy(generator) if hasattr(generator, "bit_generator") else _LegacyNumpy(generator)
+        tracker = _Tracker(generator, part)
+        return _Source(tracker.state, tracker.restore, tracker.seed)
+    return _numpy(generator) if hasattr(generator, "bit_generator") else _legacy_numpy(lambda: generator)
