@@ -81,25 +81,19 @@ def _work(problem: Problem) -> int:
     for first in range(problem.chunks):
         inner = 0
         for last in range(first, problem.chunks):
-            inner += _whole(problem, last)
+            inner += problem.costs.work(last)
             kept = inner - (_lendable(problem, first, first - 1, 1) if first else 0) - (
                 _lendable(problem, last, last, 0) if last + 1 < problem.chunks else 0)
             stages = {problem.stage_of(chunk) for chunk in range(first, last + 1)}
             best = max(best, _shared(problem, problem.grid.total * max(0, kept), stages))
     if not problem.lends:
         for stage, chunks in enumerate(problem.chunks_of):
-            crew, each = problem.live(stage), min(_whole(problem, chunk) for chunk in chunks)
-            best = max(best, _shared(problem, problem.grid.total * sum(_whole(problem, c) for c in chunks), {stage}))
+            crew, each = problem.live(stage), min(problem.costs.work(chunk) for chunk in chunks)
+            best = max(best, _shared(problem, problem.grid.total * sum(problem.costs.work(c) for c in chunks), {stage}))
             dealt = _slowest(problem.grid.total * len(chunks), [(problem.costs.speed.get(w, 1), each) for w in crew],
                              lambda count, one: int(count * one[1] * Fraction(str(one[0]))))
             best = max(best, Fraction(dealt + problem.costs.step[stage]))
     return -(-best.numerator // best.denominator) if problem.objective == "makespan" else int(best)
-
-
-def _whole(problem: Problem, chunk: int) -> int:
-    """Time of F, B and W of a chunk on a worker of usual speed."""
-    costs = problem.costs
-    return costs.forward[chunk] + costs.backward_input[chunk] + costs.backward_weight[chunk]
 
 
 def _lendable(problem: Problem, chunk: int, boundary: int, way: int) -> int:

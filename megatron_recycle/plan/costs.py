@@ -105,6 +105,10 @@ class Costs:
         """Number of stages, or of chunks where a stage has several, that these costs describe."""
         return len(self.forward)
 
+    def work(self, chunk: int) -> int:
+        """Time of F, B and W of ``chunk`` on a worker of usual speed."""
+        return self.forward[chunk] + self.backward_input[chunk] + self.backward_weight[chunk]
+
     def cost(self, kind: str, chunk: int, more: Mapping[int, int] | None = None, split: bool = True) -> int:
         """Time of a F, B or W of ``chunk`` on a worker of usual speed. ``more``: by chunk, the layers that it runs
         besides (or, less than 0, does not run). Never less than 0.

@@ -6,11 +6,9 @@ there (`merge_bw`), without the work of keeping the two apart, and without the m
 
 from __future__ import annotations
 
-from dataclasses import replace
+from megatron_recycle.planner.timing import timed
 
-from megatron_recycle.planner.timing import figures
-
-from .instance import Instance, Schedule, spanned
+from .instance import Instance, Schedule
 
 
 def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
@@ -30,8 +28,5 @@ def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
             trace.append(code)
     if trace == schedule.trace:
         return schedule
-    instance = spanned(instance, schedule.route, schedule.crossings)
-    period, makespan = figures(instance, schedule.route, trace)
-    if period > schedule.period or makespan > schedule.makespan:
-        return schedule
-    return replace(schedule, trace=trace, period=period, makespan=makespan)
+    found = timed(instance, schedule.route, trace, schedule.crossings)
+    return schedule if found.period > schedule.period or found.makespan > schedule.makespan else found

@@ -10,14 +10,14 @@ from typing import Any
 from megatron_recycle.planner import lent, search_process
 from megatron_recycle.planner.alignment import aligned
 from megatron_recycle.planner.routing import route
-from megatron_recycle.planner.timing import figures
+from megatron_recycle.planner.timing import timed
 
 from ..plan import Plan, PlanError, Problem, Worker, lower_bound, overfull, surplus, violations
 from .adjoin import adjoined
 from .cache import Cache
 from .canonical import canonical
 from .greedy import schedule as listed
-from .instance import Instance, Schedule, build, crossings_of, plan_of, schedule_of, spanned
+from .instance import Instance, Schedule, build, crossings_of, plan_of, schedule_of
 from .portfolio import TEMPLATES, Found, Template, filled, goal, one_by_one, search, templates
 
 #: plans of at most so many actions are scheduled by two templates, and the better one is taken
@@ -108,7 +108,7 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
         trace = listed(instance, table, filled(instance, alignment, table, template))
         if best is None:
             first = time.perf_counter() - begin
-        found = Schedule(table, trace, *figures(instance, table, trace))
+        found = timed(instance, table, trace)
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
@@ -166,8 +166,7 @@ def recosted(problem: Problem, plan: Plan) -> Plan:
         return plan
     instance = build(problem)
     table, trace = schedule_of(instance, plan)
-    crossings = crossings_of(instance, plan)
-    found = Schedule(table, trace, *figures(spanned(instance, table, crossings), table, trace), crossings)
+    found = timed(instance, table, trace, crossings_of(instance, plan))
     return plan_of(instance, found, lower_bound(problem), plan.source)
 
 
@@ -181,8 +180,7 @@ def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
             or not all(isinstance(row, list) and len(row) == len(instance.jobs)
                        and all(isinstance(by, int) for by in row) for row in crossings)):
         return None
-    told = tuple(map(tuple, crossings))
-    return Schedule(table, list(trace or ()), *figures(spanned(instance, table, told), table, list(trace or ())), told)
+    return timed(instance, table, list(trace or ()), tuple(map(tuple, crossings)))
 
 
 def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, budget_s: float = 0.0,

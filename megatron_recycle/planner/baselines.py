@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from megatron_recycle.planner.alignment import Alignment, aligned, dropped
 
@@ -44,12 +45,8 @@ def drop(problem: Problem) -> Plan:
     """
     instance = build(problem)
     alignment = dropped(instance)
-    best: Schedule | None = None
-    for template in templates(problem)[:8]:  # the baseline is scheduled as well as our own plans are
-        found = run(instance, template, alignment)
-        if best is None or goal(problem, found) < goal(problem, best):
-            best = found
-    assert best is not None
+    # The baseline is scheduled as well as our own plans are.
+    best = min((run(instance, template, alignment) for template in templates(problem)[:8]), key=partial(goal, problem))
     return _within_caps(instance, alignment, adjoined(instance, best), "drop")
 
 

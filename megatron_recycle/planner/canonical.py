@@ -3,8 +3,9 @@ of workers that each stage lost is not."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ..plan import Action, Plan, Problem, Worker
 from ..plan.grid import Grid
@@ -21,24 +22,24 @@ class Canonical:
 
     def back(self, plan: Plan, asked: Problem) -> Plan:
         """A plan for ``problem`` as a plan for ``asked``."""
-        named: dict[Action, Action] = {}
-        for actions in plan.workers.values():
-            for action in actions:
-                if action not in named:
-                    named[action] = (action if action.kind == "S"
-                                     else action._replace(pipeline=self.pipelines[action.pipeline]))
-        orders = {self.workers[w]: tuple([named[a] for a in actions]) for w, actions in plan.workers.items()}
-        crossings = {(self.pipelines[d], m): crossing for (d, m), crossing in plan.crossings.items()}
-        return replace(plan, problem=asked, workers=dict(sorted(orders.items())), crossings=crossings, stated="")
+        return _renamed(plan, asked, self.workers, self.pipelines)
 
     def forth(self, plan: Plan) -> Plan:
         """A plan for the membership that was asked for as one for ``problem``."""
         place = {worker: own for own, worker in self.workers.items()}
-        index = {d: i for i, d in enumerate(self.pipelines)}
-        orders = {place[w]: tuple([a if a.kind == "S" else a._replace(pipeline=index[a.pipeline])
-                                   for a in actions]) for w, actions in plan.workers.items()}
-        crossings = {(index[d], m): crossing for (d, m), crossing in plan.crossings.items()}
-        return replace(plan, problem=self.problem, workers=dict(sorted(orders.items())), crossings=crossings, stated="")
+        index = [self.pipelines.index(d) for d in range(len(self.pipelines))]
+        return _renamed(plan, self.problem, place, index)
+
+
+def _renamed(plan: Plan, problem: Problem, workers: Mapping[Worker, Worker], pipelines: Sequence[int]) -> Plan:
+    """The plan as one for ``problem``, in which its workers and pipelines have these names."""
+    @cache
+    def named(action: Action) -> Action:
+        return action if action.kind == "S" else action._replace(pipeline=pipelines[action.pipeline])
+
+    orders = {workers[w]: tuple(map(named, actions)) for w, actions in plan.workers.items()}
+    crossings = {(pipelines[d], m): crossing for (d, m), crossing in plan.crossings.items()}
+    return replace(plan, problem=problem, workers=dict(sorted(orders.items())), crossings=crossings, stated="")
 
 
 def canonical(problem: Problem) -> Canonical:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatron_recycle.planner.timing import makespan_of, phases, times
+from megatron_recycle.planner.timing import Clock
 
 from .instance import NO_CAP, Instance
 from .simultaneous import trace_of
@@ -101,21 +101,14 @@ class _Model:
         self.count = len(instance.jobs)
         self.nodes, self.lag = self.count * instance.chunks, instance.lags(route)
         self.period = problem.objective == "period"
-        makespan = makespan_of(instance, route, hint)
-        if self.period:
-            from megatron_recycle.planner.timing import period_of
-
-            self.top = -int(-period_of(instance, route, hint) // 1)
-            begin = phases(instance, route, hint, self.top)
-        else:
-            self.top = makespan
-            begin = [0] * instance.stages
-        self.ends, self.done = times(instance, route, hint, begin)
+        clock = Clock(instance, route, hint)
+        self.top = -int(-clock.objective() // 1)
+        self.ends, self.done = clock.times(clock.phases(self.top) if self.period else [0] * instance.stages)
         if self.period:  # room on both sides of the anchored stage, see _objective
             low = max(self.done) - 2 * self.top
             self.ends, self.done = [e - low for e in self.ends], [e - low for e in self.done]
         longest = max(problem.costs.step)
-        self.horizon = 3 * self.top + longest if self.period else makespan
+        self.horizon = 3 * self.top + longest if self.period else self.top
         self.starts: list[Any] = [None] * (3 * self.nodes)
         self.kinds = (0, 1, 2) if problem.split_backward else (0, 1)
         self._variables(hint)

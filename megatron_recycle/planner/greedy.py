@@ -121,15 +121,12 @@ class _Board:
         workers, nodes = len(instance.workers), len(route)
         mine = [rules[s] for s in instance.stage]
         self.hold, self.keep = instance.weights(route)
-        self.need, self.usual = instance.needs(self.hold), instance.hold
-        self.least = self.usual
-        if instance.problem.placement or instance.spans:
-            self.usual = [0] * workers
-            for w, units in zip(route, self.need):
-                self.usual[w] = max(self.usual[w], units)
-            self.least = list(self.usual)  # with less free no F of the worker can begin
-            for w, units in zip(route, self.need):
-                self.least[w] = min(self.least[w], units)
+        self.need, self.usual = instance.needs(self.hold), [0] * workers
+        for w, units in zip(route, self.need):
+            self.usual[w] = max(self.usual[w], units)
+        self.least = list(self.usual)  # with less free no F of the worker can begin
+        for w, units in zip(route, self.need):
+            self.least[w] = min(self.least[w], units)
         self.left = [max(cap - rule.reserve, hold) for cap, hold, rule in zip(instance.cap, self.usual, mine)]
         self.gated = instance.ordered or strict
         self.after_f, self.after_b = _chains(instance, route, strict, begun) if self.gated else ([], [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megatron_recycle.planner.merge_bw import merged
 
@@ -47,7 +48,6 @@ class Instance:
     weight: list[int]
     cap: list[int]
     hold: list[int]  # units from F's start to B's end, enough that no later action needs more
-    keep: list[int]  # units from B's end to W's end
     at: list[list[int]]  # usable workers of each stage
     home: list[list[int]]  # per stage and pipeline the home worker, -1 if it is out
     group: list[int]  # per stage, which stages step together
@@ -55,6 +55,16 @@ class Instance:
     ordered: bool  # B and W of one pipeline in micro-batch order on every worker
     spans: Spans | None = None  # None: every micro-batch crosses every boundary at home
     known: dict[tuple[int, int, int, int], tuple[int, int, int, int, int]] = field(default_factory=dict)  # see spanned
+
+    @cached_property
+    def job(self) -> dict[tuple[int, int], int]:
+        """The number of each job."""
+        return {item: j for j, item in enumerate(self.jobs)}
+
+    @cached_property
+    def number(self) -> dict[Worker, int]:
+        """The number of each worker."""
+        return {worker: w for w, worker in enumerate(self.workers)}
 
     @property
     def stages(self) -> int:
@@ -75,13 +85,11 @@ class Instance:
         """Times of F, B and W of every node."""
         if self.spans:
             return self.spans.forward, self.spans.backward, self.spans.weight
-        if self.problem.placement:
-            forward, backward, weight = (self._of(kind, route) for kind in KINDS)
-            return forward, backward, weight
-        return ([self.forward[w] for w in route], [self.backward[w] for w in route], [self.weight[w] for w in route])
+        forward, backward, weight = (self._of(kind, route) for kind in KINDS)
+        return forward, backward, weight
 
     def _of(self, kind: str, route: Sequence[int]) -> list[int]:
-        """The time of one kind of every node, where stages have several chunks."""
+        """The time of one kind of every node."""
         problem, count, found = self.problem, len(self.jobs), []
         for chunk in range(self.chunks):
             crew = route[chunk * count:(chunk + 1) * count]
@@ -93,27 +101,20 @@ class Instance:
         """For every node the latency of its activation, and of its gradient on the way back: none between two chunks
         of one worker."""
         hop, count = self.problem.costs.hop, len(self.jobs)
-        if not self.problem.placement:
-            return [hop] * len(route)
         return [0] * count + [0 if one == other else hop for one, other in zip(route, route[count:])]
 
     def held(self, route: Sequence[int]) -> tuple[list[int], list[int]]:
         """Units that every node holds from F's start to B's end, and from there to W's end."""
         if self.spans:
             return self.spans.before, self.spans.keep
-        before, count = self.problem.before_b, len(self.jobs)
-        if self.problem.placement:
-            both = [self.problem.held(chunk) for chunk in range(self.chunks)]
-            first, then = ([units for units in row for _ in range(count)] for row in zip(*both))
-            return first, then
-        return [before[self.stage[w]] for w in route], [self.keep[w] for w in route]
+        both = [self.problem.held(chunk) for chunk in range(self.chunks)]
+        before, keep = ([units for units in row for _ in self.jobs] for row in zip(*both))
+        return before, keep
 
     def needs(self, hold: list[int]) -> list[int]:
         """What every node's F has to find free: its own units (``hold``), and those of one micro-batch in each later
         chunk of its stage. So micro-batches that come by again find room, and nothing can get stuck."""
         problem, count = self.problem, len(self.jobs)
-        if not problem.placement:
-            return hold
         most = [max(hold[chunk * count:(chunk + 1) * count]) for chunk in range(self.chunks)]
         need: list[int] = []
         for chunk in range(self.chunks):
@@ -140,35 +141,25 @@ def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Inst
     else:
         jobs = sorted(grid.items(), key=lambda x: (x[1] * longest // grid.microbatches[x[0]], x[0]))
     workers = list(problem.live_workers())
-    number = {worker: w for w, worker in enumerate(workers)}
-    stage = [worker.stage for worker in workers]
-    at: list[list[int]] = [[] for _ in range(grid.stages)]
-    for w, worker in enumerate(workers):
-        if problem.fits(worker):
-            at[stage[w]].append(w)
-    usable = {w for row in at for w in row}
-    home = [[number.get(Worker(d, s), -1) for d in range(grid.pipelines)] for s in range(grid.stages)]
-    for row in home:
-        for d, w in enumerate(row):
-            if w >= 0 and w not in usable:
-                row[d] = -1
+    usable = {worker: w for w, worker in enumerate(workers) if problem.fits(worker)}
+    home = [[usable.get(Worker(d, s), -1) for d in range(grid.pipelines)] for s in range(grid.stages)]
     groups = problem.groups()
     group = [0] * grid.stages
     for g, stages in enumerate(groups):
         for s in stages:
             group[s] = g
-    split, places = problem.split_backward, [range(len(chunks)) for chunks in problem.chunks_of]
 
     def durations(kind: str) -> list[int]:
-        return [sum(problem.duration(kind, worker, place) for place in places[worker.stage]) for worker in workers]
+        return [sum(problem.duration(kind, worker, place) for place in range(len(problem.chunks_of[worker.stage])))
+                for worker in workers]
 
     return Instance(
-        problem=problem, jobs=jobs, workers=workers, stage=stage,
+        problem=problem, jobs=jobs, workers=workers, stage=[worker.stage for worker in workers],
         forward=durations("F"), backward=durations("B"), weight=durations("W"),
         cap=[_room(problem, worker, (surplus or {}).get(worker, 0)) for worker in workers],
-        hold=[problem.weight(s) for s in stage],
-        keep=[sum(problem.after_b[chunk] for chunk in problem.chunks_of[s]) if split else 0 for s in stage],
-        at=at, home=home, group=group, groups=len(groups),
+        hold=[problem.weight(worker.stage) for worker in workers],
+        at=[[w for worker, w in usable.items() if worker.stage == s] for s in range(grid.stages)], home=home,
+        group=group, groups=len(groups),
         # a job in which nobody is a guest keeps the stock engine's order, and with it its bits
         ordered=problem.block > 0 or not (problem.failed or problem.costs.speed
                                           or len(set(grid.microbatches)) > 1))
@@ -275,7 +266,6 @@ def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
     """Route and trace of a legal plan for the same problem."""
     count = len(instance.jobs)
     nodes = count * instance.chunks
-    job = {item: j for j, item in enumerate(instance.jobs)}
     route = [-1] * nodes
     queue: list[list[int]] = []
     for w, worker in enumerate(instance.workers):
@@ -283,7 +273,7 @@ def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
         chunks = instance.problem.chunks_of[worker.stage]
         for kind, d, m, place in plan.workers[worker]:
             if kind != "S":
-                node = chunks[place] * count + job[d, m]
+                node = chunks[place] * count + instance.job[d, m]
                 route[node] = w
                 codes += [number * nodes + node for number in _NUMBERS[kind]]
         queue.append(codes)

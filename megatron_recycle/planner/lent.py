@@ -16,12 +16,12 @@ from itertools import islice, product
 from megatron_recycle.planner.alignment import Alignment, aligned
 from megatron_recycle.planner.lending import Crossings, Flow, Lendable
 from megatron_recycle.planner.routing import route
-from megatron_recycle.planner.timing import makespan_of, period_of
+from megatron_recycle.planner.timing import Clock, timed
 
 from ..plan import Problem
 from .greedy import Rules, guests, leading, schedule
 from .instance import NO_CAP, Instance, Schedule, roomy, spanned
-from .portfolio import CHUNK_TEMPLATES, DOMAIN, LEADS, TEMPLATES, Cancelled, Found, Template, filled, value
+from .portfolio import CHUNK_TEMPLATES, DOMAIN, LEADS, TEMPLATES, Cancelled, Found, Template, filled
 
 
 @dataclass(frozen=True)
@@ -91,17 +91,21 @@ def search(instance: Instance, work: int, seed: int = 0, cancelled: Cancelled = 
 def lendable(instance: Instance, table: Sequence[int]) -> Lendable:
     """What may be lent on a route."""
     problem, costs, count = instance.problem, instance.problem.costs, len(instance.jobs)
-    chunks, split = range(problem.chunks), problem.split_backward
-    units: dict[tuple[int, int], list[int]] = {}
-    for j, (d, m) in enumerate(instance.jobs):
-        units.setdefault((d, m // (problem.block or 1)), []).append(j)
-    whole = [sum(costs.cost(kind, c, None, split) for kind in "FBW") for c in chunks]
+    chunks, units = range(problem.chunks), _units(instance)
     return Lendable(
-        who=[table[c * count:(c + 1) * count] for c in chunks], units=[tuple(unit) for unit in units.values()],
-        place=[instance.jobs[unit[0]][1] for unit in units.values()], layers=problem.layers, limit=problem.lend,
-        home=[[costs.scaled(whole[c], worker) for worker in instance.workers] for c in chunks],
+        who=[table[c * count:(c + 1) * count] for c in chunks], units=units,
+        place=[instance.jobs[unit[0]][1] for unit in units], layers=problem.layers, limit=problem.lend,
+        home=[[costs.scaled(costs.work(c), worker) for worker in instance.workers] for c in chunks],
         layer=[[costs.scaled(sum(costs.layer[c]), worker) for worker in instance.workers] for c in chunks],
         room=[_room(instance, w) for w in range(len(instance.workers))])
+
+
+def _units(instance: Instance) -> list[tuple[int, ...]]:
+    """The jobs that cross alike, by their first one: one each, or blocks."""
+    units: dict[tuple[int, int], list[int]] = {}
+    for j, (d, m) in enumerate(instance.jobs):
+        units.setdefault((d, m // (instance.problem.block or 1)), []).append(j)
+    return [tuple(unit) for unit in units.values()]
 
 
 def _room(instance: Instance, w: int) -> int:
@@ -240,11 +244,10 @@ class _Search:
         away = self.away[choice.table]
         trace = schedule(instance, table, choice.rules,
                          (leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)))
-        outcome = value(instance, table, trace)
+        outcome = Clock(instance, table, trace).objective()
         if outcome < self.target:
             self.target = outcome
-            self.best = Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace),
-                                 choice.crossings)
+            self.best = timed(self.instance, table, trace, choice.crossings)
             if self.better:
                 self.better(self.best)
         return outcome
@@ -256,11 +259,7 @@ class Mutations:
     def __init__(self, instance: Instance, draw: random.Random) -> None:
         problem = instance.problem
         self.problem, self.draw = problem, draw
-        self.units: list[tuple[int, ...]] = []
-        blocks: dict[tuple[int, int], list[int]] = {}
-        for j, (d, m) in enumerate(instance.jobs):
-            blocks.setdefault((d, m // (problem.block or 1)), []).append(j)
-        self.units = [tuple(unit) for unit in blocks.values()]
+        self.units = _units(instance)
         self.boundaries = [c for c, limit in enumerate(problem.lend) if any(limit)]
         self.unit = max(1, *problem.before_b)
 

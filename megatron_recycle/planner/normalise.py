@@ -61,10 +61,8 @@ def load(problem: Problem, stage: int, workers: int) -> float:
     """Time that a stage needs for an iteration with so many workers of its usual speed."""
     if workers < 1:
         return float("inf")
-    costs = problem.costs
-    each = sum(costs.forward[chunk] + costs.backward_input[chunk] + costs.backward_weight[chunk]
-               for chunk in problem.chunks_of[stage])
-    return -(-problem.grid.total // workers) * each + costs.step[stage]
+    each = sum(map(problem.costs.work, problem.chunks_of[stage]))
+    return -(-problem.grid.total // workers) * each + problem.costs.step[stage]
 
 
 def _target(problem: Problem, counts: list[int], prices: Prices) -> list[int]:

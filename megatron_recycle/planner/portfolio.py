@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from megatron_recycle.planner.alignment import Alignment, aligned, natural
 from megatron_recycle.planner.routing import DEALS, PICKS, cost, route
-from megatron_recycle.planner.timing import makespan_of, period_of
+from megatron_recycle.planner.timing import Clock, timed
 
 from ..plan import Problem, lower_bound
 from .greedy import Rules, guests, leading, schedule
@@ -112,13 +112,6 @@ class Found:
     cut: bool
 
 
-def value(instance: Instance, table: list[int], trace: list[int]) -> float:
-    """The problem's objective for a trace."""
-    if instance.problem.objective == "makespan":
-        return makespan_of(instance, table, trace)
-    return period_of(instance, table, trace)
-
-
 def goal(problem: Problem, schedule: Schedule) -> float:
     """The problem's objective of a schedule."""
     return schedule.makespan if problem.objective == "makespan" else schedule.period
@@ -141,7 +134,7 @@ def search(instance: Instance, work: int, seed: int = 0, cancelled: Cancelled = 
                 break
             if best is None or choice_value < target:
                 target = choice_value
-                best = Schedule(*found, period_of(instance, *found), makespan_of(instance, *found))
+                best = timed(instance, *found)
                 if better:
                     better(best)
         trials += climb.trials
@@ -261,7 +254,7 @@ class _Climb:
         table, away = self._route(choice.alignment, choice.deal, choice.fewer, choice.pick)
         keys = leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)
         trace = schedule(instance, table, choice.rules, keys)
-        return value(instance, table, trace), (table, trace)
+        return Clock(instance, table, trace).objective(), (table, trace)
 
 
 def filled(instance: Instance, alignment: Alignment, table: list[int], template: Template) -> tuple[Rules, ...]:
@@ -284,8 +277,7 @@ def run(instance: Instance, template: Template, alignment: Alignment | None = No
     """One greedy schedule by a template."""
     alignment = alignment or aligned(instance)
     table = route(instance, alignment)
-    trace = schedule(instance, table, filled(instance, alignment, table, template))
-    return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))
+    return timed(instance, table, schedule(instance, table, filled(instance, alignment, table, template)))
 
 
 def one_by_one(instance: Instance, alignment: Alignment | None = None) -> Schedule:
@@ -296,7 +288,7 @@ def one_by_one(instance: Instance, alignment: Alignment | None = None) -> Schedu
         trace = _in_turn(instance)
     else:
         trace = schedule(instance, table, [Rules(reserve=NO_CAP)] * instance.stages, strict=True)
-    return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))
+    return timed(instance, table, trace)
 
 
 def _in_turn(instance: Instance) -> list[int]:

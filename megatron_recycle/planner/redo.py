@@ -17,6 +17,7 @@ from .alignment import Unit, aligned, units
 from .greedy import Begun, Rules, leading, schedule
 from .instance import KINDS, Instance, build, crossings_of, orders_of, roomy, spanned
 from .portfolio import filled, templates
+from .timing import Clock
 
 #: templates are tried until they have scheduled so many actions, and two schedules are made in any case
 MOST = 10_000
@@ -168,9 +169,7 @@ class _Standing:
 
 def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _Standing | None:
     """None where no worker of a legal plan has done this."""
-    problem, count = instance.problem, len(instance.jobs)
-    number = {worker: w for w, worker in enumerate(instance.workers)}
-    job = {item: j for j, item in enumerate(instance.jobs)}
+    problem, count, number, job = instance.problem, len(instance.jobs), instance.number, instance.job
     split = problem.split_backward
     steps = {"F": (0, 1), "B": (1, 2), "W": (2, 3), "FB": (1, 3)} if split else {"F": (0, 1), "B": (1, 3)}
     progress, at, actions = bytearray(count * instance.chunks), [-1] * (count * instance.chunks), 0
@@ -211,11 +210,9 @@ def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _S
 def _routed(instance: Instance, base: Plan, standing: _Standing) -> list[int] | None:
     """The worker of every node. None: nobody may take some block."""
     count = len(instance.jobs)
-    number = {worker: w for w, worker in enumerate(instance.workers)}
-    job = {item: j for j, item in enumerate(instance.jobs)}
     table = [-1] * (count * instance.chunks)
     for (d, m, chunk), worker in base.route().items():
-        table[chunk * count + job[d, m]] = number[worker]
+        table[chunk * count + instance.job[d, m]] = instance.number[worker]
     whole = [unit for crew in units(instance) for unit in crew]
     for stage in range(instance.stages):
         if not _dealt(instance, stage, whole, standing, table):
@@ -325,20 +322,11 @@ def _late(instance: Instance, standing: _Standing) -> tuple[list[int], list[int]
 
 
 def _makespan(instance: Instance, route: Sequence[int], trace: Sequence[int]) -> int:
-    """End of the last step, where all that is not in the trace was done before."""
-    nodes, count, problem = len(route), len(instance.jobs), instance.problem
-    lengths, lag = instance.lengths(route), instance.lags(route)
-    end, free = [0] * (3 * nodes), [0] * len(instance.workers)
-    for code in trace:
-        kind, node = divmod(code, nodes)
-        w = route[node]
-        start = free[w]
-        if kind == 0 and node >= count:
-            start = max(start, end[code - count] + lag[node])
-        elif kind == 1 and node + count < nodes:
-            start = max(start, end[code + count] + lag[node + count])
-        end[code] = free[w] = start + lengths[kind][node]
+    """End of the last step, where all that is not in the trace was done before, and sums of lent layers take no time on
+    their way."""
+    end, _ = Clock(instance, route, trace).times([0] * instance.stages, cold=True)
     ready = [0] * instance.groups
-    for w, stage in enumerate(instance.stage):
-        ready[instance.group[stage]] = max(ready[instance.group[stage]], free[w])
-    return max(ready[instance.group[stage]] + problem.costs.step[stage] for stage in range(instance.stages))
+    for code in trace:
+        g = instance.group[instance.stage[route[code % len(route)]]]
+        ready[g] = max(ready[g], end[code])
+    return max(ready[g] + step for g, step in zip(instance.group, instance.problem.costs.step))

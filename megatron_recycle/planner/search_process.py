@@ -24,7 +24,8 @@ from ..plan import Problem, lower_bound
 from . import cpsat, lent
 from .instance import Instance, Schedule, build, spanned
 from .lending import Crossings
-from .portfolio import Found, search, value
+from .portfolio import Found, goal, search
+from .timing import timed
 
 #: arguments of the interpreter that make it serve one search; modules in the working folder ('') are not ours
 COMMAND = ("-c", "import sys; sys.path[:] = filter(None, sys.path); "
@@ -132,7 +133,7 @@ class _Search:
         self.route: list[int] = request["route"]
         self.trace: list[int] = request["trace"]
         self.crossings: Crossings = tuple(map(tuple, request.get("crossings", ())))
-        self.best = value(spanned(instance, self.route, self.crossings), self.route, self.trace)
+        self.best = goal(instance.problem, timed(instance, self.route, self.trace, self.crossings))
         self.stats: dict[str, Any] = {"trials": 0, "cut": False}
 
     def run(self) -> None:
@@ -177,7 +178,7 @@ class _Search:
         self._offer(schedule.route, schedule.trace, schedule.crossings, "portfolio")
 
     def _offer(self, route: list[int], trace: list[int], crossings: Crossings, source: str) -> None:
-        result = value(spanned(self.instance, route, crossings), route, trace)
+        result = goal(self.instance.problem, timed(self.instance, route, trace, crossings))
         if result >= self.best:
             return
         self.best, self.route, self.trace, self.crossings = result, route, trace, crossings

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..plan.cycles import cycle_mean
-from .instance import Instance
+from .instance import Instance, Schedule, spanned
+from .lending import Crossings
 
 
 class Clock:
@@ -107,35 +108,23 @@ class Clock:
             self.cold = max(ready[g] + step[s] for s, g in enumerate(self.instance.group))
         return self.cold
 
+    def phases(self, period: int) -> list[int]:
+        """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true one."""
+        begin = [0] * self.instance.groups
+        while True:
+            fresh = self.stepping(begin)
+            later = [max(old, new - period) for old, new in zip(begin, fresh)]
+            if later == begin:
+                step = self.instance.problem.costs.step
+                return [begin[g] + step[s] for s, g in enumerate(self.instance.group)]
+            begin = later
 
-def times(instance: Instance, route: list[int], trace: list[int],
-          release: Sequence[int]) -> tuple[list[int], list[int]]:
-    """End of every action (by code) and of every stage's work, with stage ``s`` free from ``release[s]`` on."""
-    return Clock(instance, route, trace).times(release)
-
-
-def period_of(instance: Instance, route: list[int], trace: list[int]) -> float:
-    """Steady-state time of an iteration."""
-    return Clock(instance, route, trace).period()
-
-
-def makespan_of(instance: Instance, route: list[int], trace: list[int]) -> int:
-    """End of the last step from a cold start."""
-    return Clock(instance, route, trace).makespan()
-
-
-def phases(instance: Instance, route: list[int], trace: list[int], period: int) -> list[int]:
-    """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true one."""
-    clock, begin = Clock(instance, route, trace), [0] * instance.groups
-    while True:
-        fresh = clock.stepping(begin)
-        later = [max(old, new - period) for old, new in zip(begin, fresh)]
-        if later == begin:
-            return [begin[g] + instance.problem.costs.step[s] for s, g in enumerate(instance.group)]
-        begin = later
+    def objective(self) -> float:
+        """The problem's objective: period or makespan."""
+        return self.makespan() if self.instance.problem.objective == "makespan" else self.period()
 
 
-def figures(instance: Instance, route: list[int], trace: list[int]) -> tuple[float, int]:
-    """Period and makespan of a trace."""
-    clock = Clock(instance, route, trace)
-    return clock.period(), clock.makespan()
+def timed(instance: Instance, route: list[int], trace: list[int], crossings: Crossings = ()) -> Schedule:
+    """The schedule of a trace, with its figures."""
+    clock = Clock(spanned(instance, route, crossings), route, trace)
+    return Schedule(route, trace, clock.period(), clock.makespan(), crossings)

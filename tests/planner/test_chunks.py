@@ -15,7 +15,7 @@ from megatron_recycle.planner.greedy import schedule
 from megatron_recycle.planner.instance import Schedule, build, plan_of, roomy, schedule_of, spanned
 from megatron_recycle.planner.portfolio import TEMPLATES, filled, templates
 from megatron_recycle.planner.routing import route
-from megatron_recycle.planner.timing import figures
+from megatron_recycle.planner.timing import timed
 from tests.planner.problems import placed
 
 
@@ -121,7 +121,7 @@ def test_any_crossings_are_scheduled_within_memory(problem, data):
     assume(roomy(wide, table))
     template = data.draw(st.sampled_from(templates(problem)))
     trace = schedule(wide, table, filled(instance, alignment, table, template))
-    plan = plan_of(instance, Schedule(table, trace, *figures(wide, table, trace), crossings), 0, "greedy")
+    plan = plan_of(instance, timed(instance, table, trace, crossings), 0, "greedy")
     assert [text for text in violations(plan) if not text.startswith(("bound", "memory"))] == []
     assert lower_bound(problem) <= plan.objective_value
     same(plan)

@@ -187,12 +187,12 @@ def test_cpsat_proves_a_small_optimum_and_finds_legal_orders():
     instance = build(problem)
     start = quick(problem)
     from megatron_recycle.planner.instance import schedule_of
-    from megatron_recycle.planner.timing import makespan_of
+    from megatron_recycle.planner.timing import Clock
 
     route, trace = schedule_of(instance, start)
     found = [trace]
     outcome = cpsat.solve(instance, route, trace, start.lower_bound, cpsat.Limits(90, 90), found.append)
-    assert outcome.proven and makespan_of(instance, route, found[-1]) == outcome.bound
+    assert outcome.proven and Clock(instance, route, found[-1]).makespan() == outcome.bound
 
 
 def at_once(split: bool) -> Problem:
@@ -208,8 +208,8 @@ def at_once(split: bool) -> Problem:
 @example(at_once(split=False))
 @example(at_once(split=True))
 def test_cpsat_orders_are_legal_and_no_worse(problem):
-    from megatron_recycle.planner.instance import Schedule, plan_of, schedule_of
-    from megatron_recycle.planner.timing import figures
+    from megatron_recycle.planner.instance import plan_of, schedule_of
+    from megatron_recycle.planner.timing import timed
 
     instance, start = build(problem), quick(problem)
     route, trace = schedule_of(instance, start)
@@ -217,7 +217,7 @@ def test_cpsat_orders_are_legal_and_no_worse(problem):
     outcome = cpsat.solve(instance, route, trace, start.lower_bound, cpsat.Limits(0.3, 5.0), found.append)
     assert outcome.bound >= start.lower_bound
     for better in found[-1:]:
-        plan = plan_of(instance, Schedule(route, better, *figures(instance, route, better)), start.lower_bound,
+        plan = plan_of(instance, timed(instance, route, better), start.lower_bound,
                        "cpsat")
         assert violations(plan) == []
         assert plan.objective_value <= -(-start.objective_value // 1)
