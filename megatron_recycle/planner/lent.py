@@ -21,7 +21,7 @@ from megatron_recycle.planner.timing import Clock, timed
 from ..plan import Problem
 from .greedy import Rules, guests, leading, schedule
 from .instance import NO_CAP, Instance, Schedule, roomy, spanned
-from .portfolio import CHUNK_TEMPLATES, DOMAIN, LEADS, TEMPLATES, Cancelled, Found, Template, filled
+from .portfolio import CHUNK_TEMPLATES, LEADS, TEMPLATES, Cancelled, Found, Template, filled, mutated
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class _Search:
                  better: Callable[[Schedule], None] | None) -> None:
         self.instance, self.cancelled, self.better = instance, cancelled, better
         self.alignment = aligned(instance)
-        self.mutations = Mutations(instance, random.Random(seed))
+        self.draw, self.units = random.Random(seed), _units(instance)
         self.best: Schedule | None = None
         self.target = float("inf")
         self.trials, self.cut = 0, False
@@ -223,7 +223,7 @@ class _Search:
     def _climb(self, best: float, at: Choice, trials: int) -> tuple[float, Choice]:
         """Seeded changes; one that does no harm is kept."""
         for _ in range(trials):
-            choice = self.mutations.of(at)
+            choice = self._changed(at)
             outcome = self._try(choice)
             if outcome <= best:
                 best, at = outcome, choice
@@ -252,52 +252,32 @@ class _Search:
                 self.better(self.best)
         return outcome
 
+    # ---- seeded changes, which keep a choice legal
 
-class Mutations:
-    """Seeded changes of a choice that keep it legal."""
-
-    def __init__(self, instance: Instance, draw: random.Random) -> None:
-        problem = instance.problem
-        self.problem, self.draw = problem, draw
-        self.units = _units(instance)
-        self.boundaries = [c for c, limit in enumerate(problem.lend) if any(limit)]
-        self.unit = max(1, *problem.before_b)
-
-    def of(self, choice: Choice) -> Choice:
+    def _changed(self, choice: Choice) -> Choice:
         """One change."""
-        kind = self.draw.random()
+        draw, kind = self.draw, self.draw.random()
         if kind < 0.4:
-            return replace(choice, crossings=self._crossings(choice.crossings))
+            return replace(choice, crossings=self._crossed(choice.crossings))
         if kind < 0.5:
-            return replace(choice, lead_f=self.draw.choice(LEADS), lead_b=self.draw.choice(LEADS))
-        rules = list(choice.rules)
-        if kind < 0.6:
-            name, setting = self._rule()
-            return replace(choice, rules=tuple(replace(rule, **{name: setting}) for rule in rules))
-        for _ in range(self.draw.choice((1, 1, 2, 3))):
-            s = self.draw.randrange(len(rules))
-            name, setting = self._rule()
-            rules[s] = replace(rules[s], **{name: setting})
-        return replace(choice, rules=tuple(rules))
+            return replace(choice, lead_f=draw.choice(LEADS), lead_b=draw.choice(LEADS))
+        unit = max(1, *self.instance.problem.before_b)
+        return replace(choice, rules=mutated(choice.rules, draw, alike=kind < 0.6, unit=unit))
 
-    def _rule(self) -> tuple[str, int]:
-        name, domain = self.draw.choice(DOMAIN)
-        setting = self.draw.choice(domain)
-        return name, setting * self.unit // 2 if name == "reserve" else setting
-
-    def _crossings(self, crossings: Crossings) -> Crossings:
+    def _crossed(self, crossings: Crossings) -> Crossings:
         """Some unit crosses a layer later or earlier, or two units change places at a boundary."""
-        draw, rows = self.draw, [list(row) for row in crossings]
+        draw, rows, lend = self.draw, [list(row) for row in crossings], self.instance.problem.lend
+        boundaries = [c for c, limit in enumerate(lend) if any(limit)]
         touched = set()
         for _ in range(draw.choice((1, 1, 2, 3))):
-            c = draw.choice(self.boundaries)
+            c = draw.choice(boundaries)
             one = draw.choice(self.units)
             if draw.random() < 0.5:
                 changes = [(one, rows[c][one[0]] + draw.choice((-1, 1)))]
             else:
                 other = draw.choice(self.units)
                 changes = [(one, rows[c][other[0]]), (other, rows[c][one[0]])]
-            earlier, later = self.problem.lend[c]
+            earlier, later = lend[c]
             if all(-earlier <= by <= later for _, by in changes):
                 for unit, by in changes:
                     touched.add(unit)
@@ -310,5 +290,5 @@ class Mutations:
     def _keeps(self, rows: Sequence[Sequence[int]], j: int) -> bool:
         """Whether each chunk keeps a layer of the job."""
         crossing = tuple(row[j] for row in rows)
-        return all(-self.problem.more(c, crossing).get(c, 0) < (self.problem.layers[c] or 1)
-                   for c in range(self.problem.chunks))
+        problem = self.instance.problem
+        return all(-problem.more(c, crossing).get(c, 0) < (problem.layers[c] or 1) for c in range(problem.chunks))

@@ -9,9 +9,9 @@ worse: a level is left out only where its lower bound shows that it cannot win.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from megatron_recycle.planner.alignment import Alignment, aligned, natural
 from megatron_recycle.planner.routing import DEALS, PICKS, cost, route
@@ -172,35 +172,30 @@ class _Climb:
         self.uneven = any(len({cost(instance, w) for w in row}) > 1 for row in instance.at)
         self.routes: dict[tuple[int, str, int, str], tuple[list[int], set[int]]] = {}
         self.seen: set[Choice] = set()
+        self.at: Choice | None = None  # the best
         self.trials = 0
         self.idle = 0  # choices in a row that were tried before
 
     def run(self) -> Iterator[tuple[float, tuple[list[int], list[int]]]]:
         """Value and (route, trace) of every trial that is as good as the best so far."""
-        best, at = float("inf"), None
-        for choice in self._choices():
+        best = float("inf")
+        for choice in chain(self._starts(), self._changes()):
             outcome = self._try(choice)
             if outcome is None:
                 continue
             result, found = outcome
             if result <= best:
-                best, at = result, choice
+                best, self.at = result, choice
                 yield result, found
-            if best <= self.floor:
-                return
-        while at is not None and self.trials < self.limit and self.idle < 200:
-            choice = self._change(at)
-            outcome = self._try(choice)
-            if outcome is None:
-                continue
-            result, found = outcome
-            if result <= best:
-                yield result, found
-                best, at = result, choice
             if best <= self.floor:
                 return
 
-    def _choices(self) -> Iterator[Choice]:
+    def _changes(self) -> Iterator[Choice]:
+        """Seeded changes of the best choice so far."""
+        while self.at is not None and self.trials < self.limit and self.idle < 200:
+            yield self._changed(self.at)
+
+    def _starts(self) -> Iterator[Choice]:
         """The starting points, a fixed list whose length the limit may cut."""
         for template in templates(self.instance.problem):
             for deal in DEALS[:2]:
@@ -211,7 +206,7 @@ class _Climb:
                             rules = filled(self.instance, self.alignments[alignment], table, template)
                             yield Choice(alignment, deal, fewer, PICKS[0], 0, 0, rules)
 
-    def _change(self, at: Choice) -> Choice:
+    def _changed(self, at: Choice) -> Choice:
         draw = self.random
         kind = draw.random()
         if kind < 0.2:
@@ -221,17 +216,7 @@ class _Climb:
                              fewer=draw.choice((0, 1, 2, 3)) if self.uneven else 0)
             if kind < 0.1 and self.uneven:
                 at = replace(at, pick=draw.choice(PICKS))
-        rules = list(at.rules)
-        if kind < 0.35:
-            name, domain = draw.choice(DOMAIN)
-            setting = draw.choice(domain)
-            rules = [replace(rule, **{name: setting}) for rule in rules]
-        else:
-            for _ in range(draw.choice((1, 1, 2, 3))):
-                s = draw.randrange(len(rules))
-                name, domain = draw.choice(DOMAIN)
-                rules[s] = replace(rules[s], **{name: draw.choice(domain)})
-        return replace(at, rules=tuple(rules))
+        return replace(at, rules=mutated(at.rules, draw, alike=kind < 0.35))
 
     def _route(self, number: int, deal: str, fewer: int, pick: str) -> tuple[list[int], set[int]]:
         """The route of an alignment, and its guest jobs."""
@@ -255,6 +240,24 @@ class _Climb:
         keys = leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)
         trace = schedule(instance, table, choice.rules, keys)
         return Clock(instance, table, trace).objective(), (table, trace)
+
+
+def mutated(rules: Sequence[Rules], draw: random.Random, alike: bool, unit: int = 2) -> tuple[Rules, ...]:
+    """Seeded changes of the rules of a few stages, or one, ``alike`` in all stages. ``unit``: memory units of a
+    micro-batch, by half of which reserves grow."""
+    def change() -> dict[str, int]:
+        name, domain = draw.choice(DOMAIN)
+        setting = draw.choice(domain)
+        return {name: setting * unit // 2 if name == "reserve" else setting}
+
+    if alike:
+        same = change()
+        return tuple(replace(rule, **same) for rule in rules)
+    found = list(rules)
+    for _ in range(draw.choice((1, 1, 2, 3))):
+        s = draw.randrange(len(found))
+        found[s] = replace(found[s], **change())
+    return tuple(found)
 
 
 def filled(instance: Instance, alignment: Alignment, table: list[int], template: Template) -> tuple[Rules, ...]:

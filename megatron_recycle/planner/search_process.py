@@ -51,13 +51,16 @@ def run(request: dict[str, Any], actions: int, budget_s: float,
     limit = max(0.1, budget_s - RESERVE - RESERVE_PER_ACTION * actions)
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
-    child = subprocess.Popen(
-        [sys.executable, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "PYTHONPATH": path})
+    # Memory that looks like a file: a pipe would wait for a child that does not read.
+    with os.fdopen(os.memfd_create("recycle-search"), "w+b") as asked:
+        asked.write(json.dumps({**request, "wall": max(0.05, limit - 0.1)}).encode() + b"\n")
+        asked.seek(0)
+        child = subprocess.Popen([sys.executable, *COMMAND], stdin=asked, stdout=subprocess.PIPE,
+                                 stderr=subprocess.DEVNULL, start_new_session=True,
+                                 env={**os.environ, "PYTHONPATH": path})
     stats: dict[str, Any] = {"killed": False}
     best: dict[str, Any] | None = None
     try:
-        _ask(child, {**request, "wall": max(0.05, limit - 0.1)}, begin + limit)
         for message in _lines(child, begin + limit, cancelled):
             if message.get("done"):
                 stats.update({key: entry for key, entry in message.items() if key != "done"})
@@ -68,27 +71,8 @@ def run(request: dict[str, Any], actions: int, budget_s: float,
     finally:
         child.kill()
         child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe:
-                pipe.close()
-
-
-def _ask(child: subprocess.Popen[bytes], request: dict[str, Any], end: float) -> None:
-    """Write the request without ever waiting for a child that does not read."""
-    assert child.stdin is not None
-    data = memoryview(json.dumps(request).encode() + b"\n")
-    os.set_blocking(child.stdin.fileno(), False)
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdin, selectors.EVENT_WRITE)
-        while data and time.monotonic() < end and child.poll() is None:
-            if not selector.select(0.1):
-                continue
-            try:
-                data = data[os.write(child.stdin.fileno(), data):]
-            except (BlockingIOError, InterruptedError):
-                continue
-            except BrokenPipeError:
-                return
+        if child.stdout is not None:
+            child.stdout.close()
 
 
 def _lines(child: subprocess.Popen[bytes], end: float, cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
