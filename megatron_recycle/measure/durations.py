@@ -19,6 +19,9 @@ SPEED_STEP = 0.05
 
 KINDS = ("F", "B", "W", "S")
 
+_TOLERANCE = 0.10
+_UNITS = 8
+"""Memory units of a micro-batch."""
 _CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # seconds: summed over one micro-batch in each of three iterations
 
 
@@ -100,7 +103,7 @@ class Profile:
 
         Two kinds of evidence suffice: each of three iterations differs clearly, by many spreads or by more time than a
         busy machine lets a process wait; or six iterations in a row differ."""
-        usual = median_low(self._medians(peers, "all", RECENT, full=True))
+        usual = median_low(self._medians(peers, RECENT))
         latest = tuple(self._of(worker, "all"))[-RECENT:]
         mildest = min(latest, key=lambda seconds: abs(math.log(max(seconds, 1e-9) / usual)))
         if not notable(mildest, usual, NOTABLE, noise):
@@ -148,13 +151,13 @@ class Profile:
     def _ratio(self, worker: Worker, peers: Sequence[Worker], window: int) -> float | None:
         """The worker's work over the median of all ``peers``, itself included; of two peers the faster one counts.
         None: not known yet."""
-        own, everybody = (self._medians(workers, "all", window, full=True) for workers in ([worker], peers))
+        own, everybody = (self._medians(workers, window) for workers in ([worker], peers))
         return own[0] / median_low(everybody) if own and len(everybody) > 1 else None
 
-    def _medians(self, workers: Iterable[Worker], kind: str, window: int, full: bool = False) -> list[float]:
-        """A median per worker, of its latest ``window`` measurements; with ``full`` only of workers with so many."""
-        latest = (tuple(self._of(worker, kind))[-window:] for worker in workers)
-        return [median(values) for values in latest if values and (not full or len(values) == window)]
+    def _medians(self, workers: Iterable[Worker], window: int) -> list[float]:
+        """A median per worker with so many measurements, of the work of its latest ``window`` ones."""
+        latest = (tuple(self._of(worker, "all"))[-window:] for worker in workers)
+        return [median(values) for values in latest if len(values) == window]
 
     def _of(self, worker: Worker, kind: str) -> Sequence[float]:
         return self._series.get(worker, {}).get(kind, ())
@@ -169,10 +172,10 @@ def _rounded(factor: float) -> float:
 
 
 def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None = None, window: int = RECENT,
-            tolerance: float = 0.10, placement: Sequence[int] = ()) -> bool:
+            placement: Sequence[int] = ()) -> bool:
     """Whether plans made for ``planned`` should be made again.
 
-    They should if a chunk's work, a step, a transfer or a speed has changed by more than ``tolerance`` and by more than
+    They should if a chunk's work, a step, a transfer or a speed has changed by more than a tolerance and by more than
     noise. The tolerance is a share of a whole micro-batch, so that changes of tiny costs do not count: of its work in
     that chunk, or in the stage's average chunk if that is more, and of that in the whole stage for a step.
 
@@ -182,7 +185,7 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
         window: the number of measurements that ``measured`` is made of.
     """
     def changed(old: float, new: float, whole: float, kind: str) -> bool:
-        return abs(new - old) > tolerance * whole and notable(new, old, 0, (noise or {}).get(kind, 0.0), window)
+        return abs(new - old) > _TOLERANCE * whole and notable(new, old, 0, (noise or {}).get(kind, 0.0), window)
 
     named = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
     placement = placement or range(planned.stages)
@@ -204,17 +207,16 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
 
 
 def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int], message: Sequence[int],
-         units: int = 8, placement: Sequence[int] = (),
-         ) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+         placement: Sequence[int] = ()) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Memory caps and weights in whole units from bytes, rounded so that no plan takes more than there is.
 
     ``free``: bytes per worker left for activations, after everything that does not grow with them. ``before_b`` and
     ``after_b``: bytes one micro-batch holds per chunk before and after its B; ``message``: bytes of a posted receive;
     ``placement``: the stage of each chunk, (): each stage has one.
-    The unit is the largest of the first two divided by ``units``. Returns cap, before_b, after_b and message as Problem
+    The unit is the largest of the first two divided by eight. Returns cap, before_b, after_b and message as Problem
     takes them. Raises PlanError where not even one micro-batch fits.
     """
-    unit = max(1, -(-max([*before_b, *after_b]) // units))
+    unit = max(1, -(-max([*before_b, *after_b]) // _UNITS))
     before = tuple(-(-size // unit) for size in before_b)
     after = tuple(-(-size // unit) for size in after_b)
     cap = {worker: size // unit for worker, size in free.items()}

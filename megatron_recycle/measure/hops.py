@@ -7,7 +7,7 @@ two workers the clocks cancel. Only lags of the same iteration are compared: clo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Any
 
@@ -45,24 +45,14 @@ class Hops:
         """Seconds that a transfer takes, for each pair that was heard in both directions in some iteration."""
         found: dict[Pair, float] = {}
         for ends in self._ends.values():
-            least: dict[tuple[Pair, str], float] = {}
-            for key, lag in _lags(ends):
-                least[key] = min(least.get(key, lag), lag)
-            for pair in {pair for pair, kind in least if kind == "F" and (pair, "B") in least}:
-                seconds = max(0.0, (least[pair, "F"] + least[pair, "B"]) / 2)
-                found[pair] = min(found.get(pair, seconds), seconds)
+            for pair, seconds in _transfers(ends, min).items():
+                found[pair] = max(0.0, min(found.get(pair, seconds), seconds))
         return found
 
     def usual(self) -> float | None:
         """Seconds from one end to the other with the usual lateness of the machine, of all messages that were waited
         for; None: nothing is known. The first ones of a job take far longer: medians."""
-        found = []
-        for ends in self._ends.values():
-            lags: dict[tuple[Pair, str], list[float]] = {}
-            for key, lag in _lags(ends):
-                lags.setdefault(key, []).append(lag)
-            found += [(median(lags[pair, "F"]) + median(lags[pair, "B"])) / 2 for pair, kind in lags
-                      if kind == "F" and (pair, "B") in lags]
+        found = [seconds for ends in self._ends.values() for seconds in _transfers(ends, median).values()]
         return max(0.0, median(found)) if found else None
 
     def seconds(self) -> float | None:
@@ -71,9 +61,13 @@ class Hops:
         return median(found.values()) if found else None
 
 
-def _lags(ends: _Ends) -> Iterator[tuple[tuple[Pair, str], float]]:
-    """The pair of workers and the direction of each message of an iteration, and its lag."""
+def _transfers(ends: _Ends, of: Callable[[list[float]], float]) -> dict[Pair, float]:
+    """The mean of both directions between each pair that was heard in both in an iteration, ``of`` all lags of each."""
+    lags: dict[str, dict[Pair, list[float]]] = {"F": {}, "B": {}}
     for (message, boundary), (receiver, came) in ends["came"].items():
         sender, sent = ends["sent"].get((message, boundary), (receiver, came))
         if sender != receiver:  # else the sender has reported nothing
-            yield ((sender, receiver) if message[0] == "F" else (receiver, sender), message[0]), came - sent
+            pair = (sender, receiver) if message[0] == "F" else (receiver, sender)
+            lags[message[0]].setdefault(pair, []).append(came - sent)
+    back = lags["B"]
+    return {pair: (of(there) + of(back[pair])) / 2 for pair, there in lags["F"].items() if pair in back}

@@ -132,15 +132,6 @@ class Costs:
         factor = self.speed.get(worker, 1)
         return cost if factor == 1 else math.ceil(cost * Fraction(str(factor)))
 
-    def duration(self, kind: str, worker: Worker, split: bool = True) -> int:
-        """Time of an action of ``kind`` on ``worker``, whose stage has one chunk; ``S`` takes ``step`` as it is. A
-        ``FB`` takes as long as its ``B`` and its ``W`` one after the other."""
-        if kind == "FB":
-            return self.duration("B", worker, split) + self.duration("W", worker, split)
-        if kind == "S":
-            return self.step[worker.stage]
-        return self.scaled(self.cost(kind, worker.stage, None, split), worker)
-
     def to_json(self) -> dict[str, Any]:
         """The ``costs`` object of the plan file."""
         speed = {str(w): int(f) if float(f).is_integer() else float(f) for w, f in sorted(self.speed.items())}

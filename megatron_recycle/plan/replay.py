@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from operator import itemgetter
+from typing import NamedTuple
 
 from megatron_recycle.plan.lending import borrowed, lent
 
@@ -28,37 +29,32 @@ class Timeline:
     units a worker holds at any time.
     """
 
-    actions: Mapping[Worker, tuple[Action, ...]]
     times: Mapping[Worker, tuple[tuple[int, int], ...]]
     makespan: int
     period: float
     peak: Mapping[Worker, int]
 
-    @cached_property
-    def _index(self) -> dict[tuple[Worker, Action], tuple[int, int]]:
-        return {(worker, action): span for worker, actions in self.actions.items()
-                for action, span in zip(actions, self.times[worker])}
 
-    def start(self, worker: Worker, action: Action) -> int:
-        """When ``action`` begins on ``worker``."""
-        return self._index[worker, action][0]
+class _Node(NamedTuple):
+    """An action: the ``position``-th of worker number ``owner``. ``needs``: the node, of another chunk or the own
+    forward, that must have ended ``lag`` before (-1: none). ``duration``: -1 for S."""
 
-    def end(self, worker: Worker, action: Action) -> int:
-        """When ``action`` ends on ``worker``."""
-        return self._index[worker, action][1]
+    owner: int
+    position: int
+    needs: int = -1
+    lag: int = 0
+    duration: int = 0
 
 
 @dataclass(frozen=True)
 class _Network:
-    """The plan's actions in an order in which each can be timed: flat, one entry per action."""
+    """The plan's actions in an order in which each can be timed."""
 
-    owner: list[int]
-    position: list[int]
-    needs: list[int]  # action of another chunk (or the own forward) that must have ended, -1 for none
-    lag: list[int]  # hop on that edge
-    duration: list[int]  # -1 for S
-    awaits: dict[int, list[int]]  # of a F: groups whose step its lent layers come from
-    summed: dict[int, list[int]]  # for a group the last actions of the helpers whose gradients it sums
+    nodes: list[_Node] = field(default_factory=list)
+    awaits: dict[int, list[int]] = field(default_factory=dict)
+    """Of a F: groups whose step its lent layers come from."""
+    summed: dict[int, list[int]] = field(default_factory=dict)
+    """For a group the last actions of the helpers whose gradients it sums."""
 
 
 def replay(plan: Plan) -> Timeline:
@@ -67,12 +63,11 @@ def replay(plan: Plan) -> Timeline:
     network = clock.network
     starts, ends = clock.times([0] * clock.groups, 1)
     spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(plan.workers[name]) for name in clock.names]
-    for i, owner in enumerate(network.owner):
-        spans[owner][network.position[i]] = (starts[i], ends[i])
+    for node, start, end in zip(network.nodes, starts, ends):
+        spans[node.owner][node.position] = (start, end)
     makespan = max(ends, default=0)
     mean = Fraction(makespan) if plan.done else cycle_mean(clock.groups, clock.release)
     return Timeline(
-        actions=plan.workers,
         times={name: tuple(spans[w]) for w, name in enumerate(clock.names)},
         makespan=makespan,
         period=int(mean) if mean.denominator == 1 else float(mean),
@@ -85,11 +80,10 @@ def in_order_of_ends(plan: Plan) -> list[tuple[Worker, Action]]:
     The same on all workers. Raises DeadlockError.
     """
     clock = Clock(plan)
-    network, names = clock.network, clock.names
     _, ends = clock.times([0] * clock.groups, 1)
-    # Entries of the network come after what they need, and no end comes before that of what it needs.
-    return [(names[network.owner[i]], plan.workers[names[network.owner[i]]][network.position[i]])
-            for i in sorted(range(len(ends)), key=lambda i: (ends[i], i))]
+    # Nodes of the network come after what they need, and no end comes before that of what it needs.
+    ordered = sorted(zip(ends, clock.network.nodes), key=itemgetter(0))
+    return [(clock.names[node.owner], plan.workers[clock.names[node.owner]][node.position]) for _, node in ordered]
 
 
 def peak(problem: Problem, worker: Worker, actions: Sequence[Action], plan: Plan | None = None) -> int:
@@ -136,8 +130,7 @@ class Clock:
         free = [release[g] + own * step for g, own in zip(group, self._step)]
         given = [begin + (longest + self._lent[0]) * step for begin, longest in zip(release, self._longest)]
         barrier: dict[int, int] = {}
-        for i, (owner, needs, lag, duration) in enumerate(
-                zip(network.owner, network.needs, network.lag, network.duration)):
+        for i, (owner, _, needs, lag, duration) in enumerate(network.nodes):
             start = free[owner]
             if duration < 0:
                 g = group[owner]
@@ -164,9 +157,9 @@ class Clock:
         fine = scale * size
         starts, _ = self.times([t * size + g for g, t in enumerate(begin)], fine, fine)
         begins = [0] * size
-        for owner, duration, start in zip(self.network.owner, self.network.duration, starts):
-            if duration < 0:
-                begins[self._group[owner]] = start
+        for node, start in zip(self.network.nodes, starts):
+            if node.duration < 0:
+                begins[self._group[node.owner]] = start
         return [b // size for b in begins], [b % size for b in begins]
 
 
@@ -177,14 +170,16 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
     orders = [plan.workers[name] for name in names]
     usual = [[{kind: problem.duration(kind, name, place) for kind in ("F", "B", "W", "FB")}
               for place in range(len(chunks_of[name.stage]))] for name in names]
-    network = _Network([], [], [], [], [], {}, {})
+    network = _Network()
+    nodes = network.nodes
     node: dict[tuple[str, int, int, int], int] = {}
     waiting: dict[tuple[str, int, int, int], list[int]] = {}
     pointer = [0] * len(names)
     for w, name in enumerate(names):
         for kind, d, m, place in orders[w][:plan.done.get(name, 0)]:  # over at once: what they needed may not be there
-            node[PASSES_ON.get(kind, kind), d, m, chunks_of[name.stage][place]] = len(network.owner)
-            _append(network, w, pointer, -1, 0, 0)
+            node[PASSES_ON.get(kind, kind), d, m, chunks_of[name.stage][place]] = len(nodes)
+            nodes.append(_Node(w, pointer[w]))
+            pointer[w] += 1
     work = list(range(len(names) - 1, -1, -1))
     while work:
         w = work.pop()
@@ -206,19 +201,21 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
                 waiting.setdefault(key, []).append(w)
                 break
             needs = -1 if key is None else node[key]
-            lag = hop if needs >= 0 and network.owner[needs] != w else 0
+            lag = hop if needs >= 0 and nodes[needs].owner != w else 0
             own = (PASSES_ON.get(kind, kind), d, m, chunk)  # an action that waits for a B waits for the end of a FB
-            node[own] = len(network.owner)
+            node[own] = len(nodes)
             long = usual[w][place][kind] if (d, m) not in plan.crossings else plan.duration(names[w], action)
-            _append(network, w, pointer, needs, lag, long)
+            nodes.append(_Node(w, pointer[w], needs, lag, long))
+            pointer[w] += 1
             work.extend(waiting.pop(own, ()))
     _lendings(plan, network, node, {name.stage: g for name, g in zip(names, group)},
-              {names[w]: i for i, w in enumerate(network.owner)})
+              {names[each.owner]: i for i, each in enumerate(nodes)})
     size, at_step = Counter(group), Counter(
         g for w, g in enumerate(group) if pointer[w] < len(orders[w]) and orders[w][pointer[w]].kind == "S")
     for w, order in enumerate(orders):  # steps come last
         if pointer[w] < len(order) and order[pointer[w]].kind == "S" and at_step[group[w]] == size[group[w]]:
-            _append(network, w, pointer, -1, 0, -1)
+            nodes.append(_Node(w, pointer[w], duration=-1))
+            pointer[w] += 1
     for w, order in enumerate(orders):
         if pointer[w] < len(order):
             raise DeadlockError(f"deadlock: {order[pointer[w]]} of worker {names[w]} can never start")
@@ -237,12 +234,3 @@ def _lendings(plan: Plan, network: _Network, node: Mapping[tuple[str, int, int, 
             network.awaits.setdefault(begin, []).append(g)
         if each.helper in last:
             network.summed.setdefault(g, []).append(last[each.helper])
-
-
-def _append(network: _Network, w: int, pointer: list[int], needs: int, lag: int, duration: int) -> None:
-    network.owner.append(w)
-    network.position.append(pointer[w])
-    network.needs.append(needs)
-    network.lag.append(lag)
-    network.duration.append(duration)
-    pointer[w] += 1

@@ -29,6 +29,7 @@ from megatron_recycle.plan import (
     transfers,
     violations,
 )
+from tests.plan.times import end, start
 
 ABOVE, BELOW = Worker(0, 0), Worker(0, 1)
 
@@ -74,11 +75,11 @@ def test_who_helps_whom():
 def test_a_helper_has_parameters_after_the_step_and_is_done_with_its_actions_before_it():
     plan = timed(lending(), ORDERS, {(0, 0): (2,)})
     timeline = replay(plan)
-    done = timeline.start(ABOVE, Action("S"))  # its sums leave when it has run everything
-    end = timeline.end(BELOW, Action("W", 0, 1))
-    assert timeline.start(BELOW, Action("S")) == max(done + 9, end)
+    done = start(plan, ABOVE, Action("S"))  # its sums leave when it has run everything
+    last = end(plan, BELOW, Action("W", 0, 1))
+    assert start(plan, BELOW, Action("S")) == max(done + 9, last)
     # Steady state: stage 1's step is 6 long, and its parameters are 7 later with the helper, which begins with F0.0.
-    rest = timeline.start(BELOW, Action("S")) - timeline.start(ABOVE, Action("F", 0, 0))
+    rest = start(plan, BELOW, Action("S")) - start(plan, ABOVE, Action("F", 0, 0))
     assert timeline.period == plan.period == rest + 6 + 7
 
 
@@ -164,9 +165,9 @@ def test_a_worker_hands_over_to_itself_without_a_hop():
     plan = timed(vee(), {**orders(0), **orders(1)})
     assert violations(plan) == []
     timeline = replay(plan)
-    assert timeline.start(Worker(0, 1), Action("F", 0, 0, 1)) == timeline.end(Worker(0, 1), Action("F", 0, 0)) == 13
-    assert timeline.start(Worker(0, 0), Action("F", 0, 0, 1)) == 13 + 3 + 10
-    assert timeline.start(Worker(0, 0), Action("B", 0, 0, 1)) == timeline.end(Worker(0, 0), Action("F", 0, 0, 1)) == 30
+    assert start(plan, Worker(0, 1), Action("F", 0, 0, 1)) == end(plan, Worker(0, 1), Action("F", 0, 0)) == 13
+    assert start(plan, Worker(0, 0), Action("F", 0, 0, 1)) == 13 + 3 + 10
+    assert start(plan, Worker(0, 0), Action("B", 0, 0, 1)) == end(plan, Worker(0, 0), Action("F", 0, 0, 1)) == 30
     assert timeline.makespan == 30 + 1 + 10 + 1 + 1 + 1 + 10 + 2
     assert plan.route()[0, 0, 3] == Worker(0, 0) and pieces(plan, 3) == {Worker(0, 0): ((0, 0, 0),),
                                                                          Worker(1, 0): ((1, 0, 0),)}

@@ -146,8 +146,8 @@ def test_workers_and_actions_print_and_parse():
 
 def test_a_slow_worker_takes_the_exact_decimal_rounded_up():
     costs = Costs.uniform(1, 20, 22, 18, speed={Worker(0, 0): 1.1})
-    assert [costs.duration(kind, Worker(0, 0)) for kind in "FBW"] == [22, 25, 20]
-    assert costs.duration("B", Worker(1, 0), split=False) == 40
+    assert [costs.scaled(costs.cost(kind, 0), Worker(0, 0)) for kind in "FBW"] == [22, 25, 20]
+    assert costs.scaled(costs.cost("B", 0, split=False), Worker(1, 0)) == 40
 
 
 def test_orders_without_a_micro_batch_are_the_plan_s_for_the_others():

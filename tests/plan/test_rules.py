@@ -25,6 +25,7 @@ from megatron_recycle.plan import (
     violations,
 )
 from megatron_recycle.planner import quick
+from tests.plan.times import end, start
 
 
 def problem(failed=("1:1",), block=0, cap=3, **changes) -> Problem:
@@ -161,13 +162,14 @@ def test_a_full_backward_is_its_b_and_its_w():
     def full(actions):
         return [Action("FB", 0, 3) if action == b else action for action in actions if action != w]
 
-    split, merged = replay(plan), replay(rewritten(plan, "0:1", full))
+    changed = rewritten(plan, "0:1", full)
+    split, merged = replay(plan), replay(changed)
     last, first = Worker(0, 1), Worker(0, 0)
-    start, end = merged.start(last, Action("FB", 0, 3)), merged.end(last, Action("FB", 0, 3))
-    assert end - start == plan.problem.duration("B", last) + plan.problem.duration("W", last)
-    assert merged.start(first, b) >= end + plan.problem.costs.hop, "its message leaves at its end"
+    begun, ended = start(changed, last, Action("FB", 0, 3)), end(changed, last, Action("FB", 0, 3))
+    assert ended - begun == plan.problem.duration("B", last) + plan.problem.duration("W", last)
+    assert start(changed, first, b) >= ended + plan.problem.costs.hop, "its message leaves at its end"
     assert merged.peak[last] <= split.peak[last]
-    figures = replace(rewritten(plan, "0:1", full), period=merged.period, makespan=merged.makespan)
+    figures = replace(changed, period=merged.period, makespan=merged.makespan)
     assert violations(figures) == [] and channels(figures) == channels(plan)
 
 

@@ -34,6 +34,7 @@ from megatron_recycle.plan import (
 from megatron_recycle.planner import quick, redo
 from megatron_recycle.planner.terminal import bubbles, drawing, table
 from tests.plan.queues import Queues, Rules
+from tests.plan.times import start
 from tests.planner.crossings import crossing
 from tests.planner.problems import placed, problems
 
@@ -203,15 +204,14 @@ def test_what_a_dead_worker_had_made_is_made_again_for_its_own_backward_alone():
     assert {message for messages in channels(rest).values() for message in messages if message.pipeline == 1} == {
         Message("B", 1, 0)}
     assert reads(rest, Worker(1, 1)) == ()
-    timeline = replay(rest)
-    assert timeline.times[Worker(1, 1)][:2] == ((0, 0), (0, 0))
-    assert timeline.start(Worker(0, 0), Action("B", 1, 0)) >= 20, "after its own forward"
+    assert replay(rest).times[Worker(1, 1)][:2] == ((0, 0), (0, 0))
+    assert start(rest, Worker(0, 0), Action("B", 1, 0)) >= 20, "after its own forward"
 
 
 def test_whatever_was_sent_is_there_a_hop_after_the_beginning():
     problem = grid_of(2, 2, 2, ("1:1",))
     rest = redo(quick(problem), {Worker(1, 0): actions("F1.1 F1.0")})
-    assert replay(rest).start(Worker(0, 1), Action("F", 1, 0)) == problem.costs.hop
+    assert start(rest, Worker(0, 1), Action("F", 1, 0)) == problem.costs.hop
     assert channels(rest)[Worker(1, 0), Worker(0, 1)] == (Message("F", 1, 1), Message("F", 1, 0))
 
 
