@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.sharded_reduction import Cuts, Span
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts, overlaps
 from megatron_recycle.runtime.compute.accumulate import Layout
 
 
@@ -26,20 +26,11 @@ def fold_parts(partial: Sequence[nn.Parameter], layout: Layout, gradient: torch.
     wanted = [(start, start + parameter.numel()) for parameter in partial
               for start in [layout.starts[id(parameter)]]]
     if cuts is not None:
-        wanted = _packed(wanted, [span for shard in cuts.of(groups.me) for span in cuts.spans(shard, layout)])
+        held = [span for shard in cuts.of(groups.me) for span in cuts.spans(shard, layout)]
+        wanted = [inside for inside, _ in overlaps(held, [(start, start, end - start) for start, end in wanted])]
     if not wanted:
         return
     values = torch.cat([gradient[start:end] for start, end in wanted])
     groups.siblings.sum(values).wait()
     for (start, end), part in zip(wanted, values.split([end - start for start, end in wanted]), strict=True):
         gradient[start:end] = part
-
-
-def _packed(wanted: Sequence[Span], held: Sequence[Span]) -> list[Span]:
-    """Where the parts of ``wanted`` that are in ``held`` are, once that lies end to end."""
-    found, begin = [], 0
-    for start, end in held:
-        met = [(max(start, first), min(end, last)) for first, last in wanted]
-        found += [(begin + first - start, begin + last - start) for first, last in met if first < last]
-        begin += end - start
-    return found

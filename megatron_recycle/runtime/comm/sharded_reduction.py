@@ -216,7 +216,7 @@ class ShardedReduction:
         whole, wire = torch.empty(own.numel, dtype=layout.dtype, device=layout.device), self._wire or layout.dtype
         tied = [(layout.starts[id(parameter)], own.starts[id(parameter)], parameter.numel())
                 for parameter in own.parameters]
-        met = [_met(of_shard, tied) for of_shard in spans]
+        met = [overlaps(of_shard, tied) for of_shard in spans]
 
         def read(shard: int) -> torch.Tensor:
             return read_spans(found[shard], [inside for inside, _ in met[shard]])
@@ -281,7 +281,7 @@ def _in_chunk(spans: Sequence[Sequence[Span]], layout: Layout, chunk: Layout,
         else:
             found.append((at, inside, parameter.numel(), again))
     return [[(here, there, again) for at, inside, length, again in found
-             for here, there in _met(of_shard, [(at, inside, length)])] for of_shard in spans]
+             for here, there in overlaps(of_shard, [(at, inside, length)])] for of_shard in spans]
 
 
 def _join(found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
@@ -298,13 +298,13 @@ def _join(found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
             begin += end - start
 
 
-def _met(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> list[tuple[Span, Span]]:
-    """Where a shard's slice and the tied gradients have the same numbers: the range in the slice, and that in the
-    latter.
+def overlaps(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> list[tuple[Span, Span]]:
+    """Where a shard's slice and others' gradients have the same numbers: the range in the slice, packed, and that
+    in the latter.
 
     Args:
         spans: of the shard, in the layout.
-        tied: of each parameter its start in the layout, its start among the tied ones, and its length.
+        tied: of each parameter its start in the layout, its start among the others, and its length.
     """
     found, begin = [], 0
     for start, end in spans:

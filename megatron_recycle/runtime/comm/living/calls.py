@@ -27,17 +27,20 @@ class Call:
         by_itself: whether nobody can give what is the source's but the source.
         measured: whether nobody knows how long the tensors of others are.
         by_shares: whether it adds up so much that each member is to add up a share of it (`shares`).
+        alike: whether all members that get something get the same.
     """
 
     what = "barrier"
     by_itself = measured = by_shares = False
+    alike = True
 
-    def __init__(self, source: int | None = None, sink: int | None = None) -> None:
+    def __init__(self, source: int | None = None, sink: int | None = None, tensors: Tensors = ()) -> None:
         self.source, self.sink = source, sink
+        self._tensors = tensors
 
     def gives(self, to: int) -> Tensors:
         """The tensors for position ``to``."""
-        return ()
+        return self._tensors
 
     def expects(self, source: int) -> Tensors:
         """Tensors of the size of those that come from position ``source``."""
@@ -49,7 +52,7 @@ class Call:
 
     def results(self) -> Tensors | None:
         """What all members have got, and got alike, after `take`; None: each gets its own."""
-        return ()
+        return self._tensors if self.alike and self.sink is None else None
 
     def recall(self, results: Tensors) -> None:
         """Write what was another member's `results` of the same call."""
@@ -63,21 +66,15 @@ class AllReduce(Call):
     what = "all_reduce"
 
     def __init__(self, tensors: Tensors, add: Add, sink: int | None = None) -> None:
-        super().__init__(sink=sink)
-        self._tensors, self.add = tensors, add
+        super().__init__(sink=sink, tensors=tensors)
+        self.add = add
         self.by_shares = size(tensors) > LARGE
         if sink is not None:
             self.what = "reduce"
 
-    def gives(self, to: int) -> Tensors:
-        return self._tensors
-
     def take(self, given: Sequence[Tensors]) -> None:
         for index, tensor in enumerate(self._tensors):
             tensor.copy_(self.add([tensors[index] for tensors in given]))
-
-    def results(self) -> Tensors | None:
-        return self._tensors if self.sink is None else None
 
     def put(self, results: Tensors) -> None:
         """Write what has been added up by shares: each tensor's result, flat."""
@@ -91,18 +88,12 @@ class Broadcast(Call):
     what = "broadcast"
 
     def __init__(self, tensors: Tensors, root: int) -> None:
-        super().__init__(source=root)
-        self._tensors, self._root = tensors, root
-
-    def gives(self, to: int) -> Tensors:
-        return self._tensors
+        super().__init__(source=root, tensors=tensors)
+        self._root = root
 
     def take(self, given: Sequence[Tensors]) -> None:
         for tensor, brought in zip(self._tensors, given[self._root]):
             tensor.copy_(brought)
-
-    def results(self) -> Tensors | None:
-        return self._tensors
 
 
 class AllGather(Call):
@@ -111,13 +102,10 @@ class AllGather(Call):
     what = "all_gather"
 
     def __init__(self, outputs: Sequence[Tensors], inputs: Tensors, sink: int | None = None) -> None:
-        super().__init__(sink=sink)
-        self._outputs, self._inputs = outputs, inputs
+        super().__init__(sink=sink, tensors=inputs)
+        self._outputs = outputs
         if sink is not None:
             self.what = "gather"
-
-    def gives(self, to: int) -> Tensors:
-        return self._inputs
 
     def take(self, given: Sequence[Tensors]) -> None:
         for index, slots in enumerate(self._outputs):
@@ -132,7 +120,7 @@ class Scatter(Call):
     """``scatter``; ``inputs``: on the root, a tensor for each position."""
 
     what = "scatter"
-    by_itself = True
+    by_itself, alike = True, False
 
     def __init__(self, output: torch.Tensor, inputs: Tensors, root: int) -> None:
         super().__init__(source=root)
@@ -148,14 +136,12 @@ class Scatter(Call):
         for tensor in given[self._root]:
             self._output.copy_(tensor)
 
-    def results(self) -> Tensors | None:
-        return None
-
 
 class ReduceScatter(Call):
     """``reduce_scatter``; ``inputs``: of each output, a tensor for each position."""
 
     what = "reduce_scatter"
+    alike = False
 
     def __init__(self, outputs: Tensors, inputs: Sequence[Tensors], add: Add) -> None:
         super().__init__()
@@ -171,14 +157,12 @@ class ReduceScatter(Call):
         for index, output in enumerate(self._outputs):
             output.copy_(self._add([tensors[index] for tensors in given]).view(output.shape))
 
-    def results(self) -> Tensors | None:
-        return None
-
 
 class AllToAll(Call):
     """``all_to_all``: a tensor from each position, and one for each."""
 
     what = "all_to_all"
+    alike = False
 
     def __init__(self, outputs: Tensors, inputs: Tensors) -> None:
         super().__init__()
@@ -193,9 +177,6 @@ class AllToAll(Call):
     def take(self, given: Sequence[Tensors]) -> None:
         for output, (tensor,) in zip(self._outputs, given, strict=True):
             output.copy_(tensor.view(output.shape))
-
-    def results(self) -> Tensors | None:
-        return None
 
 
 class Given(Call):

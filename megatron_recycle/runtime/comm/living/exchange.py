@@ -72,8 +72,7 @@ class Group:
             own = self.of_pipeline(home.worker.pipeline, place)
             if rank not in own.ranks or own.ranks.index(rank) != self.me or any(one in stay for one in own.ranks):
                 return None
-            peers = [place.ranks[worker][home.part or 0] for worker in sorted(place.ranks)
-                     if worker.stage == home.worker.stage]
+            peers = _peers(home, place, place.ranks)
             return own if me == next((peer for peer in peers if peer in stay), None) else None
         return own if me == next((one for one in sorted(own.ranks) if one in stay), None) else None
 
@@ -106,10 +105,8 @@ class Roll:
         def answering(rank: int) -> int | None:
             if rank in everyone:
                 return everyone[rank]
-            home = homes[rank]
-            peers = [place.ranks[worker][home.part or 0] for worker in sorted(members)
-                     if worker.stage == home.worker.stage]
-            return next((everyone[peer] for peer in peers if in_one or peer in group.ranks), None)
+            return next((everyone[peer] for peer in _peers(homes[rank], place, members)
+                         if in_one or peer in group.ranks), None)
 
         living = {everyone[rank]: position for position, rank in enumerate(group.ranks) if rank in everyone}
         return cls(group, tuple(map(answering, group.ranks)), living, [place.names[rank] for rank in group.ranks])
@@ -271,6 +268,11 @@ def pass_over(call: Call, group: Group) -> None:
 
 def _length(data: torch.Tensor) -> torch.Tensor:
     return torch.tensor([data.numel()])
+
+
+def _peers(home: Process, place: Place, among: Collection[Worker]) -> list[int]:
+    """The ranks of the processes of these workers that hold what ``home`` does, or did."""
+    return [place.ranks[worker][home.part or 0] for worker in sorted(among) if worker.stage == home.worker.stage]
 
 
 def _homes(place: Place) -> Mapping[int, Process]:

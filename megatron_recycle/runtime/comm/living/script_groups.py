@@ -8,11 +8,12 @@ a name, ranks, and nothing that could break.
 from __future__ import annotations
 
 import functools
+import inspect
 import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -70,6 +71,8 @@ class Asks(Enum):
 
 
 Stock = Callable[..., Any]
+Given = Mapping[str, Any]
+"""The arguments of a call by name, those of torch's defaults among them."""
 
 
 class UnderWay(Protocol):
@@ -145,14 +148,15 @@ class ScriptGroups:
         # torch asks the default group for new groups, if it makes any.
         self._replace(dist.ProcessGroup, "new_group", _While(self._new_group, lambda: self._job.asks() is not
                                                              Asks.LIBRARY))
-        for name, function in (("broadcast_object_list", self._broadcast_objects),
-                               ("all_gather_object", self._all_gather_objects),
-                               ("gather_object", self._gather_objects), ("scatter_object_list", self._scatter_objects),
-                               ("send_object_list", self._exchange_objects),
-                               ("recv_object_list", self._exchange_objects)):
-            stock = getattr(c10d, name)
+        for name, carry, late in (("broadcast_object_list", self._broadcast_objects, False),
+                                  ("all_gather_object", self._all_gather_objects, False),
+                                  ("gather_object", self._gather_objects, False),
+                                  ("scatter_object_list", self._scatter_objects, False),
+                                  ("send_object_list", self._exchange_objects, True),
+                                  ("recv_object_list", self._exchange_objects, True)):
+            function = self._function(getattr(c10d, name), carry, late)
             for module in (dist, c10d):
-                self._replace(module, name, functools.wraps(stock)(functools.partial(function, stock)))
+                self._replace(module, name, function)
 
     def close(self) -> None:
         """torch's groups are as they were."""
@@ -227,18 +231,13 @@ class ScriptGroups:
             batch.append(work)
         return work
 
-    def _exchange_objects(self, stock: Stock, object_list: list[Any], rank: int | None = None, group: Any = None,
-                          *given: Any, **keywords: Any) -> Any:
+    def _exchange_objects(self, asks: Asks, where: Group, given: Given) -> int | None:
         """`send_object_list` and `recv_object_list`."""
-        asks, where = self._asks(group)
-        if asks is not Asks.LATE or where is None:
-            return stock(object_list, rank, group, *given, **keywords)
-        sends = stock.__name__.startswith("send")
-        position = keywords.get("group_dst" if sends else "group_src")
-        rank = keywords.get("dst" if sends else "src", rank)
+        sends = "dst" in given
+        position = _position(where, given["dst" if sends else "src"], given["group_dst" if sends else "group_src"])
         for _ in range(2):  # torch sends their length first
-            self._job.transfer(where, _position(where, rank, position), torch.empty(0), 0, sends)
-        return None if sends else where.ranks[_position(where, rank, position)]
+            self._job.transfer(where, position, torch.empty(0), 0, sends)
+        return None if sends else where.ranks[position]
 
     # ---- groups
 
@@ -251,51 +250,48 @@ class ScriptGroups:
 
     # ---- objects: torch measures them first, with a collective of its own, between which somebody may die
 
-    def _broadcast_objects(self, stock: Stock, object_list: list[Any], src: int | None = None, group: Any = None,
-                           device: Any = None, group_src: int | None = None, **keywords: Any) -> None:
-        asks, where = self._asks(group)
-        if where is None:
-            stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
-            return
-        root = _position(where, src, group_src)
-        call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
+    def _function(self, stock: Stock, carry: Callable[[Asks, Group, Given], Any], late: bool) -> Stock:
+        """What stands for torch's function ``stock``: ``carry``, where it is called of a living group, and if ``late``
+        only by one that is."""
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def function(*given: Any, **keywords: Any) -> Any:
+            named = signature.bind(*given, **keywords)
+            named.apply_defaults()
+            asks, where = self._asks(named.arguments["group"])
+            if where is None or (late and asks is not Asks.LATE):
+                return stock(*given, **keywords)
+            return carry(asks, where, named.arguments)
+
+        return function
+
+    def _broadcast_objects(self, asks: Asks, where: Group, given: Given) -> None:
+        objects, root = given["object_list"], _position(where, given["src"], given["group_src"])
+        call = Objects("broadcast_object_list", pickle.dumps(list(objects)), source=root)
         self._carry_out(asks, where, call)
         if call.found and (where.me != root or asks is Asks.LATE):  # then another one has told in its place
-            object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+            objects[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
-    def _all_gather_objects(self, stock: Stock, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        asks, where = self._asks(group)
-        if where is None:
-            stock(object_list, obj, group)
-            return
-        call = Objects("all_gather_object", pickle.dumps(obj))
+    def _all_gather_objects(self, asks: Asks, where: Group, given: Given) -> None:
+        call = Objects("all_gather_object", pickle.dumps(given["obj"]))
         self._carry_out(asks, where, call)
-        object_list[:len(where.ranks)] = map(pickle.loads, call.found)
+        given["object_list"][:len(where.ranks)] = map(pickle.loads, call.found)
 
-    def _gather_objects(self, stock: Stock, obj: Any, object_gather_list: list[Any] | None = None,
-                        dst: int | None = None, group: Any = None, group_dst: int | None = None) -> None:
-        asks, where = self._asks(group)
-        if where is None:
-            stock(obj, object_gather_list, dst, group, group_dst)
-            return
-        call = Objects("gather_object", pickle.dumps(obj), sink=_position(where, dst, group_dst))
+    def _gather_objects(self, asks: Asks, where: Group, given: Given) -> None:
+        into, sink = given["object_gather_list"], _position(where, given["dst"], given["group_dst"])
+        call = Objects("gather_object", pickle.dumps(given["obj"]), sink=sink)
         self._carry_out(asks, where, call)
-        if object_gather_list is not None and call.found:
-            object_gather_list[:len(where.ranks)] = map(pickle.loads, call.found)
+        if into is not None and call.found:
+            into[:len(where.ranks)] = map(pickle.loads, call.found)
 
-    def _scatter_objects(self, stock: Stock, scatter_object_output_list: list[Any],
-                         scatter_object_input_list: list[Any] | None = None, src: int | None = None,
-                         group: Any = None, group_src: int | None = None) -> None:
-        asks, where = self._asks(group)
-        if where is None:
-            stock(scatter_object_output_list, scatter_object_input_list, src=src, group=group, group_src=group_src)
-            return
-        root = _position(where, src, group_src)
-        given = [pickle.dumps(each) for each in scatter_object_input_list or ()] if where.me == root else []
-        call = Objects("scatter_object_list", given, source=root)
+    def _scatter_objects(self, asks: Asks, where: Group, given: Given) -> None:
+        root, objects = _position(where, given["src"], given["group_src"]), given["scatter_object_input_list"] or ()
+        call = Objects("scatter_object_list", [pickle.dumps(each) for each in objects] if where.me == root else [],
+                       source=root)
         self._carry_out(asks, where, call)
         if call.found and call.found[root]:
-            scatter_object_output_list[0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+            given["scatter_object_output_list"][0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
     def _asks(self, group: Any) -> tuple[Asks, Group | None]:
         """Who asks, and for which living group; None: it is torch's own."""
