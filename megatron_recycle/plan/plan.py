@@ -82,10 +82,6 @@ class Plan:
         """The actions of a live worker that are still to run. Raises PlanError for a worker that is not listed."""
         return self.actions(worker)[self.done.get(worker, 0):]
 
-    def live(self, stage: int) -> tuple[Worker, ...]:
-        """The live workers of ``stage``, in order."""
-        return self.problem.live(stage)
-
     def chunk(self, worker: Worker, action: Action) -> int:
         """The chunk, counted through the model, that an action of ``worker`` runs."""
         return self.problem.chunks_of[worker.stage][action.chunk]

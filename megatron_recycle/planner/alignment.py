@@ -88,12 +88,8 @@ def _peeled(instance: Instance, home: list[list[int]], at: list[list[int]]) -> A
             crews[d] = []
         for crew in crews:
             crew.sort(key=lambda unit: unit.jobs[0])
-    label = [0] * len(instance.jobs)
-    for d, crew in enumerate(crews):
-        for unit in crew:
-            for j in unit.jobs:
-                label[j] = d
-    return Alignment(home, at, crews, label)
+    pipeline = {j: d for d, crew in enumerate(crews) for unit in crew for j in unit.jobs}
+    return Alignment(home, at, crews, [pipeline[j] for j in range(len(instance.jobs))])
 
 
 def units(instance: Instance) -> list[list[Unit]]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 
 from ..plan import Plan, Problem
 from .canonical import Canonical, canonical
@@ -53,19 +53,13 @@ def ahead(problem: Problem) -> Iterator[Problem]:
     """
     live = problem.live_workers()
     seen = {key(canonical(problem))}
-    candidates = [problem.without([worker]) for worker in live]
-    candidates += [replace(problem, failed=tuple(w for w in problem.failed if w != back))
-                   for back in problem.failed]
-    for candidate in candidates:
-        yield from _fresh(candidate, seen)
-    for pair in combinations(live, 2):
-        yield from _fresh(problem.without(pair), seen)
-
-
-def _fresh(candidate: Problem, seen: set[str]) -> Iterator[Problem]:
-    if not all(candidate.live(s) for s in range(candidate.grid.stages)):
-        return
-    name = key(canonical(candidate))
-    if name not in seen:
-        seen.add(name)
-        yield candidate
+    for candidate in chain(
+            (problem.without([worker]) for worker in live),
+            (replace(problem, failed=tuple(w for w in problem.failed if w != back)) for back in problem.failed),
+            (problem.without(pair) for pair in combinations(live, 2))):
+        if not all(candidate.live(s) for s in range(candidate.grid.stages)):
+            continue
+        name = key(canonical(candidate))
+        if name not in seen:
+            seen.add(name)
+            yield candidate

@@ -286,6 +286,14 @@ def crossings_of(instance: Instance, plan: Plan) -> Crossings:
     return tuple(zip(*(plan.crossing(d, m) or home for d, m in instance.jobs))) if plan.crossings else ()
 
 
+def needed(code: int, count: int, nodes: int) -> int:
+    """The action whose result this one needs, less than 0 for none, of ``count`` jobs in so many ``nodes``."""
+    kind, node = divmod(code, nodes)
+    if kind == 1:
+        return code + count if node + count < nodes else node
+    return node - count if kind == 0 else code - nodes
+
+
 def merge(instance: Instance, queue: list[list[int]]) -> list[int]:
     """One trace from the orders of all workers; shorter than their sum if they deadlock."""
     count = len(instance.jobs)
@@ -300,13 +308,7 @@ def merge(instance: Instance, queue: list[list[int]]) -> list[int]:
         codes = queue[w]
         while pointer[w] < len(codes):
             code = codes[pointer[w]]
-            kind, node = divmod(code, nodes)
-            if kind == 0:
-                need = node - count
-            elif kind == 1:
-                need = code + count if node + count < nodes else node
-            else:
-                need = code - nodes
+            need = needed(code, count, nodes)
             if need >= 0 and not done[need]:
                 waiting[need] = w
                 break

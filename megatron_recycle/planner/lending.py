@@ -42,14 +42,9 @@ class Lendable:
     layer: Sequence[Sequence[int]]
     room: Sequence[int]
 
-    @property
-    def workers(self) -> int:
-        """Number of workers."""
-        return len(self.room)
-
     def loads(self, crossings: Crossings) -> list[int]:
         """Time that each worker computes in an iteration."""
-        load = [0] * self.workers
+        load = [0] * len(self.room)
         for c, row in enumerate(self.who):
             for w in row:
                 load[w] += self.home[c][w]
@@ -104,7 +99,7 @@ class Flow:
             high = min(later, lendable.room[a], lendable.layers[c + 1] - 1)
             if max(low, high) > 0:
                 self.pairs.append(_Pair(c, a, b, units, -max(0, low) * len(units), max(0, high) * len(units)))
-        self.arcs: list[list[tuple[int, _Pair, bool]]] = [[] for _ in range(lendable.workers)]
+        self.arcs: list[list[tuple[int, _Pair, bool]]] = [[] for _ in lendable.room]
         for pair in self.pairs:  # work leaves ``after`` where micro-batches cross later
             self.arcs[pair.after].append((pair.before, pair, True))
             self.arcs[pair.before].append((pair.after, pair, False))

@@ -97,7 +97,7 @@ def _completed(base: Plan, done: Mapping[Worker, Sequence[Action]],
     found = {worker: tuple(actions) for worker, actions in done.items()}
     lost: list[tuple[int, int, int]] = []
     for stage in closed:
-        heir = base.live(stage)[0]
+        heir = problem.live(stage)[0]
         for chunk in problem.chunks_of[stage]:
             for d, m in problem.grid.items():
                 if (d, m, chunk) not in ended:

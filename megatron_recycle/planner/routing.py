@@ -24,11 +24,6 @@ def route(instance: Instance, alignment: Alignment, deal: str = "spread", fewer:
     loads: dict[int, int] = {}  # of earlier chunks
     for chunk in range(instance.chunks):
         s, base = instance.problem.stage_of(chunk), chunk * count
-        if _even(instance, alignment, s, sizes):
-            homes = alignment.home[s]
-            for j, d in enumerate(alignment.label):
-                table[base + j] = homes[d]
-            continue
         for unit, w in _stage(instance, alignment, s, sizes, deal, fewer, pick, loads):
             for j in unit.jobs:
                 table[base + j] = w
@@ -39,15 +34,6 @@ def route(instance: Instance, alignment: Alignment, deal: str = "spread", fewer:
 def cost(instance: Instance, w: int) -> int:
     """Time that a worker needs for one micro-batch."""
     return instance.forward[w] + instance.backward[w] + instance.weight[w]
-
-
-def _even(instance: Instance, alignment: Alignment, s: int, sizes: list[int]) -> bool:
-    """Whether every micro-batch is best served at home: all homes live, alike, and their work level."""
-    homes = [w for d, w in enumerate(alignment.home[s]) if sizes[d]]
-    level = [n for n in sizes if n]
-    if -1 in homes or len(alignment.at[s]) != len(homes) or max(level) - min(level) > 1:
-        return False
-    return len({cost(instance, w) for w in homes}) == 1
 
 
 def _stage(instance: Instance, alignment: Alignment, s: int, sizes: list[int], deal: str,

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from .instance import Instance
+from .instance import Instance, needed
 
 
 def trace_of(instance: Instance, route: Sequence[int], starts: Mapping[int, int]) -> list[int] | None:
@@ -49,7 +49,7 @@ class _Board:
         before = self._before(codes)
 
         def may(code: int) -> bool:
-            needs, w = self._needs(code), self._worker(code)
+            needs, w = needed(code, self._count, self._nodes), self._worker(code)
             return ((needs < 0 or needs in self._done) and before.get(code) not in left
                     and self._takes(code) <= max(0, self._room[w])
                     and not (code in self._long and short[w]))  # what takes no time is over when it begins
@@ -81,15 +81,6 @@ class _Board:
         """Units of memory that the action takes; less than 0: gives back."""
         before, after = self._first[code % self._nodes], self._then[code % self._nodes]
         return (before, after - before, -after)[code // self._nodes]
-
-    def _needs(self, code: int) -> int:
-        """The action whose result this one needs, or -1."""
-        kind, node = divmod(code, self._nodes)
-        if kind == 0:
-            return node - self._count if node >= self._count else -1
-        if kind == 1:
-            return code + self._count if node + self._count < self._nodes else node
-        return code - self._nodes
 
     def _before(self, codes: Sequence[int]) -> dict[int, int]:
         """Which of ``codes`` the rule of order has right before another one."""

@@ -19,7 +19,7 @@ ROWS = 40
 def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
     """The figures of a plan, one per line; ``extra`` lines come last."""
     stages, moves = range(plan.problem.grid.stages), _moves(plan)
-    peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.live(s)), default=0)}" for s in stages)
+    peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.problem.live(s)), default=0)}" for s in stages)
     if plan.problem.placement:
         peaks += ", those of each chunk counted apart"
     rows = {

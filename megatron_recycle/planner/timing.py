@@ -10,7 +10,7 @@ from .lending import Crossings
 
 
 class Clock:
-    """A trace that is timed again and again: what does not change between passes is worked out once.
+    """A trace that is timed in several passes: what does not change between these is worked out once.
 
     ``scale`` multiplies every duration of a pass, so that times that are fractions of a unit stay whole numbers.
     """

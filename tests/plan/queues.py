@@ -199,7 +199,7 @@ class Queues:
             yield from ahead()
 
     def _reduce(self, me: Worker, iteration: int) -> Program:
-        peers = self.plan.live(me.stage)
+        peers = self.plan.problem.live(me.stage)
         for phase in ("pieces", "shares") if self.rules.exact else ("sum",):
             if len(peers) > 1:  # a batch is one operation of all that are in it
                 operation = yield from self._start(me, ("stage", me.stage), peers, phase, (iteration, me.stage, phase))

@@ -350,7 +350,7 @@ def closed_in(plan: Plan, done: Done) -> list[int]:
               if (sent := passes_on(plan, worker, action)) and sent not in used}
     return [stage for stage in range(plan.problem.grid.stages)
             if all(worker not in unused and len(done[worker]) == len(plan.workers[worker]) - 1
-                   for worker in plan.live(stage))]
+                   for worker in plan.problem.live(stage))]
 
 
 @settings(max_examples=40, deadline=None)

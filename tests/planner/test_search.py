@@ -96,7 +96,7 @@ def test_a_slow_worker_gets_less():
     grid = Grid(4, (8, 8, 8, 8))
     costs = Costs.uniform(4, *REAL, {Worker(1, 2): 1.5})
     plan = plan_for(Problem(grid, costs, cap=dict.fromkeys(grid.workers(), 6)), work=150_000)
-    load = {w: sum(1 for a in plan.actions(w) if a.kind == "F") for w in plan.live(2)}
+    load = {w: sum(1 for a in plan.actions(w) if a.kind == "F") for w in plan.problem.live(2)}
     assert load[Worker(1, 2)] < min(n for w, n in load.items() if w != Worker(1, 2))
     assert plan.lower_bound == 555 and plan.period <= 575 and violations(plan) == []
 

@@ -46,7 +46,7 @@ class Acknowledgements:
     def did(self, action: Action) -> None:
         """``action`` is done, and its message used. Raises GenerationOver."""
         for sender in self._owed.pop(action, ()):
-            self._acknowledge(sender)
+            self._send(self._groups.control_ranks[sender], self._tag)
 
     def close(self) -> None:
         """Wait until the stage is closed; all its workers hold the gradient. Raises GenerationOver."""
@@ -67,22 +67,18 @@ class Acknowledgements:
     def _meet_siblings(self) -> None:
         """All parts of this worker have come so far, and by what they have added up those of its peers."""
         ranks = self._groups.control_siblings
-        others = [rank for number, rank in enumerate(ranks) if number != self._groups.part]
-        for rank in others:
-            self._send(rank, self._tag_of_parts)
-        self._receive(others, self._tag_of_parts)
+        self._meet([rank for number, rank in enumerate(ranks) if number != self._groups.part], self._tag_of_parts)
 
     def _meet_tied(self) -> None:
         """The first worker of each stage tells those of the tied stages that its own has come so far."""
         first = [self._groups.peers(stage)[0] for stage in (self._groups.me.stage, *self._tied)]
         if first[0] == self._groups.me:
-            others = [self._groups.control_ranks[other] for other in first[1:]]
-            for rank in others:
-                self._send(rank, self._tag_of_ties)
-            self._receive(others, self._tag_of_ties)
+            self._meet([self._groups.control_ranks[other] for other in first[1:]], self._tag_of_ties)
 
-    def _acknowledge(self, sender: Worker) -> None:
-        self._send(self._groups.control_ranks[sender], self._tag)
+    def _meet(self, others: Sequence[int], tag: int) -> None:
+        for rank in others:
+            self._send(rank, tag)
+        self._receive(others, tag)
 
     def _hear(self) -> None:
         self._receive([self._groups.control_ranks[reader] for reader in self._readers], self._tag)

@@ -168,22 +168,13 @@ class Nccl(Backend):
         self._streams = threading.local()
 
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
-        # Its own wait() only makes the current stream wait, and says yes after an abort. A stream of this thread's own
-        # that waits for the work comes to an event of its own when the work is over, aborted or not.
-        side, over = self._own("side"), torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(side):
-            work.wait()
-            over.record(side)
+        over = self._over(work)
         if not over.query():
             wait.aside(over.synchronize)
 
     def probe(self, work: Work) -> Callable[[], bool]:
         # Its own is_completed() says yes once a member is known to be dead, while the device still waits.
-        side, over = self._own("side"), torch.cuda.Event(blocking=True)
-        with torch.cuda.stream(side):
-            work.wait()
-            over.record(side)
-        query: Callable[[], bool] = over.query
+        query: Callable[[], bool] = self._over(work).query
         return query
 
     def unwind(self) -> None:
@@ -235,6 +226,15 @@ class Nccl(Backend):
         _nccl()  # which `unwind` must not be the first to miss
         # The group then has one communicator, and one queue for everything.
         group._get_backend(_gpu()).eager_connect_single_device(_gpu())
+
+    def _over(self, work: Work) -> torch.cuda.Event:
+        """The event that ``work`` is over, aborted or not. Its own wait() only makes the current stream wait, and says
+        yes after an abort: so a stream of this thread's own waits for it."""
+        side, over = self._own("side"), torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(side):
+            work.wait()
+            over.record(side)
+        return over
 
     def _own(self, name: str) -> torch.cuda.Stream:
         """The stream that this thread has for this purpose."""

@@ -59,19 +59,6 @@ def is_broken(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or any(words in str(error) for words in ("gloo", "pair closure"))
 
 
-class _NotStarted:
-    """The work of an operation in a batch that is still open."""
-
-    def is_completed(self) -> bool:
-        return False
-
-    def wait(self, limit: timedelta | None = None) -> None:
-        """Never called."""
-
-
-_NOT_STARTED = _NotStarted()
-
-
 class Pending:
     """An operation that was started; it goes on by itself.
 
@@ -98,11 +85,11 @@ class Pending:
             with comm.ledger.asking():
                 if self._wait is not None and self._wait.begun:
                     self._wait.again()
-                elif self._work is _NOT_STARTED:
-                    raise AssertionError("what is started in a batch is waited for after it")
                 elif self._work is not None:
                     self._wait = Wait(comm.exits, stays=read or stays)
                     comm.backend.wait(self._work, comm.limit, self._wait, read)
+                elif self._open:
+                    raise AssertionError("what is started in a batch is waited for after it")
             if self._open:
                 self._open = False
                 comm.ledger.over()
@@ -114,7 +101,7 @@ class Pending:
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once. Never blocks."""
-        return self._work is None or self._work.is_completed()
+        return not self._open if self._work is None else self._work.is_completed()
 
     def __str__(self) -> str:
         comm = self._comm
@@ -286,7 +273,7 @@ class Comm:
                     pending.begun(work := start())
                 if self._batch is not None:
                     self._batch.append((pending, work))
-                    pending._work = _NOT_STARTED
+                    pending._work = None
                 elif self.backend.ordered:
                     self.ledger.watch(self.backend.probe(work), [pending.tensor])
         return pending

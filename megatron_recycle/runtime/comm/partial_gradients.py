@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.sharded_reduction import Cuts, overlaps
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts, overlaps, write_spans
 from megatron_recycle.runtime.compute.accumulate import Layout
 
 
@@ -32,5 +32,4 @@ def fold_parts(partial: Sequence[nn.Parameter], layout: Layout, gradient: torch.
         return
     values = torch.cat([gradient[start:end] for start, end in wanted])
     groups.siblings.sum(values).wait()
-    for (start, end), part in zip(wanted, values.split([end - start for start, end in wanted]), strict=True):
-        gradient[start:end] = part
+    write_spans(gradient, wanted, values)

@@ -68,14 +68,11 @@ def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:
             continue
         values = getattr(module, "__dict__", {}).copy()
         kinds = set(map(type, values.values()))
-        trackers.update(kind for kind in kinds - known if _tracks(kind))
+        trackers.update(kind for kind in kinds - known if all(
+            callable(getattr(kind, part, None)) for part in ("get_states", "set_states", "fork")))
         known |= kinds
         if not trackers.isdisjoint(kinds):
             yield from ((f"{module_name}.{name}", value) for name, value in values.items() if type(value) in trackers)
-
-
-def _tracks(kind: type) -> bool:
-    return all(callable(getattr(kind, part, None)) for part in ("get_states", "set_states", "fork"))
 
 
 def _is_generator(thing: Any) -> bool:

@@ -60,7 +60,7 @@ def trained(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
 
 def piece_of(numel: int, count: int) -> int:
     """The length of each of ``count`` equal pieces of ``numel`` numbers and their padding, as ZeRO-1 cuts them."""
-    return _padded(numel, ALIGNMENT * count) // count
+    return -(-numel // (ALIGNMENT * count)) * ALIGNMENT
 
 
 def even(groups: Sequence[Sequence[nn.Parameter]], count: int) -> Cut:
@@ -159,11 +159,8 @@ class ShardedOptimizer:
 
     def set_values(self, shard: int, values: torch.Tensor) -> None:
         """Put the `values` of a shard into the model."""
-        begin = 0
-        for piece in self.pieces(shard):
-            end = begin + piece.end - piece.start
-            _flat(piece).copy_(values[begin:end])
-            begin = end
+        for piece, part in zip(self.pieces(shard), self.parts(shard, values)):
+            _flat(piece).copy_(part)
 
     def slots(self, shard: int) -> Sequence[Slot]:
         """The slots of a shard, whether this worker has it or not."""
@@ -300,7 +297,3 @@ class ShardedOptimizer:
 
 def _flat(piece: Piece) -> torch.Tensor:
     return piece.parameter.data.view(-1)[piece.start:piece.end]
-
-
-def _padded(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

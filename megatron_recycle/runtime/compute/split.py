@@ -174,8 +174,7 @@ class Splitter:
         self.stock = False
         """Whether layers run as if there were no splitter."""
         self.layers = [module for module in model.modules() if _splittable(module)]
-        for layer in self.layers:
-            layer.forward = _Forward(layer, self)
+        self.adopt(model)
 
     def adopt(self, module: nn.Module) -> None:
         """Its linear layers defer as well, for as long as they live."""
