@@ -38,7 +38,6 @@ class Limits:
     work: float
     wall: float
     seed: int = 0
-    interleave: bool = True
     merge_only: bool = False
 
 
@@ -67,11 +66,11 @@ def solve(instance: Instance, route: list[int], hint: list[int], bound: int, lim
     parameters.max_time_in_seconds = limits.wall
     parameters.random_seed = limits.seed
     parameters.num_workers = 1
-    if limits.interleave:
+    if limits.merge_only:
+        parameters.linearization_level = 0
+    else:
         parameters.interleave_search = True
         parameters.interleave_batch_size = 1
-    else:
-        parameters.linearization_level = 0
 
     last: list[int] | None = hint
 

@@ -139,7 +139,7 @@ class _Search:
             self.stats["cpsat"] = "missing"
             return
         limits = cpsat.Limits(work=self.budget * 0.3, wall=max(0.1, self.end - time.monotonic()), seed=self.seed)
-        polish = replace(limits, work=self.budget * 0.1, interleave=False, merge_only=True)
+        polish = replace(limits, work=self.budget * 0.1, merge_only=True)
         for chosen in (polish, limits):
             if self.best <= self.floor or self._over():
                 break

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_recycle.plan import Action, Worker
-from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.comm import Pending, wait_all
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.tags import USED
@@ -87,5 +87,4 @@ class Acknowledgements:
         self._sends.append(self._groups.control.send(torch.ones(1), to, tag))
 
     def _receive(self, senders: Sequence[int], tag: int) -> None:
-        for pending in [self._groups.control.receive(torch.zeros(1), sender, tag) for sender in senders]:
-            pending.wait()
+        wait_all([self._groups.control.receive(torch.zeros(1), sender, tag) for sender in senders])

@@ -7,7 +7,7 @@ pending counts, even if the library says that it went well: NCCL does, and leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -109,6 +109,12 @@ class Pending:
             return f"{comm.of}: adding up over {comm.size} workers"
         way = "sending {} to {}" if self._kind == "send" else "receiving {} from {}"
         return f"{comm.of}: {way.format(comm.table.what(self._tag), comm.names[self._peer])}"
+
+
+def wait_all(pending: Iterable[Pending]) -> None:
+    """Block until all have ended, as `Pending.wait`. Raises GenerationOver."""
+    for each in pending:
+        each.wait()
 
 
 class Comm:

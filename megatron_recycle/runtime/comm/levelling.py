@@ -100,8 +100,7 @@ class Levelling:
         """Get whoever computes with this part out of that."""
         if not self._siblings.aborted:
             abort([self._siblings], self._threads)
-        with self._changed:
-            self._changed.notify_all()
+        self._look_again()
 
     # ---- threads that talk to the siblings
 

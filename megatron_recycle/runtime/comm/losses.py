@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_recycle.plan import Grid
-from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.comm import Pending, wait_all
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import Reduction
 from megatron_recycle.runtime.comm.tags import LOSSES
@@ -42,8 +42,7 @@ class _Addition:
 
     def wait(self) -> tuple[float, float]:
         """The mean loss, and the sum of the first number reported. Raises GenerationOver."""
-        for pending in self._pending:
-            pending.wait()
+        wait_all(self._pending)
         weight = sum(self._reports[:, 0].tolist()) if self._reports.numel() else 0.0
         return self._reduction.mean_loss(self._sum), weight
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_recycle.plan import AHEAD, Worker
-from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.comm import Pending, wait_all
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.messages import HEADER_SIZE, Chunks, Message, Meta, boundary, decode_header, wire
 from megatron_recycle.runtime.comm.sending import Sender
@@ -88,8 +88,7 @@ class Receiver:
             self._post(source, channel, number + 1)
         coming, tensors = channel.pending[message]
         asked = time.monotonic()
-        for pending in coming:
-            pending.wait()
+        wait_all(coming)
         for tensor in tensors:
             self._groups.world.backend.arrived(tensor)
         del channel.pending[message]
@@ -125,8 +124,7 @@ class Receiver:
         """Wait for all that is under way, and throw it away. Raises GenerationOver."""
         for channel in self._channels.values():
             for coming, _ in channel.pending.values():
-                for pending in coming:
-                    pending.wait()
+                wait_all(coming)
             channel.pending = {}
 
     @property

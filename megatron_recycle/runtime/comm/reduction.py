@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from megatron_recycle.plan import Piece, Plan, Worker, pieces
-from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.comm import Comm, wait_all
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import PIECES, SLICES
 from megatron_recycle.runtime.comm.tied_gradients import fold_ties, pipelines_alike
@@ -155,8 +155,7 @@ class ExactReduction:
                 ordered.append((piece, buffers[number]))
         result = sums.layout.empty()
         result[own[0]:own[1]] = fold(ordered).mul_(self._factor)
-        for pending in sending:
-            pending.wait()
+        wait_all(sending)
         self._share(result, slices, peers, groups)
         fold_ties(ties, sums.layout, result, groups)
         return result
@@ -175,8 +174,7 @@ class ExactReduction:
             start, end = slices[mine]
             moving += [groups.stage.send(result[start:end], index, SLICES[self._chunk])
                        for index in range(len(peers)) if index != mine]
-        for pending in moving:
-            pending.wait()
+        wait_all(moving)
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         # One slot per micro-batch, filled by the one worker that ran it: a sum with zeros is exact in any order.

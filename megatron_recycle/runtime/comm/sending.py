@@ -14,7 +14,7 @@ import torch
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.comm import Pending, wait_all
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.messages import (
     Chunks,
@@ -155,8 +155,7 @@ class Sender:
 
     def end(self) -> None:
         """Wait until all that was sent in this iteration has been read. Raises GenerationOver."""
-        for pending in [pending for sends in self._unread.values() for pending in sends]:
-            pending.wait()
+        wait_all([pending for sends in self._unread.values() for pending in sends])
         self._unread = {}
 
     # ---- what has been read

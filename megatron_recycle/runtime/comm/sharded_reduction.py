@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_recycle.plan import Piece, Plan, Worker, pieces
-from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.comm import Comm, Pending, wait_all
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import Reduction, fold, reduction_of
 from megatron_recycle.runtime.comm.tags import PIECES, SHARD_SLICES, SHARD_TIES, Tags
@@ -193,8 +193,7 @@ class ShardedReduction:
                     addends.append((piece, buffer))
             total = fold(addends).mul_(self._after)
             found[shard][part.begin:part.begin + total.numel()] = total
-        for pending in part.sending:
-            pending.wait()
+        wait_all(part.sending)
 
     def _share(self, found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]], groups: Groups,
                layout: Layout) -> None:
@@ -263,8 +262,7 @@ def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
     for shard, buffer, pending in arriving:
         pending.wait()
         write(shard, buffer)
-    for pending in sending:
-        pending.wait()
+    wait_all(sending)
 
 
 def _in_chunk(spans: Sequence[Sequence[Span]], layout: Layout, chunk: Layout,

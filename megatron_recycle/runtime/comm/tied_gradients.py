@@ -13,7 +13,7 @@ import torch
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import tied_givers
-from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.comm import Pending, wait_all
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import TIES
 from megatron_recycle.runtime.compute.accumulate import Layout
@@ -72,6 +72,5 @@ def _gather(tie: Tie, own: torch.Tensor, number: int, groups: Groups) -> list[to
                        for receiver, giver in tied_givers(mine, theirs).items() if giver == me]
             giver = tied_givers(theirs, mine)[me]
             moving.append(world.receive(buffer, groups.rank(giver), TIES[number]))
-    for pending in moving:
-        pending.wait()
+    wait_all(moving)
     return [values.get(stage, own) for stage in tie.stages]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.comm import Comm, wait_all
 
 
 def add_up(tensor: torch.Tensor, comm: Comm, tag: int) -> None:
@@ -21,8 +21,7 @@ def add_up(tensor: torch.Tensor, comm: Comm, tag: int) -> None:
     me, size = comm.rank, comm.size
     children = [child for child in (2 * me + 1, 2 * me + 2) if child < size]
     parts = [torch.empty_like(tensor) for _ in children]
-    for pending in [comm.receive(part, child, tag) for part, child in zip(parts, children)]:
-        pending.wait()
+    wait_all([comm.receive(part, child, tag) for part, child in zip(parts, children)])
     for part in parts:
         tensor += part
     if me:
@@ -32,5 +31,4 @@ def add_up(tensor: torch.Tensor, comm: Comm, tag: int) -> None:
         comm.send(tensor, parent, tag).wait()
         answer.wait()
         tensor.copy_(total)
-    for pending in [comm.send(tensor, child, tag) for child in children]:
-        pending.wait()
+    wait_all([comm.send(tensor, child, tag) for child in children])

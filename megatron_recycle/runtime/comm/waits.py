@@ -111,7 +111,11 @@ class Wait:
 
         Raises Left, and RuntimeError if the communicator has been closed for a second and it has not ended.
         """
-        self._begun = _helped(block)
+        try:
+            helper = _idle.pop()
+        except IndexError:
+            helper = _Helper()
+        self._begun = helper.ask(block)
         self.again()
 
     def again(self) -> None:
@@ -192,11 +196,3 @@ class _Helper:
 
 _idle: deque[_Helper] = deque()
 os.register_at_fork(after_in_child=_idle.clear)  # their threads have stayed with the parent
-
-
-def _helped(wait: Callable[[], object]) -> _Outcome:
-    try:
-        helper = _idle.pop()
-    except IndexError:
-        helper = _Helper()
-    return helper.ask(wait)

@@ -17,7 +17,7 @@ import torch
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Process
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.comm import Comm, Pending, wait_all
 from megatron_recycle.runtime.comm.living.calls import AllReduce, AllToAll, Call, Tensors
 from megatron_recycle.runtime.comm.living.packing import buffer, packed, token, unpacked
 from megatron_recycle.runtime.comm.living.shares import Members, Shares
@@ -188,16 +188,14 @@ class Exchange:
         """Give each process what is its own, and fill ``into`` with what each gives here; returns it."""
         pending = [self._comm.receive(buffer, process, self._given) for process, buffer in into.items()]
         pending += [self._comm.send(data, process, self._given) for process, data in given.items()]
-        for each in pending:
-            each.wait()
+        wait_all(pending)
         return into
 
     def confirm(self) -> None:
         """Wait until all have what they want. Raises GenerationOver."""
         said = [self._comm.receive(token(), process, self._heard) for process, _ in self._others()]
         said += [self._comm.send(token(), process, self._heard) for process, _ in self._others()]
-        for pending in said:
-            pending.wait()
+        wait_all(said)
 
     def finish(self) -> None:
         """Write the results."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.comm import Comm, Pending, wait_all
 from megatron_recycle.runtime.comm.living.calls import Add, Tensors
 from megatron_recycle.runtime.comm.living.packing import buffer, packed, unpacked
 
@@ -82,13 +82,13 @@ class Shares:
             total = self._sums(own, given, add)
             if wanted:
                 _write(results, share, total)
-            _wait([*before, *sent])
+            wait_all([*before, *sent])
             data = packed(total)
             before = [self._comm.send(data, owner, self._tag) for owner in members.wanted if owner != me]
             others = {owner: (self._spans(spans, owner), self._receive(self._own(spans, owner), owner))
                       for owner in members.owners if owner != me} if wanted else {}
         _take(results, others)
-        _wait(before)
+        wait_all(before)
         return results
 
     def _sums(self, own: Tensors, given: Mapping[int, Pending], add: Add) -> Tensors:
@@ -149,8 +149,3 @@ def _take(results: Tensors, others: Mapping[int, tuple[Sequence[Span], Pending]]
 def _write(results: Tensors, spans: Sequence[Span], values: Tensors) -> None:
     for (tensor, start, end), value in zip(spans, values, strict=True):
         results[tensor][start:end] = value
-
-
-def _wait(pending: Sequence[Pending]) -> None:
-    for each in pending:
-        each.wait()
