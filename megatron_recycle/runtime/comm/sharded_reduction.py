@@ -26,7 +26,6 @@ from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Lay
 from megatron_recycle.runtime.stage import Averaging, Tie
 
 Span = tuple[int, int]
-Arriving = tuple[torch.Tensor, Pending]
 Logical = Sequence[tuple[int, Piece, Piece, Worker]]
 """Sums in logical order: the number of each among all of the stage, its piece, what that is called where it is kept,
 and who keeps it."""
@@ -71,7 +70,7 @@ class _Part(NamedTuple):
     begin: int
     spans: Mapping[int, Sequence[Span]]
     sending: Sequence[Pending]
-    arriving: dict[tuple[int, int], Arriving]
+    arriving: dict[tuple[int, int], Pending]
 
 
 class ShardedReduction:
@@ -159,11 +158,11 @@ class ShardedReduction:
 
     def _begin(self, now: Mapping[int, Sequence[Span]], mine: Mapping[int, torch.Tensor],
                logical: Logical, owners: Sequence[Worker], wire: torch.dtype,
-               groups: Groups, layout: Layout) -> tuple[list[Pending], dict[tuple[int, int], Arriving]]:
+               groups: Groups, layout: Layout) -> tuple[list[Pending], dict[tuple[int, int], Pending]]:
         """Start the transfers of a part of each shard."""
         me, stage, peers, shards = groups.me, groups.stage, groups.peers(groups.me.stage), len(owners)
         sending: list[Pending] = []
-        arriving: dict[tuple[int, int], Arriving] = {}
+        arriving: dict[tuple[int, int], Pending] = {}
         # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
         with stage.batch():
             for number, _, _, worker in logical:
@@ -174,7 +173,7 @@ class ShardedReduction:
                         sending.append(stage.send(part, peers.index(owners[shard]), tag))
                     elif owners[shard] == me != worker:
                         buffer = torch.empty(length_of(spans), dtype=wire, device=layout.device)
-                        arriving[number, shard] = buffer, stage.receive(buffer, peers.index(worker), tag)
+                        arriving[number, shard] = stage.receive(buffer, peers.index(worker), tag)
         return sending, arriving
 
     def _end(self, part: _Part, mine: Mapping[int, torch.Tensor], logical: Logical,
@@ -188,9 +187,9 @@ class ShardedReduction:
                 if worker == me:
                     addends.append((piece, read_spans(mine[number], spans).to(found[shard].dtype)))
                 else:
-                    buffer, pending = part.arriving.pop((number, shard))
+                    pending = part.arriving.pop((number, shard))
                     pending.wait()
-                    addends.append((piece, buffer))
+                    addends.append((piece, pending.tensor))
             total = fold(addends).mul_(self._after)
             found[shard][part.begin:part.begin + total.numel()] = total
         wait_all(part.sending)
@@ -251,17 +250,17 @@ def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
         like: has the type and the device of what travels.
     """
     sending: list[Pending] = []
-    arriving: list[tuple[int, torch.Tensor, Pending]] = []
+    arriving: list[tuple[int, Pending]] = []
     with comm.batch():
         for shard, giver, taker, length in moves:
             if giver == me:
                 sending.append(comm.send(read(shard, taker), peers.index(taker), tags[shard]))
             elif taker == me:
                 buffer = torch.empty(length, dtype=like.dtype, device=like.device)
-                arriving.append((shard, buffer, comm.receive(buffer, peers.index(giver), tags[shard])))
-    for shard, buffer, pending in arriving:
+                arriving.append((shard, comm.receive(buffer, peers.index(giver), tags[shard])))
+    for shard, pending in arriving:
         pending.wait()
-        write(shard, buffer)
+        write(shard, pending.tensor)
     wait_all(sending)
 
 

@@ -13,7 +13,7 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import Any, Protocol
@@ -71,9 +71,6 @@ class Asks(Enum):
 
 
 Stock = Callable[..., Any]
-Given = Mapping[str, Any]
-"""The arguments of a call by name, those of torch's defaults among them."""
-
 
 class UnderWay(Protocol):
     """Something that travels between two ranks. ``done``: whether it has come, or left."""
@@ -152,8 +149,8 @@ class ScriptGroups:
                                   ("all_gather_object", self._all_gather_objects, False),
                                   ("gather_object", self._gather_objects, False),
                                   ("scatter_object_list", self._scatter_objects, False),
-                                  ("send_object_list", self._exchange_objects, True),
-                                  ("recv_object_list", self._exchange_objects, True)):
+                                  ("send_object_list", self._send_objects, True),
+                                  ("recv_object_list", self._receive_objects, True)):
             function = self._function(getattr(c10d, name), carry, late)
             for module in (dist, c10d):
                 self._replace(module, name, function)
@@ -231,13 +228,19 @@ class ScriptGroups:
             batch.append(work)
         return work
 
-    def _exchange_objects(self, asks: Asks, where: Group, given: Given) -> int | None:
-        """`send_object_list` and `recv_object_list`."""
-        sends = "dst" in given
-        position = _position(where, given["dst" if sends else "src"], given["group_dst" if sends else "group_src"])
+    def _send_objects(self, asks: Asks, where: Group, dst: int | None = None, group_dst: int | None = None,
+                      **given: Any) -> None:
+        self._exchange_objects(where, _position(where, dst, group_dst), sends=True)
+
+    def _receive_objects(self, asks: Asks, where: Group, src: int | None = None, group_src: int | None = None,
+                         **given: Any) -> int:
+        position = _position(where, src, group_src)
+        self._exchange_objects(where, position, sends=False)
+        return where.ranks[position]
+
+    def _exchange_objects(self, where: Group, position: int, sends: bool) -> None:
         for _ in range(2):  # torch sends their length first
             self._job.transfer(where, position, torch.empty(0), 0, sends)
-        return None if sends else where.ranks[position]
 
     # ---- groups
 
@@ -250,48 +253,55 @@ class ScriptGroups:
 
     # ---- objects: torch measures them first, with a collective of its own, between which somebody may die
 
-    def _function(self, stock: Stock, carry: Callable[[Asks, Group, Given], Any], late: bool) -> Stock:
-        """What stands for torch's function ``stock``: ``carry``, where it is called of a living group, and if ``late``
-        only by one that is."""
+    def _function(self, stock: Stock, carry: Callable[..., Any], late: bool) -> Stock:
+        """What stands for torch's function ``stock``: ``carry``, which gets all arguments by name, where it is called
+        of a living group, and if ``late`` only by one that is."""
         signature = inspect.signature(stock)
 
         @functools.wraps(stock)
         def function(*given: Any, **keywords: Any) -> Any:
             named = signature.bind(*given, **keywords)
             named.apply_defaults()
-            asks, where = self._asks(named.arguments["group"])
-            if where is None or (late and asks is not Asks.LATE):
-                return stock(*given, **keywords)
-            return carry(asks, where, named.arguments)
+            return self._called(carry, late, functools.partial(stock, *given, **keywords), **named.arguments)
 
         return function
 
-    def _broadcast_objects(self, asks: Asks, where: Group, given: Given) -> None:
-        objects, root = given["object_list"], _position(where, given["src"], given["group_src"])
-        call = Objects("broadcast_object_list", pickle.dumps(list(objects)), source=root)
+    def _called(self, carry: Callable[..., Any], late: bool, stock: Callable[[], Any], group: Any = None,
+                **given: Any) -> Any:
+        asks, where = self._asks(group)
+        if where is None or (late and asks is not Asks.LATE):
+            return stock()
+        return carry(asks, where, **given)
+
+    def _broadcast_objects(self, asks: Asks, where: Group, object_list: list[Any], src: int | None = None,
+                           group_src: int | None = None, **given: Any) -> None:
+        root = _position(where, src, group_src)
+        call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
         self._carry_out(asks, where, call)
         if call.found and (where.me != root or asks is Asks.LATE):  # then another one has told in its place
-            objects[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+            object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
-    def _all_gather_objects(self, asks: Asks, where: Group, given: Given) -> None:
-        call = Objects("all_gather_object", pickle.dumps(given["obj"]))
+    def _all_gather_objects(self, asks: Asks, where: Group, object_list: list[Any], obj: Any, **given: Any) -> None:
+        call = Objects("all_gather_object", pickle.dumps(obj))
         self._carry_out(asks, where, call)
-        given["object_list"][:len(where.ranks)] = map(pickle.loads, call.found)
+        object_list[:len(where.ranks)] = map(pickle.loads, call.found)
 
-    def _gather_objects(self, asks: Asks, where: Group, given: Given) -> None:
-        into, sink = given["object_gather_list"], _position(where, given["dst"], given["group_dst"])
-        call = Objects("gather_object", pickle.dumps(given["obj"]), sink=sink)
+    def _gather_objects(self, asks: Asks, where: Group, obj: Any, object_gather_list: list[Any] | None = None,
+                        dst: int | None = None, group_dst: int | None = None, **given: Any) -> None:
+        call = Objects("gather_object", pickle.dumps(obj), sink=_position(where, dst, group_dst))
         self._carry_out(asks, where, call)
-        if into is not None and call.found:
-            into[:len(where.ranks)] = map(pickle.loads, call.found)
+        if object_gather_list is not None and call.found:
+            object_gather_list[:len(where.ranks)] = map(pickle.loads, call.found)
 
-    def _scatter_objects(self, asks: Asks, where: Group, given: Given) -> None:
-        root, objects = _position(where, given["src"], given["group_src"]), given["scatter_object_input_list"] or ()
-        call = Objects("scatter_object_list", [pickle.dumps(each) for each in objects] if where.me == root else [],
-                       source=root)
+    def _scatter_objects(self, asks: Asks, where: Group, scatter_object_output_list: list[Any],
+                         scatter_object_input_list: list[Any] | None = None, src: int | None = None,
+                         group_src: int | None = None, **given: Any) -> None:
+        root = _position(where, src, group_src)
+        own = [pickle.dumps(each) for each in scatter_object_input_list or ()] if where.me == root else []
+        call = Objects("scatter_object_list", own, source=root)
         self._carry_out(asks, where, call)
         if call.found and call.found[root]:
-            given["scatter_object_output_list"][0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+            scatter_object_output_list[0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
     def _asks(self, group: Any) -> tuple[Asks, Group | None]:
         """Who asks, and for which living group; None: it is torch's own."""
