@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megatron_recycle.planner import lent, search_process
@@ -16,6 +17,7 @@ from ..plan import Plan, PlanError, Problem, Worker, lower_bound, overfull, surp
 from .adjoin import adjoined
 from .cache import Cache
 from .canonical import canonical
+from .greedy import guests
 from .greedy import schedule as listed
 from .instance import Instance, Schedule, build, crossings_of, plan_of, schedule_of
 from .portfolio import TEMPLATES, Found, Template, filled, goal, one_by_one, search, templates
@@ -101,31 +103,26 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
     instance = build(problem, kept)
     alignment = aligned(instance)
     table = route(instance, alignment)
-    guests = table != [alignment.home[problem.stage_of(chunk)][d] for chunk in range(problem.chunks)
-                       for d in alignment.label]
-    best: Schedule | None = None
-    for template in _first(instance, guests):
+    found: list[Schedule] = []
+    for template in _first(instance, bool(guests(instance, alignment, table))):
         trace = listed(instance, table, filled(instance, alignment, table, template))
-        if best is None:
+        if not found:
             first = time.perf_counter() - begin
-        found = timed(instance, table, trace)
-        if best is None or goal(problem, found) < goal(problem, best):
-            best = found
-    assert best is not None
+        found.append(timed(instance, table, trace))
     if lend and lent.helps(problem) and instance.actions <= LENDING_MOST:
-        lending = lent.first(instance, LENDING).best
-        best = lending if lending is not None and goal(problem, lending) < goal(problem, best) else best
+        found += filter(None, [lent.first(instance, LENDING).best])
+    best = min(found, key=partial(goal, problem))
     return _quick_plan(instance, adjoined(instance, best), first, seed)
 
 
-def _first(instance: Instance, guests: bool) -> tuple[Template, ...]:
-    """The templates that a first plan tries."""
+def _first(instance: Instance, rerouted: bool) -> tuple[Template, ...]:
+    """The templates that a first plan tries; ``rerouted``: whether some micro-batch is a guest."""
     known = templates(instance.problem)
     if instance.actions > TWICE:
         return known[:1]
     if instance.problem.placement:
         return known[:len(known) - len(TEMPLATES) if 4 * instance.actions <= TWICE else 2]
-    return known[:2 if guests else 1]
+    return known[:2 if rerouted else 1]
 
 
 def _quick_plan(instance: Instance, schedule: Schedule, first: float, seed: int) -> Plan:
@@ -202,7 +199,7 @@ def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, 
         if lent.helps(form.problem):
             lending = lent.search(instance, work, seed, cancelled)
             best = min((one.best for one in (found, lending) if one.best is not None),
-                       key=lambda schedule: goal(form.problem, schedule), default=None)
+                       key=partial(goal, form.problem), default=None)
             found = Found(best, found.trials + lending.trials, found.cut or lending.cut)
         stats = {**plan.stats, "trials": found.trials, "cut": found.cut}
         better = found.best is not None and goal(form.problem, found.best) < plan.objective_value
