@@ -35,8 +35,8 @@ class Timeline:
     peak: Mapping[Worker, int]
 
 
-class _Node(NamedTuple):
-    """An action: the ``position``-th of worker number ``owner``. ``needs``: the node, of another chunk or the own
+class _Entry(NamedTuple):
+    """An action: the ``position``-th of worker number ``owner``. ``needs``: the entry, of another chunk or the own
     forward, that must have ended ``lag`` before (-1: none). ``duration``: -1 for S."""
 
     owner: int
@@ -50,7 +50,7 @@ class _Node(NamedTuple):
 class _Network:
     """The plan's actions in an order in which each can be timed."""
 
-    nodes: list[_Node] = field(default_factory=list)
+    entries: list[_Entry] = field(default_factory=list)
     awaits: dict[int, list[int]] = field(default_factory=dict)
     """Of a F: groups whose step its lent layers come from."""
     summed: dict[int, list[int]] = field(default_factory=dict)
@@ -63,8 +63,8 @@ def replay(plan: Plan) -> Timeline:
     network = clock.network
     starts, ends = clock.times([0] * clock.groups, 1)
     spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(plan.workers[name]) for name in clock.names]
-    for node, start, end in zip(network.nodes, starts, ends):
-        spans[node.owner][node.position] = (start, end)
+    for entry, start, end in zip(network.entries, starts, ends):
+        spans[entry.owner][entry.position] = (start, end)
     makespan = max(ends, default=0)
     mean = Fraction(makespan) if plan.done else cycle_mean(clock.groups, clock.release)
     return Timeline(
@@ -81,9 +81,9 @@ def in_order_of_ends(plan: Plan) -> list[tuple[Worker, Action]]:
     """
     clock = Clock(plan)
     _, ends = clock.times([0] * clock.groups, 1)
-    # Nodes of the network come after what they need, and no end comes before that of what it needs.
-    ordered = sorted(zip(ends, clock.network.nodes), key=itemgetter(0))
-    return [(clock.names[node.owner], plan.workers[clock.names[node.owner]][node.position]) for _, node in ordered]
+    # Entries of the network come after what they need, and no end comes before that of what it needs.
+    ordered = sorted(zip(ends, clock.network.entries), key=itemgetter(0))
+    return [(clock.names[entry.owner], plan.workers[clock.names[entry.owner]][entry.position]) for _, entry in ordered]
 
 
 def peak(problem: Problem, worker: Worker, actions: Sequence[Action], plan: Plan | None = None) -> int:
@@ -130,7 +130,7 @@ class Clock:
         free = [release[g] + own * step for g, own in zip(group, self._step)]
         given = [begin + (longest + self._lent[0]) * step for begin, longest in zip(release, self._longest)]
         barrier: dict[int, int] = {}
-        for i, (owner, _, needs, lag, duration) in enumerate(network.nodes):
+        for i, (owner, _, needs, lag, duration) in enumerate(network.entries):
             start = free[owner]
             if duration < 0:
                 g = group[owner]
@@ -157,9 +157,9 @@ class Clock:
         fine = scale * size
         starts, _ = self.times([t * size + g for g, t in enumerate(begin)], fine, fine)
         begins = [0] * size
-        for node, start in zip(self.network.nodes, starts):
-            if node.duration < 0:
-                begins[self._group[node.owner]] = start
+        for entry, start in zip(self.network.entries, starts):
+            if entry.duration < 0:
+                begins[self._group[entry.owner]] = start
         return [b // size for b in begins], [b % size for b in begins]
 
 
@@ -171,14 +171,14 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
     usual = [[{kind: problem.duration(kind, name, place) for kind in ("F", "B", "W", "FB")}
               for place in range(len(chunks_of[name.stage]))] for name in names]
     network = _Network()
-    nodes = network.nodes
+    entries = network.entries
     node: dict[tuple[str, int, int, int], int] = {}
     waiting: dict[tuple[str, int, int, int], list[int]] = {}
     pointer = [0] * len(names)
     for w, name in enumerate(names):
         for kind, d, m, place in orders[w][:plan.done.get(name, 0)]:  # over at once: what they needed may not be there
-            node[PASSES_ON.get(kind, kind), d, m, chunks_of[name.stage][place]] = len(nodes)
-            nodes.append(_Node(w, pointer[w]))
+            node[PASSES_ON.get(kind, kind), d, m, chunks_of[name.stage][place]] = len(entries)
+            entries.append(_Entry(w, pointer[w]))
             pointer[w] += 1
     work = list(range(len(names) - 1, -1, -1))
     while work:
@@ -201,20 +201,20 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
                 waiting.setdefault(key, []).append(w)
                 break
             needs = -1 if key is None else node[key]
-            lag = hop if needs >= 0 and nodes[needs].owner != w else 0
+            lag = hop if needs >= 0 and entries[needs].owner != w else 0
             own = (PASSES_ON.get(kind, kind), d, m, chunk)  # an action that waits for a B waits for the end of a FB
-            node[own] = len(nodes)
+            node[own] = len(entries)
             long = usual[w][place][kind] if (d, m) not in plan.crossings else plan.duration(names[w], action)
-            nodes.append(_Node(w, pointer[w], needs, lag, long))
+            entries.append(_Entry(w, pointer[w], needs, lag, long))
             pointer[w] += 1
             work.extend(waiting.pop(own, ()))
     _lendings(plan, network, node, {name.stage: g for name, g in zip(names, group)},
-              {names[each.owner]: i for i, each in enumerate(nodes)})
+              {names[each.owner]: i for i, each in enumerate(entries)})
     size, at_step = Counter(group), Counter(
         g for w, g in enumerate(group) if pointer[w] < len(orders[w]) and orders[w][pointer[w]].kind == "S")
     for w, order in enumerate(orders):  # steps come last
         if pointer[w] < len(order) and order[pointer[w]].kind == "S" and at_step[group[w]] == size[group[w]]:
-            nodes.append(_Node(w, pointer[w], duration=-1))
+            entries.append(_Entry(w, pointer[w], duration=-1))
             pointer[w] += 1
     for w, order in enumerate(orders):
         if pointer[w] < len(order):

@@ -76,7 +76,7 @@ def test_who_waits_for_one_that_never_comes_leaves(why, monkeypatch):
         job.fabric._at = job.at
     with pytest.raises(GenerationOver, match="given up" if why == "a newer generation" else "within 0 s"):
         make_first_transfers(groups, OWN, [], CPU, newer.is_set, 60.0 if why == "a newer generation" else 0.3)
-    assert not groups.world.met
+    assert not groups.world.ledger.met
     groups.abort()
     groups.ending.threads.close()
 

@@ -156,15 +156,6 @@ class Comm:
         self.ledger.lent = True
         return self._group
 
-    @property
-    def met(self) -> frozenset[tuple[int, int]]:
-        """The pairs of members that are connected, where a library connects pairs (`Backend.lazy`)."""
-        return self.ledger.met
-
-    @met.setter
-    def met(self, pairs: frozenset[tuple[int, int]]) -> None:
-        self.ledger.met = pairs
-
     @cached_property
     def rank(self) -> int:
         """This worker's number here."""
@@ -241,10 +232,6 @@ class Comm:
 
     def is_aborted(self) -> bool:
         return self.aborted
-
-    def is_closed(self) -> bool:
-        """Whether `abort` has done its work: what is not stuck in the library has ended."""
-        return self.exits.closed
 
     def leave(self) -> None:
         """Nothing counts here any more, and nobody waits, from any thread; but the library's communicator stays, and

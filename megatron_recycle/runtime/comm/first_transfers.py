@@ -52,13 +52,13 @@ def make_first_transfers(groups: Groups, world: Collection[Pair], stage: Collect
     unless_interrupted(lambda: interrupted() or groups.world.aborted, connect, lambda _: None, groups.ending.threads,
                        limit)
     for comm, _, new in todo:
-        comm.met |= new
+        comm.ledger.met |= new
 
 
 def _new(comm: Comm, wanted: Collection[Pair], numbers: Mapping[Worker, int]) -> RankPairs:
     if not comm.backend.lazy:
         return frozenset()
-    return frozenset(pair_of(numbers[one], numbers[other]) for one, other in wanted) - comm.met
+    return frozenset(pair_of(numbers[one], numbers[other]) for one, other in wanted) - comm.ledger.met
 
 
 def _exchange(comm: Comm, tags: Tags, pairs: RankPairs, device: torch.device) -> None:

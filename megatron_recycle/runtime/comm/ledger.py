@@ -25,7 +25,7 @@ class Ledger:
         lock: held while an operation is begun.
         lent: whether somebody else has been given the library's communicator, who may have begun anything there.
         gone: whether it is of no use any more: an operation has failed, or it has been aborted.
-        met: the pairs of ranks that are connected, where a library connects pairs.
+        met: the pairs of ranks that are connected, where a library connects pairs (`Backend.lazy`).
     """
 
     def __init__(self) -> None:
