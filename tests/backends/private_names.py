@@ -1,13 +1,40 @@
-"""Looks names of modules up in their source, without importing them: another version's cannot be imported here."""
+"""The form in which tests list what a backend uses of its framework without a promise that it stays.
+
+A framework may rename such a name, or change its meaning, in any release. So all of them are listed with the releases
+that have them, and looked up in the source of every release that is installed, without importing it: another version
+cannot be imported here.
+"""
 
 from __future__ import annotations
 
 import ast
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_recycle.backends.private import Private, Release
+from megatron_recycle.backends.releases import Release
+
+
+@dataclass(frozen=True)
+class Private:
+    """Names of one module.
+
+    Attributes:
+        module: the dotted name.
+        names: separated by blanks; ``Class.member`` is a method, an attribute of the class, or one that a method sets.
+        since: the first release that has them; none: all supported ones.
+        before: the first release without them; none: all supported ones have them.
+    """
+
+    module: str
+    names: str
+    since: Release = ()
+    before: Release = ()
+
+    def are_in(self, release: Release) -> bool:
+        """Whether ``release`` is to have them."""
+        return release >= self.since and (not self.before or release < self.before)
 
 
 def missing(privates: Iterable[Private], release: Release, root: Path) -> list[str]:

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from megatron_recycle.backends import Options
-from megatron_recycle.backends.deepspeed import private, version
-from megatron_recycle.backends.private import release_of
+from megatron_recycle.backends.deepspeed import version
+from megatron_recycle.backends.releases import release_of
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
+from tests.backends.deepspeed_names import NAMES
 from tests.backends.private_names import defined, imported, missing
 
 deepspeed = pytest.importorskip("deepspeed")
@@ -25,8 +26,8 @@ def test_each_name_is_where_the_list_says_and_all_that_is_imported_is_listed():
     spec = find_spec("deepspeed")
     assert spec is not None and spec.origin is not None
     place = Path(spec.origin).parents[1]
-    assert missing(private.NAMES, release_of(deepspeed.__version__), place) == []
-    listed = {name.partition(".")[0] for one in private.NAMES for name in one.names.split()}
+    assert missing(NAMES, release_of(deepspeed.__version__), place) == []
+    listed = {name.partition(".")[0] for one in NAMES for name in one.names.split()}
     used = {name for module, name in imported(ROOT / "megatron_recycle" / "backends" / "deepspeed", "deepspeed")
             if not defined(place, f"{module}.{name}")}  # not a module
     assert used - {"PipelineEngine"} <= listed

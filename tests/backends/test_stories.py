@@ -11,9 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_recycle.backends.deepspeed import private as deepspeed
+from megatron_recycle.backends.deepspeed import version as deepspeed
 from megatron_recycle.backends.deepspeed.version import is_supported
-from megatron_recycle.backends.megatron.private import TESTED
+from megatron_recycle.backends.megatron.version import TESTED
 from tests.backends.stories import OF_MEGATRON, RESULTS, STORIES, Recorder, of, passed_with, path_of, table, versions
 
 ROOT = Path(__file__).resolve().parents[2]

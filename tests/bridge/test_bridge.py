@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_recycle.backends.megatron import private
+from tests.backends.megatron_names import BRIDGE
 from tests.backends.private_names import missing
 from tests.bridge.job import BridgeJob, ended
 from tests.bridge.stand_in import FOLDER
@@ -55,7 +55,7 @@ def compare(ours: Any, theirs: Any, within: float, state: bool = True) -> None:
 
 
 def test_each_private_name_is_where_the_list_says():
-    assert missing(private.BRIDGE, (0, 6, 2), Path(os.environ[FOLDER])) == []
+    assert missing(BRIDGE, (0, 6, 2), Path(os.environ[FOLDER])) == []
 
 
 @newest

@@ -7,11 +7,15 @@ import functools
 import sys
 from typing import Any
 
-from megatron_recycle.backends.deepspeed.private import OLDEST, TESTED
 from megatron_recycle.backends.options import Options
-from megatron_recycle.backends.private import Release, release_of
+from megatron_recycle.backends.releases import Release, release_of
 from megatron_recycle.errors import UnsupportedError
 
+OLDEST: Release = (0, 19, 8)
+"""The first release with which the tests pass. 0.19.6 has all names that are used, but cuts a model into stages and
+writes shards of ZeRO-1 in other ways (docs/versions.md)."""
+TESTED = "0.19.8"
+"""The release that the tests ran with; others of the same two numbers, from the oldest on, are taken."""
 _STOCK = "recycle_stock_initialize"
 
 

@@ -22,14 +22,13 @@ from megatron_recycle.backends.megatron.bridge_saves import BridgeSaves, LastBri
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
 from megatron_recycle.backends.megatron.passed import Gaps
-from megatron_recycle.backends.megatron.private import BRIDGE_TESTED
 from megatron_recycle.backends.megatron.rebinding import rebind
 from megatron_recycle.backends.megatron.refusing import refuse_or_tell
 from megatron_recycle.backends.megatron.setup import keep_timers_apart, plain
 from megatron_recycle.backends.megatron.training import PluginSchedule
 from megatron_recycle.backends.megatron.version import check_version, release
 from megatron_recycle.backends.options import Options
-from megatron_recycle.backends.private import release_of
+from megatron_recycle.backends.releases import Release, release_of
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
@@ -37,6 +36,8 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.setup_record import SetUp
 
+BRIDGE_TESTED: Mapping[Release, tuple[str, Release]] = {(0, 6): ("0.6.2", (0, 19))}
+"""First two numbers of each supported Megatron-Bridge -> the one that the tests ran with, and the core it is for."""
 TRAIN = "megatron.bridge.training.train"
 SETUP = "megatron.bridge.training.setup"
 CHECKPOINTS = "megatron.bridge.training.checkpointing"

@@ -8,7 +8,6 @@ for another. The loop's own calls stay, and give back what they are given. Sizes
 
 from __future__ import annotations
 
-import functools
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,27 +19,21 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_recycle.backends.megatron.private import (
-    DATA_GROUPS,
-    EXPERT_GROUPS,
-    FULL_DATA_GROUPS,
-    FULL_EXPERT_GROUPS,
-    MODEL_GROUPS,
-    names_in,
-)
 from megatron_recycle.backends.megatron.te import quantizers_of
-from megatron_recycle.backends.megatron.version import release
-from megatron_recycle.backends.private import Private
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.rendezvous import new_group
 from megatron_recycle.runtime.place import Place
 
-_TIMEOUT_SECONDS = 600.0
-"""A checkpoint may take long; that a worker is gone is found otherwise."""
-_CONNECT_SECONDS = 60.0
-_OF_ALL = (DATA_GROUPS, FULL_DATA_GROUPS)
-_SHARED = (*_OF_ALL, MODEL_GROUPS)
-_OF_PEERS = (*_OF_ALL, EXPERT_GROUPS, FULL_EXPERT_GROUPS)
+
+def _of(*names: str) -> tuple[str, ...]:
+    """These groups of `parallel_state`, with the further names that core has for them since 0.19, where weights are not
+    cut once more: `get_data_parallel_group()` gives those."""
+    return (*names, *(full for name in names if hasattr(parallel_state, full := f"{name}_WITH_GTP_REMAT")))
+
+
+_OF_ALL = _of("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
+_SHARED = (*_OF_ALL, "_MODEL_PARALLEL_GROUP")
+_OF_PEERS = (*_OF_ALL, *_of("_EXPERT_DATA_PARALLEL_GROUP"))
 
 
 class Kept:
@@ -53,7 +46,7 @@ class Kept:
     """
 
     def __init__(self, models: Sequence[nn.Module], others: Iterable[Any] = ()) -> None:
-        self._nominal = {name: getattr(parallel_state, name) for name in _names((*_SHARED, *_OF_PEERS))}
+        self._nominal = {name: getattr(parallel_state, name) for name in (*_SHARED, *_OF_PEERS)}
         self._name_of = by_group = {id(group): name for name, group in self._nominal.items() if group is not None}
         kept = [one for model in models for module in model.modules() for one in _collections(module)]
         collections = {id(one): one for one in (*kept, *others)}
@@ -86,7 +79,7 @@ class Kept:
         the peers that are left. They end with their generation."""
         peers = groups.stage_control
         numbers = {"_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size, "_MPU_DATA_PARALLEL_RANK": peers.rank}
-        with self.holding(peers.group, _names(_OF_PEERS)), _used(numbers):
+        with self.holding(peers.group, _OF_PEERS), _used(numbers):
             yield
 
 
@@ -102,12 +95,12 @@ class Detached:
 
     def alone(self) -> AbstractContextManager[None]:
         """Inside the block this worker is the only member of Megatron's groups for data and model parallelism."""
-        return self._kept.holding(self._alone, _names(_SHARED))
+        return self._kept.holding(self._alone, _SHARED)
 
     @property
     def is_alone(self) -> bool:
         """Whether this is such a block."""
-        return all(getattr(parallel_state, name) is self._alone for name in _names(_SHARED))
+        return all(getattr(parallel_state, name) is self._alone for name in _SHARED)
 
 
 class TensorGroup:
@@ -145,12 +138,6 @@ def _holders(model: nn.Module, group: Any) -> list[tuple[Any, str]]:
 def _collections(module: nn.Module) -> list[ProcessGroupCollection]:
     """Of groups, that ``module`` itself keeps."""
     return [value for value in vars(module).values() if isinstance(value, ProcessGroupCollection)]
-
-
-@functools.cache
-def _names(privates: Sequence[Private]) -> tuple[str, ...]:
-    """The names of `parallel_state` that the installed version has."""
-    return tuple(name for private in privates for name in names_in(private, release()))
 
 
 @contextmanager

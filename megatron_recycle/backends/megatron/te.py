@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_recycle.backends.megatron.split import MegatronSplitter
-from megatron_recycle.backends.private import Release, release_of
+from megatron_recycle.backends.releases import Release, release_of
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.deferral import task_now
 from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, watched

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from megatron_recycle.backends.megatron.private import TESTED
-from megatron_recycle.backends.private import Release, release_of
+from megatron_recycle.backends.releases import Release, release_of
 from megatron_recycle.errors import UnsupportedError
 
+TESTED: Mapping[Release, str] = {(0, 16): "0.16.1", (0, 17): "0.17.1", (0, 18): "0.18.2", (0, 19): "0.19.2"}
+"""First two numbers of each supported version -> the one that the tests ran with."""
 _OF_CORE = "megatron.core.package_info"
 _NUMBER = re.compile(r"^(?:MAJOR|MINOR|PATCH) *= *(\d+)", re.MULTILINE)
 

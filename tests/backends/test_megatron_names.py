@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.backends.megatron import private
-from megatron_recycle.backends.private import Private, Release
-from tests.backends.private_names import defined, imported, missing
+from megatron_recycle.backends.megatron.version import TESTED
+from megatron_recycle.backends.releases import Release
+from tests.backends.megatron_names import CORE, LOOP
+from tests.backends.private_names import Private, defined, imported, missing
 
 megatron_core = pytest.importorskip("megatron.core")
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,15 +35,15 @@ def _release(place: Path) -> Release:
 @pytest.mark.parametrize("place", _places(), ids=str)
 def test_each_name_is_where_the_list_says(place):
     release = _release(place)
-    assert release[:2] in private.TESTED
-    assert missing(private.CORE, release, place) == []
+    assert release[:2] in TESTED
+    assert missing(CORE, release, place) == []
     if (place / "megatron" / "training").exists():
-        assert missing(private.LOOP, release, place) == []
+        assert missing(LOOP, release, place) == []
 
 
 def test_all_that_is_imported_from_core_is_listed():
     folder, place = ROOT / "megatron_recycle" / "backends" / "megatron", Path(megatron_core.__file__).parents[2]
-    listed = {name.partition(".")[0] for one in private.CORE for name in one.names.split()}
+    listed = {name.partition(".")[0] for one in CORE for name in one.names.split()}
     classes_and_functions = {name for module, name in imported(folder, "megatron")
                              if not defined(place, f"{module}.{name}")}  # not a module
     assert classes_and_functions <= listed

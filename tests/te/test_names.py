@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.backends.megatron import private
-from megatron_recycle.backends.private import release_of
+from megatron_recycle.backends.releases import release_of
+from tests.backends.megatron_names import ENGINE
 from tests.backends.private_names import missing
 from tests.te.stand_in import version_in
 from tests.te.versions import engines
@@ -21,4 +21,4 @@ def test_each_name_is_where_the_list_says(engine: Path):
 
     release = release_of(version_in(engine))
     assert release[:2] in te.TESTED
-    assert missing(private.ENGINE, release, engine) == []
+    assert missing(ENGINE, release, engine) == []

@@ -1,17 +1,10 @@
-"""All that this backend uses of DeepSpeed beside its documented interface, with the releases that have it; nothing of
-DeepSpeed is imported here."""
+"""All that the DeepSpeed backend uses of DeepSpeed beside its documented interface, with the releases that have it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_recycle.backends.private import Private, Release
-
-OLDEST: Release = (0, 19, 8)
-"""The first release with which the tests pass. 0.19.6 has all of these names, but cuts a model into stages and writes
-shards of ZeRO-1 in other ways (docs/versions.md)."""
-TESTED = "0.19.8"
-"""The release that the tests ran with; others of the same two numbers, from the oldest on, are taken."""
+from tests.backends.private_names import Private
 
 NAMES: Sequence[Private] = (
     Private("deepspeed.accelerator", "get_accelerator"),

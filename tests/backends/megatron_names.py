@@ -1,32 +1,18 @@
-"""All that this backend uses of megatron-core and Megatron-LM, with the releases that have it; nothing of Megatron is
-imported here.
-
-Where releases differ, `adapters` and `groups` treat it; the rest of the backend, and the runtime, know no versions.
-"""
+"""All that the Megatron backend uses of megatron-core, Megatron-LM, Megatron-Bridge and Transformer Engine, with the
+releases that have it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from megatron_recycle.backends.private import Private, Release
-
-TESTED: Mapping[Release, str] = {(0, 16): "0.16.1", (0, 17): "0.17.1", (0, 18): "0.18.2", (0, 19): "0.19.2"}
-"""First two numbers of each supported version -> the one that the tests ran with."""
-
-DATA_GROUPS = Private("megatron.core.parallel_state", "_DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP_WITH_CP "
-                      "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP")
-"""What gives the groups of all pipelines."""
-FULL_DATA_GROUPS = Private(
-    "megatron.core.parallel_state", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT _DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT "
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT", since=(0, 19))
-"""Further names of the same groups, where weights are not cut once more: get_data_parallel_group() gives these."""
-EXPERT_GROUPS = Private("megatron.core.parallel_state", "_EXPERT_DATA_PARALLEL_GROUP")
-FULL_EXPERT_GROUPS = Private("megatron.core.parallel_state", "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT",
-                             since=(0, 19))
-MODEL_GROUPS = Private("megatron.core.parallel_state", "_MODEL_PARALLEL_GROUP")
+from tests.backends.private_names import Private
 
 CORE: Sequence[Private] = (
-    DATA_GROUPS, FULL_DATA_GROUPS, EXPERT_GROUPS, FULL_EXPERT_GROUPS, MODEL_GROUPS,
+    Private("megatron.core.parallel_state", "_DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP_WITH_CP "
+            "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP _EXPERT_DATA_PARALLEL_GROUP _MODEL_PARALLEL_GROUP"),
+    Private("megatron.core.parallel_state", "_DATA_PARALLEL_GROUP_WITH_GTP_REMAT "
+            "_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT _INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_WITH_GTP_REMAT "
+            "_EXPERT_DATA_PARALLEL_GROUP_WITH_GTP_REMAT", since=(0, 19)),
     Private("megatron.core.parallel_state", "_MPU_DATA_PARALLEL_WORLD_SIZE _MPU_DATA_PARALLEL_RANK "
             "_MPU_PIPELINE_MODEL_PARALLEL_RANK _TENSOR_MODEL_PARALLEL_GROUP initialize_model_parallel "
             "is_pipeline_first_stage is_pipeline_last_stage get_data_parallel_group get_data_parallel_rank "
@@ -130,8 +116,6 @@ LOOP: Sequence[Private] = (
 )
 """Of Megatron-LM: its training loop, which is beside the core in a checkout, and since 0.17 in that package too."""
 
-BRIDGE_TESTED: Mapping[Release, tuple[str, Release]] = {(0, 6): ("0.6.2", (0, 19))}
-"""First two numbers of each supported Megatron-Bridge -> the one that the tests ran with, and the core it is for."""
 BRIDGE: Sequence[Private] = (
     Private("megatron.bridge.package_info", "__version__"),
     Private("megatron.bridge.training.setup", "setup _should_load_checkpoint"),
@@ -170,8 +154,3 @@ ENGINE: Sequence[Private] = (
             "TransformerEngineBaseModule.quantizers"),
 )
 """Of Transformer Engine."""
-
-
-def names_in(private: Private, release: Release) -> tuple[str, ...]:
-    """The names, if ``release`` has them; else none."""
-    return tuple(private.names.split()) if private.are_in(release) else ()
