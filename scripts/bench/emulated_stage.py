@@ -55,7 +55,7 @@ def build(args: argparse.Namespace) -> Any:
               "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
     data = Numbers(args.pipelines * args.microbatches * args.iterations, args.width)
     ours = "megatron_recycle" in getattr(deepspeed.initialize, "__module__", "") or hasattr(
-        deepspeed.initialize, "recycle_stock_initialize")
+        deepspeed.initialize, "recycle_stock")
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config,
                                       training_data=data if ours else None)
     if hasattr(engine, "settle"):

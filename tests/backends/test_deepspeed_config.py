@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import json
 import os
 import time
@@ -21,6 +22,10 @@ from megatron_recycle.plan import Worker
 
 SETTINGS = {"recycle": {"reduction": "exact"}, "note": "x" * 300}
 TEXT = json.dumps(SETTINGS)
+
+
+def by_name(*arguments, **keywords):
+    return inspect.signature(deepspeed.initialize).bind_partial(*arguments, **keywords).arguments
 
 
 def as_base64(folder):
@@ -48,7 +53,7 @@ def test_a_configuration_is_read_as_deepspeed_reads_it(written, given, tmp_path)
         arguments = (*[None] * 10, config)
     else:
         keywords = {given: config}
-    assert read_config(deepspeed.initialize, *arguments, **keywords) == SETTINGS
+    assert read_config(by_name(*arguments, **keywords)) == SETTINGS
 
 
 @pytest.mark.parametrize("config", [
@@ -63,7 +68,7 @@ def test_a_job_that_starts_again_with_half_its_pipelines_keeps_its_batch(config,
     assert (kept["gradient_accumulation_steps"], kept["train_micro_batch_size_per_gpu"]) == (6, 4)
     assert kept.get("train_batch_size", 24) == 24
     args = Namespace(deepspeed_config=str(tmp_path))
-    call = with_config(deepspeed.initialize, kept, args, "model", config_params=config, training_data="data")
+    call = with_config(by_name(args, "model", config_params=config, training_data="data"), kept)
     assert (call["config"], call["config_params"], call["args"].deepspeed_config) == (kept, None, None)
     assert (call["model"], call["training_data"], args.deepspeed_config) == ("model", "data", str(tmp_path))
     with pytest.raises(ConfigError, match="makes 4 pipelines, which cannot share the 6 micro-batches"):
@@ -72,7 +77,7 @@ def test_a_job_that_starts_again_with_half_its_pipelines_keeps_its_batch(config,
 
 @pytest.mark.parametrize("config", [None, "no/such/file.json", "x" * 5000, b"\xff".decode("latin1"), 7])
 def test_what_cannot_be_read_is_left_to_deepspeed(config):
-    assert read_config(deepspeed.initialize, config=config) == {}
+    assert read_config({"config": config}) == {}
 
 
 @pytest.mark.parametrize(("config", "client", "said"), [

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_recycle.backends.megatron import last as megatron_last
-from megatron_recycle.backends.megatron.last import LastCheckpoint, Training
+from megatron_recycle.backends.megatron.last import LastCheckpoint, beginning_of, remember
 from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.errors import RecycleError
 
@@ -50,8 +50,7 @@ class Loop:
         self.preprocess_common_state_dict = None
         self.error: BaseException | None = None
         self.saves: list[dict[str, Any]] = []
-        self.training = Training(self.train, self.get_args)
-        self.training("forward_step", ["model"], "optimizer", self.scheduler, train_data_iterator="data")
+        remember(self, self.train, "forward_step", ["model"], "optimizer", self.scheduler, train_data_iterator="data")
 
     def train(self, forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any,
               train_data_iterator: Any) -> None:
@@ -80,8 +79,9 @@ class Left:
 
 def last(loop: Loop, wanted: Path | None = None, skipped: tuple[int, ...] = (),
          gaps: Gaps | None = None) -> LastCheckpoint:
-    assert loop.training.beginning is not None
-    return LastCheckpoint(loop, loop.training.beginning, wanted and str(wanted), lambda groups: nullcontext(),
+    beginning = beginning_of(loop)
+    assert beginning is not None
+    return LastCheckpoint(loop, beginning, wanted and str(wanted), lambda groups: nullcontext(),
                           lambda folder, iteration: nullcontext(), lambda done: 2 * done, gaps or Gaps(),
                           lambda: skipped)
 

@@ -11,8 +11,8 @@ import pytest
 from megatron_recycle.backends import placing
 from megatron_recycle.backends.deepspeed import topology
 from megatron_recycle.backends.megatron import hook
-from megatron_recycle.backends.megatron.rebinding import STOCK
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.replacing import stock_of
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.runtime.setup_record import SetUpRecorder, SetUpReplay
@@ -79,7 +79,7 @@ def initialized(monkeypatch: pytest.MonkeyPatch, made: Options) -> Callable[...,
     from megatron.core import parallel_state
 
     now = parallel_state.initialize_model_parallel
-    signature = inspect.signature(getattr(now, STOCK, now))
+    signature = inspect.signature(stock_of(now))
 
     def stock(*arguments: Any, **keywords: Any) -> str:
         given = signature.bind(*arguments, **keywords)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_recycle.backends.deepspeed.chunks import Chunks, chunks_of
 from megatron_recycle.backends.deepspeed.masters import INNER, MASTERS
 from megatron_recycle.backends.deepspeed.moves import name_of
 from megatron_recycle.backends.deepspeed.relayout import stock_order
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.errors import RecycleError
 
 KEY = "recycle_by_layer"
@@ -60,8 +61,7 @@ def read_shard(engine: PipelineEngine, state: Mapping[str, Any]) -> Mapping[str,
     return state if chunks is None else state[KEY]["shard"]
 
 
-@contextmanager
-def reading(engine: PipelineEngine, *arguments: Any, **keywords: Any) -> Iterator[None]:
+def reading(engine: PipelineEngine, *arguments: Any, **keywords: Any) -> AbstractContextManager[None]:
     """Inside the block, in which the engine loads a checkpoint (``arguments`` of its `_load_checkpoint`), it finds the
     optimizer's state by this stage's own numbers, however it was written. Raises RecycleError where it was not."""
     bound = inspect.signature(PipelineEngine._load_checkpoint).bind(engine, *arguments, **keywords)
@@ -78,11 +78,7 @@ def reading(engine: PipelineEngine, *arguments: Any, **keywords: Any) -> Iterato
                                       lambda name: stock(str(folder / name), map_location="cpu")["optimizer"])
         return found
 
-    writer.load = load
-    try:
-        yield
-    finally:
-        del writer.load
+    return replaced(writer, load=load)
 
 
 def _own(engine: PipelineEngine, state: Mapping[str, Any], folder: Path,

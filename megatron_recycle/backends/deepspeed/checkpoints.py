@@ -10,8 +10,8 @@ from __future__ import annotations
 import glob
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from megatron_recycle.backends.deepspeed.by_layer import written_shard
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.readable import newest_readable, unreadable
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.errors import RecycleError, SaveError
 from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.runtime.comm.handles import Groups
@@ -169,7 +170,10 @@ class Checkpoints:
         commit = CheckpointCommitInfo(tag=tag, save_dir=folder, save_latest=True)
         engine.checkpoint_engine.makedirs(str(hidden), exist_ok=True)
         engine.checkpoint_engine.create(commit)
-        with _as_writer(engine, peers.index(groups.me), len(peers)), _checked(engine.checkpoint_engine, check):
+        rank, size = peers.index(groups.me), len(peers)
+        # Stock takes this worker for the one of this data-parallel rank among so many.
+        with (replaced(engine.grid, data_parallel_id=rank, data_parallel_size=size),
+              replaced(engine, save_non_zero_checkpoint=rank == 0), _checked(engine.checkpoint_engine, check)):
             engine._save_checkpoint(str(folder), os.path.relpath(hidden, folder), client_state=client_state or {},
                                     exclude_frozen_parameters=exclude_frozen_parameters)
             self._write_shards(groups, folder, os.path.relpath(hidden, folder))
@@ -258,20 +262,7 @@ def _by_all(groups: Groups, write: Callable[[], None] | None) -> bool:
     return not failed
 
 
-@contextmanager
-def _as_writer(engine: PipelineEngine, rank: int, size: int) -> Iterator[None]:
-    """Inside the block stock takes this worker for the one of this data-parallel ``rank`` of ``size``."""
-    grid = engine.grid
-    before = grid.data_parallel_id, grid.data_parallel_size, engine.save_non_zero_checkpoint
-    grid.data_parallel_id, grid.data_parallel_size, engine.save_non_zero_checkpoint = rank, size, rank == 0
-    try:
-        yield
-    finally:
-        grid.data_parallel_id, grid.data_parallel_size, engine.save_non_zero_checkpoint = before
-
-
-@contextmanager
-def _checked(writer: Any, check: Callable[[], None]) -> Iterator[None]:
+def _checked(writer: Any, check: Callable[[], None]) -> AbstractContextManager[None]:
     """Inside the block `check` is called before each file."""
     save = writer.save
 
@@ -279,8 +270,4 @@ def _checked(writer: Any, check: Callable[[], None]) -> Iterator[None]:
         check()
         return save(*given, **keywords)
 
-    writer.save = checked
-    try:
-        yield
-    finally:
-        del writer.save
+    return replaced(writer, save=checked)

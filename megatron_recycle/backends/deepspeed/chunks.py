@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.errors import UnsupportedError
 
 _KEPT = "recycle_chunks"
@@ -73,15 +73,9 @@ class ChunkedModule(PipelineModule):
             paths: list[str] = super().ckpt_layer_path_list(ckpt_dir, local_layer_idx)
         return paths
 
-    @contextmanager
-    def _counting(self, place: int) -> Iterator[None]:
+    def _counting(self, place: int) -> AbstractContextManager[None]:
         """Inside the block the stage's layer at ``place`` has its own number for stock."""
-        before = self._local_start
-        self._local_start = _chunks(self).layers(self.stage_id)[place] - place
-        try:
-            yield
-        finally:
-            self._local_start = before
+        return replaced(self, _local_start=_chunks(self).layers(self.stage_id)[place] - place)
 
 
 def become_chunked(module: PipelineModule, chunks: Chunks) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 import copy
-import inspect
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ _STALE = 600.0
 """Seconds that a lock on a build is not held for."""
 
 
-def read_config(initialize: Callable[..., Any], *arguments: Any, **keywords: Any) -> Mapping[str, Any]:
-    """The configuration that ``initialize(*arguments, **keywords)`` will find: a dict, a file of JSON or Hjson, or
-    such text in base64; {} if there is none, or none that can be read, which DeepSpeed then says itself."""
-    given = inspect.signature(initialize).bind_partial(*arguments, **keywords).arguments
+def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration that `deepspeed.initialize()` will find with the arguments ``given``, by name: a dict, a file
+    of JSON or Hjson, or such text in base64; {} if there is none, or none that can be read, which DeepSpeed then says
+    itself."""
     args = given.get("args")
     config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
     if not isinstance(config, (str, os.PathLike)):
@@ -59,15 +58,14 @@ def keep_batch(config: Mapping[str, Any], microbatches: int, pipelines: int) -> 
     return kept
 
 
-def with_config(initialize: Callable[..., Any], kept: Mapping[str, Any], /, *arguments: Any,
-                **keywords: Any) -> dict[str, Any]:
-    """The keywords of a call of ``initialize`` with the configuration ``kept`` in place of the one it would find."""
-    given = dict(inspect.signature(initialize).bind_partial(*arguments, **keywords).arguments)
-    args = given.get("args")
+def with_config(given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments ``given`` to `deepspeed.initialize()`, by name, with the configuration ``kept`` in place of the one
+    that it would find."""
+    args: Any = given.get("args")
     if getattr(args, "deepspeed_config", None) is not None:
-        given["args"] = copy.copy(args)
-        given["args"].deepspeed_config = None
-    return {**given, "config": dict(kept), "config_params": None}
+        args = copy.copy(args)
+        args.deepspeed_config = None
+    return {**given, "args": args, "config": dict(kept), "config_params": None}
 
 
 def say_before_compiling(config: Mapping[str, Any], client_optimizer: Any) -> None:

@@ -8,12 +8,11 @@ without failures have stock's bits.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from megatron_recycle.backends.deepspeed.topology import check_not_too_late, pla
 from megatron_recycle.backends.deepspeed.wrapping import WrappingEngine
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.readable import started_again
+from megatron_recycle.backends.replacing import replace, replaced
 from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
@@ -59,8 +59,6 @@ from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource, FactorySource, Mapped
 from megatron_recycle.runtime.compute.loader_passes import watch_loaders
 from megatron_recycle.runtime.compute.split import Splitter
-
-_STOCK = "recycle_stock_initialize"
 
 
 def warn_of_no_pipeline(model: Any) -> None:
@@ -75,45 +73,35 @@ def warn_of_no_pipeline(model: Any) -> None:
 
 def install(options: Options) -> None:
     """Wrap `deepspeed.initialize` so that pipeline models get our engine; again: with other options."""
-    stock = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
     # DeepSpeed compiles a shared-memory helper at the first initialisation on CPU (most of a minute) that only
     # its inference kernels use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    @functools.wraps(stock)
-    def initialize(args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
-        config = read_config(stock, args, model, *rest, **keywords)
+    def initialize(stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        given = dict(inspect.signature(stock).bind_partial(*arguments, **keywords).arguments)
+        model, config = given.get("model"), read_config(given)
         settings = options.resolve(config)
         if not settings.enabled:
             options.stay_off()
-        if settings.enabled and not isinstance(model, deepspeed.PipelineModule):
+            return stock(**given)
+        if not isinstance(model, deepspeed.PipelineModule):
             warn_of_no_pipeline(model)
-        if not settings.enabled or not isinstance(model, deepspeed.PipelineModule):
-            return stock(args, model, *rest, **keywords)
+            return stock(**given)
         check_not_too_late(settings)
         name_run(config)
-        say_before_compiling(config, rest[0] if rest else keywords.get("optimizer"))
+        say_before_compiling(config, given.get("optimizer"))
         if settings.chunks > 1:
-            given = dict(inspect.signature(stock).bind_partial(args, model, *rest, **keywords).arguments)
             given["optimizer"], given["model_parameters"] = lay_out(
                 model, given.get("optimizer"), given.get("model_parameters"), options.setup)
-            args, rest, keywords = given.pop("args"), (), given
-            del keywords["model"]
-        engine_class = functools.partial(RecyclePipelineEngine, settings, options)
+        if (microbatches := Launched.read().microbatches) is not None:
+            given = with_config(given, keep_batch(config, microbatches, model.topology().get_dim("data")))
         # The name that stock initialize() looks up when it builds the engine of a PipelineModule.
-        plain, deepspeed.PipelineEngine = deepspeed.PipelineEngine, engine_class
-        try:
-            if (microbatches := Launched.read().microbatches) is not None:
-                kept = keep_batch(config, microbatches, model.topology().get_dim("data"))
-                return stock(**with_config(stock, kept, args, model, *rest, **keywords))
-            return stock(args, model, *rest, **keywords)
-        finally:
-            deepspeed.PipelineEngine = plain
+        with replaced(deepspeed, PipelineEngine=partial(RecyclePipelineEngine, settings, options)):
+            return stock(**given)
 
     watch_loaders()
     place(options)
-    setattr(initialize, _STOCK, stock)
-    deepspeed.initialize = initialize
+    replace(deepspeed, "initialize", initialize)
 
 
 class RecyclePipelineEngine(WrappingEngine):
@@ -400,24 +388,15 @@ class RecyclePipelineEngine(WrappingEngine):
                 given["tag"] = written
             elif written is not None and self._checkpoints.is_later_than_universal(given["load_dir"], written):
                 given["tag"] = written
-                with self._own():
+                with replaced(self, goes_back=True):
                     return self._load_stock(*bound.args[1:], **bound.kwargs)
         return self._load_stock(*bound.args[1:], **bound.kwargs)
-
-    @contextmanager
-    def _own(self) -> Iterator[None]:
-        """What is loaded within is a checkpoint that this job has written."""
-        self.goes_back = True
-        try:
-            yield
-        finally:
-            self.goes_back = False
 
     def _load(self, place: Path) -> None:
         """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""
         if place.exists() and (why := self._checkpoints.unreadable(place.parent, place.name)) is not None:
             raise RecycleError(why)
-        with self._own():
+        with replaced(self, goes_back=True):
             found = self._load_stock(str(place.parent), tag=place.name)
         if found[0] is None:
             raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from megatron_recycle.backends.deepspeed.evaluation import (
 )
 from megatron_recycle.backends.deepspeed.first_evaluation import evaluate
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
@@ -43,26 +43,15 @@ class Evaluations:
     def run(self, iterator: Any, microbatches: int, reduce: str | None, everywhere: bool, logits: bool) -> Any:
         """The mean loss of so many ``microbatches`` of each pipeline; without ``reduce`` this pipeline's, one by one.
         Not ``everywhere``: on the last stage only. With ``logits`` beside those of this pipeline's last micro-batch."""
-        with self._outputs_of(microbatches - 1) as outputs:
+        outputs: list[Any] = []  # of that micro-batch; several where a failure had it made again
+
+        def seen(made: Any) -> None:
+            if self._data.asked == (self._session.place.me.pipeline, microbatches - 1):
+                outputs.append(made)
+
+        with replaced(self._stage.running, evaluated=seen):
             value = self._evaluate(iterator, microbatches, reduce, everywhere)
         return (value, self._logits(outputs)) if logits else value
-
-    @contextmanager
-    def _outputs_of(self, number: int) -> Iterator[list[Any]]:
-        """A block with an evaluation: gives a list of what this worker's module has made of the micro-batch ``number``
-        of its own pipeline, several times where a failure had it made again."""
-        found: list[Any] = []
-        wanted = self._session.place.me.pipeline, number
-
-        def seen(outputs: Any) -> None:
-            if self._data.asked == wanted:
-                found.append(outputs)
-
-        self._stage.running.evaluated = seen
-        try:
-            yield found
-        finally:
-            self._stage.running.evaluated = None
 
     def _logits(self, outputs: Sequence[Any]) -> Any:
         """The last of ``outputs``, on the last stage."""
@@ -85,11 +74,8 @@ class Evaluations:
         engine, running = self._engine, self._stage.running
         outputs: list[Any] = []
         engine.module.eval()
-        running.evaluated = outputs.append
-        try:
+        with replaced(running, evaluated=outputs.append):
             of_pipelines = evaluate(engine, running, self._session.place, given["data_iter"], microbatches)
-        finally:
-            running.evaluated = None
         value = self._told(of_pipelines, given["reduce_output"], given["bcast_loss"])
         return (value, outputs[-1] if outputs else None) if given["return_logits"] else value
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.deepspeed.running import Running, running
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.runtime.lent.layers import hooked, lendable
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -93,12 +94,8 @@ class PipelineLayers:
     @contextmanager
     def running(self, layers: Sequence[Callable[..., Any]]) -> Iterator[None]:
         module: PipelineModule = self._engine.module
-        self._own = module.forward_funcs
-        try:
-            with running(module, layers):
-                yield
-        finally:
-            self._own = None
+        with replaced(self, _own=module.forward_funcs), running(module, layers):
+            yield
 
 
 def lendings_of(engine: PipelineEngine, run: Running, most: int) -> list[PipelineLayers]:

@@ -7,13 +7,15 @@ iteration is over for its script; one that has not written before opens the same
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.monitor import comet, csv_monitor, monitor, tensorboard, wandb
+
+from megatron_recycle.backends.replacing import replaced
 
 Event = tuple[str, float, int]
 """Name, value, samples so far."""
@@ -62,7 +64,9 @@ class Monitors:
         """Write ``events`` if this worker is the one that does."""
         if not self.enabled or not self._writes():
             return
-        with _as_rank_zero():
+        with ExitStack() as as_rank_zero:
+            for module in _MODULES:
+                as_rank_zero.enter_context(replaced(module, dist=SimpleNamespace(get_rank=lambda *_: 0)))
             if self._own is None:
                 self._own = self._opened()
             self._own.write_events(events)
@@ -75,16 +79,3 @@ class Monitors:
             files = Path(own.csv_monitor.log_dir).glob("*.csv")
             own.csv_monitor.filenames += [file.stem for file in files]
         return own
-
-
-@contextmanager
-def _as_rank_zero() -> Iterator[None]:
-    """Inside the block DeepSpeed's monitors take this worker for rank 0."""
-    before = [module.dist for module in _MODULES]
-    for module in _MODULES:
-        module.dist = SimpleNamespace(get_rank=lambda *_: 0)
-    try:
-        yield
-    finally:
-        for module, dist in zip(_MODULES, before):
-            module.dist = dist

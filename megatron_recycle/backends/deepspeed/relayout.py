@@ -45,6 +45,7 @@ from megatron_recycle.backends.deepspeed.described import (
 )
 from megatron_recycle.backends.deepspeed.moves import Move, Told, groups_apart, layer_weights, moves_of, name_of
 from megatron_recycle.backends.deepspeed.regroup import Groups
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.config import SECTION
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
@@ -198,17 +199,12 @@ def _refuse(faults: Sequence[str]) -> None:
 
 def _cut(module: PipelineModule, weights: Sequence[int]) -> tuple[int, ...]:
     """Bounds of two chunks per stage, by the script's own way to cut and DeepSpeed's code for it."""
-    kept = {name: getattr(module, name) for name in ("num_stages", "parts", "_local_start", "_local_stop")}
-    module._count_layer_params = lambda: list(weights)  # stock builds the whole model to count
-    try:
-        module.num_stages *= 2
-        with contextlib.redirect_stdout(io.StringIO()):  # the list of stages, which they are not
-            module._partition_layers(method=getattr(module, _METHOD))
+    kept = {name: getattr(module, name) for name in ("parts", "_local_start", "_local_stop")}
+    # Stock builds the whole model to count, and prints the list of stages, which they are not.
+    with (replaced(module, **kept, num_stages=2 * module.num_stages, _count_layer_params=lambda: list(weights)),
+          contextlib.redirect_stdout(io.StringIO())):
+        module._partition_layers(method=getattr(module, _METHOD))
         parts = tuple(map(int, module.parts))
-    finally:
-        del module._count_layer_params
-        for name, value in kept.items():
-            setattr(module, name, value)
     if len(parts) != 2 * module.num_stages + 1:
         raise UnsupportedError(f"megatron-recycle: chunks 2: {type(module).__name__}._partition_layers() gives "
                                f"{len(parts) - 1} parts where num_stages is {2 * module.num_stages} for the moment: "

@@ -19,6 +19,7 @@ from torch import nn
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.deepspeed.timers import Timers
 from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.stage import Forward
@@ -88,13 +89,10 @@ class Running:
         """A block in which the stage is this chunk of it alone."""
         assert self._chunks is not None
         module: PipelineModule = self._engine.module
-        layers, start = self.layers(chunk), module._local_start
-        self._chunk, self._whole, module._local_start = chunk, module.forward_funcs, self.ranges[chunk].start
-        try:
-            with running(module, layers):
-                yield
-        finally:
-            self._chunk, self._whole, module._local_start = 0, None, start
+        layers, start = self.layers(chunk), self.ranges[chunk].start
+        with (replaced(self, _chunk=chunk, _whole=module.forward_funcs), replaced(module, _local_start=start),
+              running(module, layers)):
+            yield
 
     @property
     def _last(self) -> bool:
@@ -155,8 +153,8 @@ class Running:
         """As `runtime.stage.Stage.backward`; the loss is multiplied by ``scale``; None: it is as it is."""
         engine = self._engine
         inputs, outputs = forward.saved
-        engine._running_engine_backward = True  # keeps DeepSpeed's hooks for direct .backward() calls quiet
-        try:
+        # Keeps DeepSpeed's hooks for direct .backward() calls quiet.
+        with replaced(engine, _running_engine_backward=True):
             if self._last:
                 loss = outputs[0] / engine.gradient_accumulation_steps()
                 (loss if scale is None else loss.float() * scale).backward()
@@ -165,8 +163,6 @@ class Running:
                 pairs = [(tensor, gradient) for tensor, gradient in zip(floating, gradients, strict=True)
                          if tensor.requires_grad]
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        finally:
-            engine._running_engine_backward = False
         return [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 for tensor in inputs if tensor.is_floating_point()]
 
@@ -190,18 +186,13 @@ class Running:
 @contextmanager
 def running(module: PipelineModule, layers: Sequence[Callable[..., Any]]) -> Iterator[None]:
     """A block in which ``module`` runs these ``layers``, checkpointed from the first one on."""
-    own, checked = module.forward_funcs, getattr(module, "is_checkpointable_results", None)
-    module.forward_funcs = list(layers)
-    interval = module.activation_checkpoint_interval
-    if interval and checked is not None:
-        module.is_checkpointable_results = [module._is_checkpointable(module.forward_funcs[start:start + interval])
-                                            for start in range(0, len(layers), interval)]
-    try:
+    layers, interval = list(layers), module.activation_checkpoint_interval
+    values: dict[str, Any] = {"forward_funcs": layers}
+    if interval and hasattr(module, "is_checkpointable_results"):
+        values["is_checkpointable_results"] = [module._is_checkpointable(layers[start:start + interval])
+                                               for start in range(0, len(layers), interval)]
+    with replaced(module, **values):
         yield
-    finally:
-        module.forward_funcs = own
-        if checked is not None:
-            module.is_checkpointable_results = checked
 
 
 def _modules(layer: Callable[..., Any]) -> list[nn.Module]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -15,23 +15,19 @@ from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.deepspeed.relayout import remember_method
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
+from megatron_recycle.backends.replacing import replace
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.place import Place
 
-_STOCK = "recycle_stock_init"
-
 
 def place(options: Options) -> None:
     """Make `PipelineModule` count ranks as `placement` says, where its script says nothing; again: other options."""
-    stock = getattr(PipelineModule.__init__, _STOCK, PipelineModule.__init__)
-    signature = inspect.signature(stock)
 
-    @functools.wraps(stock)
-    def init(*arguments: Any, **keywords: Any) -> None:
-        given = signature.bind(*arguments, **keywords)
+    def init(stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        given = inspect.signature(stock).bind(*arguments, **keywords)
         stages, size = given.arguments.get("num_stages"), dist.get_world_size()
         settings = options.resolve({})
         if (settings.enabled and stages and given.arguments.get("topology") is None and size % stages == 0
@@ -41,8 +37,7 @@ def place(options: Options) -> None:
         given.apply_defaults()
         remember_method(arguments[0], given.arguments["partition_method"])
 
-    setattr(init, _STOCK, stock)
-    PipelineModule.__init__ = init
+    replace(PipelineModule, "__init__", init)
 
 
 def check_not_too_late(settings: RecycleConfig) -> None:

@@ -3,12 +3,13 @@ other releases lack, is loaded."""
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.releases import Release, release_of
+from megatron_recycle.backends.replacing import replace
 from megatron_recycle.errors import UnsupportedError
 
 OLDEST: Release = (0, 19, 8)
@@ -16,7 +17,6 @@ OLDEST: Release = (0, 19, 8)
 writes shards of ZeRO-1 in other ways (docs/versions.md)."""
 TESTED = "0.19.8"
 """The release that the tests ran with; others of the same two numbers, from the oldest on, are taken."""
-_STOCK = "recycle_stock_initialize"
 
 
 def is_supported(version: str) -> bool:
@@ -33,10 +33,8 @@ def install(options: Options) -> None:
         from megatron_recycle.backends.deepspeed import engine
         engine.install(options)
         return
-    stock = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
 
-    @functools.wraps(stock)
-    def initialize(args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
+    def initialize(stock: Callable[..., Any], args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
         if options.resolve({}).enabled and isinstance(model, deepspeed.PipelineModule):
             raise UnsupportedError(
                 f"DeepSpeed {deepspeed.__version__} ({deepspeed.__file__}) is not supported: the engine that the "
@@ -45,8 +43,7 @@ def install(options: Options) -> None:
                 "and gpt-neox trains with this one too), or train without the plugin (RECYCLE_ENABLED=false)")
         return stock(args, model, *rest, **keywords)
 
-    setattr(initialize, _STOCK, stock)
-    deepspeed.initialize = initialize
+    replace(deepspeed, "initialize", initialize)
 
 
 def _shown(release: Release) -> str:

@@ -12,9 +12,11 @@ import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
+
+from megatron_recycle.backends.replacing import replaced
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FOLDER = "iter_"
@@ -48,7 +50,7 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
         if remote:
             whole(f"{folder}/{place.name}")
             return open_file(path, mode, *given, **keywords)
-        return _replaced(Path(path), name_it)
+        return _rewritten(Path(path), name_it)
 
     def name_it() -> None:
         part.rename(hidden)
@@ -58,12 +60,9 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
     def on_save_checkpoint_success(path: str, *given: Any, **keywords: Any) -> Any:
         return succeed(str(path).replace(part.name, place.name), *given, **keywords)
 
-    stock.wandb_utils.on_save_checkpoint_success = on_save_checkpoint_success
-    try:
-        with opening(stock, open_), nullcontext() if remote else _renamed(stock, folder, iteration, part.name):
-            yield
-    finally:
-        stock.wandb_utils.on_save_checkpoint_success = succeed
+    with (replaced(stock.wandb_utils, on_save_checkpoint_success=on_save_checkpoint_success), opening(stock, open_),
+          nullcontext() if remote else _renamed(stock, folder, iteration, part.name)):
+        yield
 
 
 class _Files:
@@ -83,20 +82,14 @@ def opener(stock: Any) -> Callable[..., Any]:
     return found
 
 
-@contextmanager
-def opening(stock: Any, open_file: Callable[..., Any]) -> Iterator[None]:
+def opening(stock: Any, open_file: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside the block ``stock`` opens files with ``open_file``."""
-    name = "open_file" if hasattr(stock, "open_file") else "maybe_msc"
-    before = getattr(stock, name)
-    setattr(stock, name, open_file if name == "open_file" else _Files(before, open_file))
-    try:
-        yield
-    finally:
-        setattr(stock, name, before)
+    if hasattr(stock, "open_file"):
+        return replaced(stock, open_file=open_file)
+    return replaced(stock, maybe_msc=_Files(stock.maybe_msc, open_file))
 
 
-@contextmanager
-def _renamed(stock: Any, folder: str, number: int, to: str) -> Iterator[None]:
+def _renamed(stock: Any, folder: str, number: int, to: str) -> AbstractContextManager[None]:
     """Inside the block the checkpoint of iteration ``number`` in ``folder`` is under the name ``to`` for stock."""
     name_of, own = stock.get_checkpoint_name, place_of(folder, number).name
 
@@ -106,11 +99,7 @@ def _renamed(stock: Any, folder: str, number: int, to: str) -> Iterator[None]:
         return os.path.join(checkpoints_path, to) + found[len(inside):] if (
             (checkpoints_path, iteration) == (folder, number) and found.startswith(inside)) else found
 
-    stock.get_checkpoint_name = get_checkpoint_name
-    try:
-        yield
-    finally:
-        stock.get_checkpoint_name = name_of
+    return replaced(stock, get_checkpoint_name=get_checkpoint_name)
 
 
 def found_at(place: str, name: str) -> str:
@@ -124,13 +113,9 @@ def found_at(place: str, name: str) -> str:
 def read_from(stock: Any, folder: str, iteration: int, name: str) -> Iterator[None]:
     """Inside the block stock loads the checkpoint of ``iteration`` from the folder ``name`` in ``folder``, whichever is
     the newest."""
-    read = stock.read_metadata
-    stock.read_metadata = lambda *given, **keywords: (iteration, False)
-    try:
-        with _renamed(stock, folder, iteration, name):
-            yield
-    finally:
-        stock.read_metadata = read
+    with (replaced(stock, read_metadata=lambda *given, **keywords: (iteration, False)),
+          _renamed(stock, folder, iteration, name)):
+        yield
 
 
 def give_name(hidden: Path, place: Path) -> None:
@@ -156,7 +141,7 @@ def remove_parts(place: Path) -> None:
 
 
 @contextmanager
-def _replaced(path: Path, then: Callable[[], None]) -> Iterator[Any]:
+def _rewritten(path: Path, then: Callable[[], None]) -> Iterator[Any]:
     """A text file that is the old one until all of the new one is written, and ``then`` has been called."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w") as file:

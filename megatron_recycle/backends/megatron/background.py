@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +69,6 @@ class Background:
         self._members, self._speaks, self._forget = members, speaks, forget
         self._now: Unfinished | None = None
         self._naming: Unfinished | None = None
-
-    @contextmanager
-    def collecting(self, stock: Any) -> Iterator[list[Any]]:
-        """Inside the block ``stock``, Megatron-LM's module of checkpoints, puts its requests into the list that this
-        gives."""
-        requests: list[Any] = []
-        schedule, stock.schedule_async_save = stock.schedule_async_save, requests.append
-        try:
-            yield requests
-        finally:
-            stock.schedule_async_save = schedule
 
     def begin(self, iteration: int, written: Written, folder: str, name: str, request: Any) -> None:
         """Write this rank's files of ``request`` beside training; the rest is as in `Unfinished`. There is no other

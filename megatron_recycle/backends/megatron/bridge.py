@@ -22,18 +22,17 @@ from megatron_recycle.backends.megatron.bridge_saves import BridgeSaves, LastBri
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
 from megatron_recycle.backends.megatron.passed import Gaps
-from megatron_recycle.backends.megatron.rebinding import rebind
 from megatron_recycle.backends.megatron.refusing import refuse_or_tell
-from megatron_recycle.backends.megatron.setup import keep_timers_apart, plain
+from megatron_recycle.backends.megatron.setup import keep_timers_apart, load_once
 from megatron_recycle.backends.megatron.training import PluginSchedule
 from megatron_recycle.backends.megatron.version import check_version, release
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.releases import Release, release_of
+from megatron_recycle.backends.replacing import rebind, replaced
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.setup_record import SetUp
 
 BRIDGE_TESTED: Mapping[Release, tuple[str, Release]] = {(0, 6): ("0.6.2", (0, 19))}
@@ -175,30 +174,18 @@ def _judge(configuration: Any, settings: RecycleConfig) -> list[str]:
 
 
 def _loading(record: SetUp, stock: Callable[..., Any], given: inspect.BoundArguments) -> tuple[int, Any]:
-    """In place of `load_checkpoint`: loads at the job's start, and notes what that has changed beside model and
-    optimizer; one that joins changes that alone."""
-    state, optimizer = given.arguments["state"], given.arguments["optimizer"]
-    scheduler = given.arguments["opt_param_scheduler"]
+    """In place of `load_checkpoint`."""
+    state = given.arguments["state"].train_state
 
-    def load() -> dict[str, Any]:
-        with record.apart():
-            iteration, operations = stock(*given.args, **given.kwargs)
-        return {"iteration": int(iteration), "operations": operations,
-                "counters": {name: getattr(state.train_state, name) for name in _COUNTERS},
-                "schedule": None if scheduler is None else plain(scheduler.state_dict()),
-                "groups": [] if optimizer is None else [plain(group) for group in optimizer.param_groups]}
-
-    found = record.note("load_checkpoint", load)
-    if is_joining():
-        for name, value in found["counters"].items():
-            setattr(state.train_state, name, value)
+    def take(noted: Mapping[str, Any]) -> None:
+        for name, value in noted.items():
+            setattr(state, name, value)
         checkpoints: Any = sys.modules[CHECKPOINTS]
-        checkpoints.update_num_microbatches(consumed_samples=state.train_state.consumed_train_samples, verbose=False)
-        for group, values in zip([] if optimizer is None else optimizer.param_groups, found["groups"], strict=True):
-            group.update(values)
-        if scheduler is not None:
-            scheduler.load_state_dict(found["schedule"])
-    return found["iteration"], found["operations"]
+        checkpoints.update_num_microbatches(consumed_samples=state.consumed_train_samples, verbose=False)
+
+    return load_once(record, given.arguments["optimizer"], given.arguments["opt_param_scheduler"],
+                     lambda: stock(*given.args, **given.kwargs),
+                     lambda: {name: getattr(state, name) for name in _COUNTERS}, take)
 
 
 def _count_nominal(state: Any) -> None:
@@ -283,15 +270,8 @@ def _log_of_training(session: Session) -> Callable[..., bool]:
             return stock(*given, **keywords)
         arguments = inspect.signature(stock).bind(*given, **keywords).arguments
         logger, state = arguments["config"].logger, arguments["global_state"]
-        names = ("log_interval", "tensorboard_log_interval")
-        before = {name: getattr(logger, name) for name in names}
-        for name in names:
-            setattr(logger, name, sys.maxsize)
-        try:
+        with replaced(logger, log_interval=sys.maxsize, tensorboard_log_interval=sys.maxsize):
             stock(*given, **keywords)  # adds up an iteration's numbers for the line of its interval
-        finally:
-            for name, value in before.items():
-                setattr(logger, name, value)
         if state.train_state.step % logger.log_interval == 0:
             arguments["total_loss_dict"].clear()
         state.timers("interval-time").elapsed(reset=True)

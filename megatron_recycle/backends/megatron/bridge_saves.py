@@ -20,6 +20,7 @@ from megatron_recycle.backends.megatron.aside import give_name, place_of, remove
 from megatron_recycle.backends.megatron.last import Beginning, LastCheckpoint
 from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.backends.megatron.saves import SavingSchedule, failures_named, forget_old_groups
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.backends.session import Session
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
@@ -71,28 +72,20 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
     def told(succeed: Callable[..., Any], path: Any, *given: Any, **keywords: Any) -> Any:
         return succeed(str(path).replace(part.name, place.name), *given, **keywords)
 
-    with _replaced(stock, get_checkpoint_name=get_checkpoint_name, get_checkpoint_train_state_filename=of_newest,
-                   get_checkpoint_tracker_filename=of_newest, print_rank_0=print_rank_0,
-                   cleanup_old_non_persistent_checkpoint=cleanup), \
-            _replaced(stock.wandb_utils, on_save_checkpoint_success=told), \
-            _replaced(stock.mlflow_utils, on_save_checkpoint_success=told), \
-            _replaced(stock.comet_utils, on_save_checkpoint_success=told):
+    with (_with(stock, get_checkpoint_name=get_checkpoint_name, get_checkpoint_train_state_filename=of_newest,
+                get_checkpoint_tracker_filename=of_newest, print_rank_0=print_rank_0,
+                cleanup_old_non_persistent_checkpoint=cleanup),
+          _with(stock.wandb_utils, on_save_checkpoint_success=told),
+          _with(stock.mlflow_utils, on_save_checkpoint_success=told),
+          _with(stock.comet_utils, on_save_checkpoint_success=told)):
         yield
         while later:
             later.pop()()
 
 
-@contextmanager
-def _replaced(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+def _with(module: Any, **functions: Callable[..., Any]) -> AbstractContextManager[None]:
     """Inside the block these are ``module``'s functions; each is given the one that it replaces."""
-    before = {name: getattr(module, name) for name in functions}
-    for name, function in functions.items():
-        setattr(module, name, partial(function, before[name]))
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(module, name, function)
+    return replaced(module, **{name: partial(function, getattr(module, name)) for name, function in functions.items()})
 
 
 class BridgeSaves:

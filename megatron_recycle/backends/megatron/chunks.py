@@ -16,6 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_recycle.backends.megatron.vshape import mirrored
+from megatron_recycle.backends.replacing import replaced
 
 
 def placement(stages: int, chunks: int, v_shaped: bool) -> tuple[int, ...]:
@@ -77,12 +78,8 @@ class Chunks:
     @contextmanager
     def running(self, chunk: int) -> Iterator[None]:
         """Inside the block ``chunk`` runs."""
-        before, self.now = self.now, chunk
-        try:
-            with mirrored() if self._mirrored and chunk else nullcontext():
-                yield
-        finally:
-            self.now = before
+        with replaced(self, now=chunk), mirrored() if self._mirrored and chunk else nullcontext():
+            yield
 
 
 def _part(model: Any) -> Any:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_recycle.backends.megatron.te import quantizers_of
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.rendezvous import new_group
 from megatron_recycle.runtime.place import Place
@@ -62,24 +63,20 @@ class Kept:
     def holding(self, group: dist.ProcessGroup, names: Collection[str]) -> Iterator[None]:
         """Inside the block all that Megatron keeps under these ``names`` is ``group``."""
         same = {id(self._nominal[name]) for name in names}
-        fields = [(one, field) for one, field, name in self._collected if id(self._nominal[name]) in same]
-        before = [(one, field, getattr(one, field)) for one, field in fields]
-        with _used(dict.fromkeys(names, group)):
-            for one, field in fields:
-                setattr(one, field, group)
-            try:
-                yield
-            finally:
-                for one, field, value in before:
-                    setattr(one, field, value)
+        with ExitStack() as held:
+            held.enter_context(replaced(parallel_state, **dict.fromkeys(names, group)))
+            for one, field, name in self._collected:
+                if id(self._nominal[name]) in same:
+                    held.enter_context(replaced(one, **{field: group}))
+            yield
 
     @contextmanager
     def of_those_left(self, groups: Groups) -> Iterator[None]:
         """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among
         the peers that are left. They end with their generation."""
         peers = groups.stage_control
-        numbers = {"_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size, "_MPU_DATA_PARALLEL_RANK": peers.rank}
-        with self.holding(peers.group, _OF_PEERS), _used(numbers):
+        with (self.holding(peers.group, _OF_PEERS),
+              replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=peers.size, _MPU_DATA_PARALLEL_RANK=peers.rank)):
             yield
 
 
@@ -138,17 +135,6 @@ def _holders(model: nn.Module, group: Any) -> list[tuple[Any, str]]:
 def _collections(module: nn.Module) -> list[ProcessGroupCollection]:
     """Of groups, that ``module`` itself keeps."""
     return [value for value in vars(module).values() if isinstance(value, ProcessGroupCollection)]
-
-
-@contextmanager
-def _used(values: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block ``values`` are `parallel_state`'s, by the names it has for them."""
-    before = {name: getattr(parallel_state, name) for name in values}
-    vars(parallel_state).update(values)
-    try:
-        yield
-    finally:
-        vars(parallel_state).update(before)
 
 
 def _alone(place: Place) -> dist.ProcessGroup:

@@ -5,15 +5,16 @@ Nothing of Megatron is imported here.
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron_recycle.backends.megatron.version import is_supported
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.replacing import replace
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
-_STOCK, _GROUPS = "recycle_stock", "recycle_groups"
+_GROUPS = "recycle_groups"
 
 
 def watch(options: Options) -> None:
@@ -21,17 +22,13 @@ def watch(options: Options) -> None:
     other options. Not in a version that is not supported: it is refused when it asks for a schedule."""
     if not is_supported():
         return
-    kind: Any = sys.modules[_MODULE].DistributedOptimizer
-    stock = getattr(kind.__init__, _STOCK, kind.__init__)
 
-    @functools.wraps(stock)
-    def begin(self: Any, optimizer: Any, *rest: Any, **keywords: Any) -> None:
+    def begin(stock: Callable[..., None], self: Any, optimizer: Any, *rest: Any, **keywords: Any) -> None:
         groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
         stock(self, optimizer, *rest, **keywords)
         setattr(self, _GROUPS, groups)
 
-    setattr(begin, _STOCK, stock)
-    kind.__init__ = begin
+    replace(sys.modules[_MODULE].DistributedOptimizer, "__init__", begin)
 
 
 def groups_of(optimizer: Any) -> list[list[Any]] | None:

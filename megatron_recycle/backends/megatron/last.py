@@ -29,6 +29,8 @@ from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.runtime.comm.handles import Groups, is_broken
 from megatron_recycle.runtime.comm.reduction import count
 
+_BEGINNING = "recycle_beginning"
+
 
 @dataclass(frozen=True)
 class Beginning:
@@ -44,27 +46,18 @@ class Beginning:
     """Steps of the learning rate's scheduler, in samples."""
 
 
-class Training:
-    """In place of Megatron-LM's `train`: remembers what it is called with.
+def remember(loop: Any, stock: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
+    """In place of ``stock``, the `train` of Megatron-LM's module ``loop``: for `beginning_of`."""
+    parts, now = inspect.signature(stock).bind(*given, **keywords).arguments, loop.get_args()
+    setattr(loop, _BEGINNING, Beginning(
+        parts, now.iteration, now.consumed_train_samples, now.consumed_valid_samples,
+        now.num_floating_point_operations_so_far, parts["opt_param_scheduler"].num_steps))
+    return stock(*given, **keywords)
 
-    Args:
-        stock: that function.
-        arguments: gives Megatron-LM's arguments.
 
-    Attributes:
-        beginning: None before the call.
-    """
-
-    def __init__(self, stock: Callable[..., Any], arguments: Callable[[], Any]) -> None:
-        self._stock = stock
-        self._arguments = arguments
-        self.beginning: Beginning | None = None
-
-    def __call__(self, *given: Any, **keywords: Any) -> Any:
-        parts, now = inspect.signature(self._stock).bind(*given, **keywords).arguments, self._arguments()
-        self.beginning = Beginning(parts, now.iteration, now.consumed_train_samples, now.consumed_valid_samples,
-                                   now.num_floating_point_operations_so_far, parts["opt_param_scheduler"].num_steps)
-        return self._stock(*given, **keywords)
+def beginning_of(loop: Any) -> Beginning | None:
+    """Where the training of Megatron-LM's module ``loop`` began; None: it has not, or there is no such module."""
+    return getattr(loop, _BEGINNING, None)
 
 
 class LastCheckpoint:

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_pg_rank
 from torch import nn
 
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.lent.layers import hooked, lendable, likeness
 
@@ -116,16 +117,13 @@ class BlockLayers:
     @contextmanager
     def running(self, layers: Sequence[Callable[..., Any]]) -> Iterator[None]:
         block, config = self._block, self._block.config
-        number, recomputed = block.num_layers_per_pipeline_rank, config.recompute_num_layers
-        vars(block)["layers"] = layers  # before the modules; the stage's parameters stay what they are
-        block.num_layers_per_pipeline_rank = len(layers)
+        recomputed = config.recompute_num_layers
         if config.recompute_granularity == "full" and config.recompute_method == "uniform":
-            config.recompute_num_layers = math.gcd(len(layers), recomputed)  # it goes through in whole steps
-        try:
+            recomputed = math.gcd(len(layers), recomputed)  # it goes through in whole steps
+        # Such layers are found before the modules; the stage's parameters stay what they are.
+        with (replaced(block, layers=layers, num_layers_per_pipeline_rank=len(layers)),
+              replaced(config, recompute_num_layers=recomputed)):
             yield
-        finally:
-            del vars(block)["layers"]
-            block.num_layers_per_pipeline_rank, config.recompute_num_layers = number, recomputed
 
     def _check(self, block: nn.Module, positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
         """Whoever runs a layer has to give it the same: else none are lent from now on. Raises UnsupportedError where

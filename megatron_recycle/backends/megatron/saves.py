@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_recycle.backends.megatron.aside import aside, place_of, remove_parts
 from megatron_recycle.backends.megatron.background import Background, Unfinished
 from megatron_recycle.backends.megatron.last import first_failure, what_failed
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.observe.log import get_logger
@@ -102,8 +103,9 @@ class LoopSaves:
             return False
         folder, beside = self._folder(passing), arguments.async_save and not passing
         self._background.drop()  # of a try that a failure has ended
+        requests: list[Any] = []
         with (self._saving(save, folder, iteration, passing, save.name, save.whole),
-              _set(arguments, async_save=beside), self._background.collecting(self._stock) as requests):
+              replaced(arguments, async_save=beside), replaced(self._stock, schedule_async_save=requests.append)):
             forget_old_groups([*given, *keywords.values()])
             # Newer loops name the groups, which have members that may be gone.
             self._save(iteration, *given, **{name: self._schedule.group_now(value) for name, value in keywords.items()})
@@ -165,13 +167,3 @@ def failures_named(save: Save) -> Iterator[None]:
         if not error.failures:
             raise GenerationOver("another worker cannot write its part of the checkpoint") from error
         raise RuntimeError(what_failed(error)) from first_failure(error)
-
-
-@contextmanager
-def _set(arguments: Any, async_save: bool) -> Iterator[None]:
-    """Inside the block a checkpoint is written beside training, or not."""
-    before, arguments.async_save = arguments.async_save, async_save
-    try:
-        yield
-    finally:
-        arguments.async_save = before

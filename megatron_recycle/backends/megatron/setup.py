@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from megatron_recycle.backends.megatron import back
-from megatron_recycle.backends.megatron.last import Training
+from megatron_recycle.backends.megatron.last import remember
 from megatron_recycle.backends.megatron.training import CHECKPOINTS, LOOP, loop_in_use
 from megatron_recycle.backends.megatron.version import is_supported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.readable import started_again
+from megatron_recycle.backends.replacing import replace, replaced
 from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.setup_record import SetUp
 
-_STOCK = "recycle_stock"
 _PLAIN = (bool, int, float, str, type(None))
 
 _ALIKE = (
@@ -50,12 +52,12 @@ def install(options: Options) -> None:
     if not is_supported():
         return
     loop: Any = sys.modules[LOOP]
-    loop.train = _over(loop.train, lambda stock: Training(stock, loop.get_args))
-    loop.dummy_train_step = _over(loop.dummy_train_step, lambda stock: _passing(stock, loop))
+    replace(loop, "train", partial(remember, loop))
+    replace(loop, "dummy_train_step", partial(_pass_over, loop))
     setup = options.setup
     if setup is None:
         return
-    loop.load_checkpoint = _over(loop.load_checkpoint, lambda stock: _loading(stock, setup))
+    replace(loop, "load_checkpoint", partial(_load, loop, setup))
     keep_timers_apart(setup)
     if is_joining():
         # These write the past, or count this process' own start.
@@ -76,71 +78,71 @@ def settings() -> dict[str, Any]:
 
 def keep_timers_apart(setup: SetUp) -> None:
     """How long others took for their set-up is no news for one that joins, and too much to keep for many ranks."""
-    timers: Any = sys.modules["megatron.core.timers"].Timers
-    timers._get_elapsed_time_all_ranks = _over(timers._get_elapsed_time_all_ranks, lambda stock: _apart(stock, setup))
-
-
-def _over(now: Any, make: Callable[[Any], Any]) -> Any:
-    """The function that ``make`` puts in the place of the stock function behind ``now``."""
-    stock = getattr(now, _STOCK, now)
-    made = make(stock)
-    setattr(made, _STOCK, stock)
-    return made
-
-
-def _passing(stock: Callable[..., None], loop: Any) -> Callable[..., None]:
-    """In place of `dummy_train_step`, which reads an iteration's data and trains nothing."""
-    def passing(data_iterator: Any) -> None:
-        schedule = loop.get_forward_backward_func()
-        if hasattr(schedule, "pass_over"):
-            schedule.pass_over(loop.get_num_microbatches())
-        else:
-            stock(data_iterator)
-
-    return passing
-
-
-def _apart(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
-    def apart(*arguments: Any, **keywords: Any) -> Any:
+    def apart(stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         with setup.apart():
             return stock(*arguments, **keywords)
 
-    return apart
+    replace(sys.modules["megatron.core.timers"].Timers, "_get_elapsed_time_all_ranks", apart)
 
 
-def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
-    """In place of `load_checkpoint`: loads at the job's start, and notes what that has changed beside model and
-    optimizer; one that joins changes that alone."""
-    def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **keywords: Any) -> Any:
-        loop: Any = sys.modules[LOOP]
-        arguments = loop.get_args()
+def _pass_over(loop: Any, stock: Callable[..., None], data_iterator: Any) -> None:
+    """In place of `dummy_train_step`, which reads an iteration's data and trains nothing."""
+    schedule = loop.get_forward_backward_func()
+    if hasattr(schedule, "pass_over"):
+        schedule.pass_over(loop.get_num_microbatches())
+    else:
+        stock(data_iterator)
 
-        def load() -> dict[str, Any]:
-            before, schedule_before = plain(vars(arguments)), _state(opt_param_scheduler)
-            with setup.apart():
-                chosen = back.readable(sys.modules[CHECKPOINTS], arguments) if started_again() else None
-                if chosen is not None:
-                    arguments.ckpt_step = chosen
-                iteration, operations = stock(ddp_model, optimizer, opt_param_scheduler, *rest, **keywords)
-                if chosen is not None:
-                    arguments.ckpt_step = before["ckpt_step"]
-            after, schedule = plain(vars(arguments)), _state(opt_param_scheduler)
-            changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
-            return {"iteration": int(iteration), "operations": operations, "arguments": changed,
-                    "schedule": None if schedule == schedule_before else schedule,
-                    "groups": [] if optimizer is None else [plain(group) for group in optimizer.param_groups]}
 
-        found = setup.note("load_checkpoint", load)
-        if is_joining():
-            vars(arguments).update(found["arguments"])
-            loop.update_num_microbatches(consumed_samples=arguments.consumed_train_samples, verbose=False)
-            for group, values in zip([] if optimizer is None else optimizer.param_groups, found["groups"], strict=True):
-                group.update(values)
-            if found["schedule"] is not None:
-                opt_param_scheduler.load_state_dict(found["schedule"])
-        return found["iteration"], found["operations"]
+def _load(loop: Any, setup: SetUp, stock: Callable[..., Any], ddp_model: Any, optimizer: Any, opt_param_scheduler: Any,
+          *rest: Any, **keywords: Any) -> tuple[int, Any]:
+    """In place of `load_checkpoint`."""
+    arguments = loop.get_args()
+    before = plain(vars(arguments))
 
-    return load_checkpoint
+    def load() -> tuple[int, Any]:
+        chosen = back.readable(sys.modules[CHECKPOINTS], arguments) if started_again() else None
+        with nullcontext() if chosen is None else replaced(arguments, ckpt_step=chosen):
+            found: tuple[int, Any] = stock(ddp_model, optimizer, opt_param_scheduler, *rest, **keywords)
+        return found
+
+    def changed() -> dict[str, Any]:
+        return {name: value for name, value in plain(vars(arguments)).items()
+                if name not in before or before[name] != value}
+
+    def take(noted: Mapping[str, Any]) -> None:
+        vars(arguments).update(noted)
+        loop.update_num_microbatches(consumed_samples=arguments.consumed_train_samples, verbose=False)
+
+    return load_once(setup, optimizer, opt_param_scheduler, load, changed, take)
+
+
+def load_once(setup: SetUp, optimizer: Any, scheduler: Any, load: Callable[[], tuple[int, Any]],
+              noted: Callable[[], dict[str, Any]], take: Callable[[Mapping[str, Any]], None]) -> tuple[int, Any]:
+    """``load()`` a checkpoint at the job's start, and note what that has changed beside the model and the optimizer's
+    state; one that joins changes that alone. Returns what ``load`` did: the iteration, and operations so far.
+
+    Args:
+        noted: gives what it has changed of the loop's own.
+        take: changes that in one that joins.
+    """
+    def run() -> dict[str, Any]:
+        before = _state(scheduler)
+        with setup.apart():
+            iteration, operations = load()
+        after = _state(scheduler)
+        return {"iteration": int(iteration), "operations": operations, "noted": noted(),
+                "schedule": None if after == before else after,
+                "groups": [] if optimizer is None else [plain(group) for group in optimizer.param_groups]}
+
+    found = setup.note("load_checkpoint", run)
+    if is_joining():
+        take(found["noted"])
+        for group, values in zip([] if optimizer is None else optimizer.param_groups, found["groups"], strict=True):
+            group.update(values)
+        if found["schedule"] is not None:
+            scheduler.load_state_dict(found["schedule"])
+    return found["iteration"], found["operations"]
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from torch import nn
 
+from megatron_recycle.backends.replacing import STOCK, stock_of
 from megatron_recycle.runtime.compute.deferral import Deferral, task_now
 from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, watched
-
-_STOCK = "recycle_stock_function"
 
 
 class MegatronSplitter:
@@ -34,7 +33,7 @@ class MegatronSplitter:
     def __init__(self) -> None:
         self.deferral: Deferral[WeightQueue] = Deferral()
         now = layers.LinearWithGradAccumulationAndAsyncCommunication
-        layers.LinearWithGradAccumulationAndAsyncCommunication = _function(getattr(now, _STOCK, now), self)
+        layers.LinearWithGradAccumulationAndAsyncCommunication = _function(stock_of(now), self)
 
     def adopt(self, module: nn.Module) -> None:
         """All of this process's do."""
@@ -107,5 +106,5 @@ def _function(stock: Any, splitter: MegatronSplitter) -> Any:
             bias = None if ctx.recycle_bias is None else now.get(ctx.recycle_bias)
             return (for_inputs, now.get(ctx.recycle_weight), bias, *[None] * len(others))
 
-    setattr(SplitLinear, _STOCK, stock)
+    setattr(SplitLinear, STOCK, stock)
     return SplitLinear

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_recycle.backends.megatron import averages, back
 from megatron_recycle.backends.megatron.aside import aside
-from megatron_recycle.backends.megatron.last import LastCheckpoint
+from megatron_recycle.backends.megatron.last import LastCheckpoint, beginning_of
 from megatron_recycle.backends.megatron.options import (
     ALL_AT_ONCE,
     ANYWHERE,
@@ -32,6 +32,7 @@ from megatron_recycle.backends.megatron.options import (
 from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
 from megatron_recycle.backends.megatron.saves import LoopSaves, SavingSchedule
 from megatron_recycle.backends.megatron.writers import Writers
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
@@ -125,7 +126,7 @@ def last_checkpoint(wanted: str | None,
     """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
     The arguments are those of `LastCheckpoint`."""
     loop = loop_in_use()
-    beginning = getattr(getattr(loop, "train", None), "beginning", None)
+    beginning = beginning_of(loop)
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
             sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches, gaps, skipped)
@@ -145,11 +146,8 @@ def tell_validations() -> None:
     evaluate = loop.evaluate_and_print_results
 
     def evaluate_and_print_results(*given: Any, **keywords: Any) -> Any:
-        arguments.full_validation = False  # which is asked for that alone
-        try:
+        with replaced(arguments, full_validation=False):  # which is asked for that alone
             return evaluate(*given, **keywords)
-        finally:
-            arguments.full_validation = True
 
     loop.evaluate_and_print_results = evaluate_and_print_results
 
@@ -159,7 +157,7 @@ def way_back() -> Callable[[str, str], int] | None:
     the job had made by then; before `take_over`. None: they do not hold all that training needs, or another loop
     trains."""
     loop = loop_in_use()
-    beginning = getattr(getattr(loop, "train", None), "beginning", None)
+    beginning = beginning_of(loop)
     if beginning is None or not back.possible(loop.get_args()):
         return None
     passed = PassedOver(loop.get_args().iterations_to_skip, int(beginning.iteration))
@@ -169,17 +167,6 @@ def way_back() -> Callable[[str, str], int] | None:
 def collections() -> tuple[Any, ...]:
     """Of process groups, that the loop keeps beside the models'."""
     return ()
-
-
-def _pass_over(loop: Any, log: Callable[[], Any]) -> None:
-    """``log`` adds up an iteration's numbers for the line of its interval, which was written before this worker came
-    in, or is still to be."""
-    arguments = loop.get_args()
-    every, arguments.log_interval = arguments.log_interval, sys.maxsize
-    try:
-        log()
-    finally:
-        arguments.log_interval = every
 
 
 def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[..., bool]:
@@ -192,7 +179,10 @@ def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[
         if session.catches_up:
             if "is_first_iteration" in keywords:
                 keywords["is_first_iteration"] = False
-            _pass_over(loop, lambda: log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords))
+            # Adds up an iteration's numbers for the line of its interval, which was written before this worker came in,
+            # or is still to be.
+            with replaced(loop.get_args(), log_interval=sys.maxsize):
+                log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords)
             if iteration % loop.get_args().log_interval == 0:
                 totals.clear()
             loop.get_timers()("interval-time").elapsed(reset=True)

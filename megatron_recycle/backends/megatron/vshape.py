@@ -12,8 +12,8 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron.core import parallel_state
@@ -23,12 +23,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import transformer_block, transformer_layer
 from megatron.core.utils import unwrap_model
 
+from megatron_recycle.backends.replacing import replace, replaced
 from megatron_recycle.errors import UnsupportedError
 
 CHUNKS = 2
 _CHECKPOINTS = "megatron.training.checkpointing"
-_STOCK = "recycle_stock_method"
-_RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
 
 
 class Mirror:
@@ -45,16 +44,10 @@ class Mirror:
         return int(self._group.size())
 
 
-@contextmanager
-def mirrored() -> Iterator[None]:
+def mirrored() -> AbstractContextManager[None]:
     """Inside the block Megatron takes this stage for the one that has its second chunk when chunks are interleaved."""
-    state: Any = parallel_state
-    before = getattr(state, _RANK)
-    setattr(state, _RANK, Mirror(parallel_state.get_pipeline_model_parallel_group()).rank())
-    try:
-        yield
-    finally:
-        setattr(state, _RANK, before)
+    rank = Mirror(parallel_state.get_pipeline_model_parallel_group()).rank()
+    return replaced(parallel_state, _MPU_PIPELINE_MODEL_PARALLEL_RANK=rank)
 
 
 def bound() -> dict[tuple[str, str], Callable[..., Any]]:
@@ -77,11 +70,11 @@ def install() -> None:
             "Megatron's virtual pipelines: give initialize_model_parallel() and the model's configuration "
             f"virtual_pipeline_model_parallel_size={CHUNKS} (here it is {size}), or leave chunks out")
     first: list[GPTModel] = []
-    _over(GPTModel, "__init__", functools.partial(_built, first))
-    _over(GPTModel, "setup_embeddings_and_output_layer", functools.partial(_tied, first))
-    _over(DistributedOptimizer, "sharded_state_dict", _by_parameter)
+    replace(GPTModel, "__init__", functools.partial(_built, first))
+    replace(GPTModel, "setup_embeddings_and_output_layer", functools.partial(_tied, first))
+    replace(DistributedOptimizer, "sharded_state_dict", _by_parameter)
     if (stock := sys.modules.get(_CHECKPOINTS)) is not None:
-        _over(stock, "_load_base_checkpoint", _sharded)
+        replace(stock, "_load_base_checkpoint", _sharded)
 
 
 def wrong(models: Sequence[Any]) -> list[str]:
@@ -172,16 +165,3 @@ def _sharded(stock: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
             "are in it depends on the stages of the job that wrote it. Convert it to --ckpt-format torch_dist "
             "(--ckpt-convert-format torch_dist, without --recycle), or leave chunks out")
     return found
-
-
-def _over(holder: Any, name: str, function: Callable[..., Any]) -> None:
-    """Put ``function``, which is given the stock one first, in that one's place; again: with another one."""
-    now = getattr(holder, name)
-    stock = getattr(now, _STOCK, now)
-
-    @functools.wraps(stock)
-    def placed(*args: Any, **keywords: Any) -> Any:
-        return function(stock, *args, **keywords)
-
-    setattr(placed, _STOCK, stock)
-    setattr(holder, name, placed)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.environment import Launched
 from megatron_recycle.observe.log import get_logger
 
@@ -34,15 +35,9 @@ def name_run(arguments: Any) -> None:
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
 
 
-@contextmanager
-def unopened(arguments: Any) -> Iterator[None]:
+def unopened(arguments: Any) -> AbstractContextManager[None]:
     """A block in which Megatron-LM opens no writer, for a process that joins: another one still writes the same run."""
-    before = {name: getattr(arguments, name) for name in _OPENED_BY.values() if hasattr(arguments, name)}
-    vars(arguments).update(dict.fromkeys(before))
-    try:
-        yield
-    finally:
-        vars(arguments).update(before)
+    return replaced(arguments, **{name: None for name in _OPENED_BY.values() if hasattr(arguments, name)})
 
 
 class Writers:
