@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_recycle.backends.deepspeed.checkpoints import whole_at
+from megatron_recycle.backends.tries import Try
 from tests.backends import gpt_job
 from tests.harness import Hold, Job
 from tests.references import run
@@ -38,9 +38,9 @@ def test_a_checkpoint_that_is_whole_and_not_yet_named_is_found(tmp_path: Path):
     place = tmp_path / "best"
     for folder in (place, tmp_path / ".best.g3", tmp_path / ".best.g2"):
         folder.mkdir()
-    assert whole_at(place, "g3") == tmp_path / ".best.g3"
-    assert whole_at(place, "g4") == place
-    assert whole_at(tmp_path / "gone", "g3") == tmp_path / "gone"
+    assert Try(place, "g3").found == tmp_path / ".best.g3"
+    assert Try(place, "g4").found == place
+    assert Try(tmp_path / "gone", "g3").found == tmp_path / "gone"
 
 
 @pytest.mark.processes

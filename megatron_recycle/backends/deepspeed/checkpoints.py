@@ -7,9 +7,7 @@ whose name begins with a dot, and gets the checkpoint's name when everything is 
 
 from __future__ import annotations
 
-import glob
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -25,6 +23,7 @@ from megatron_recycle.backends.deepspeed.by_layer import written_shard
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.readable import newest_readable, unreadable
 from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.tries import Try, give_name, remove_tries
 from megatron_recycle.errors import RecycleError, SaveError
 from megatron_recycle.observe.disk import unwritten
 from megatron_recycle.runtime.comm.handles import Groups
@@ -108,16 +107,14 @@ class Checkpoints:
         self._engine._checkpoint_tag_validation(said[0])
         dist.broadcast_object_list(said)  # one that has the time in it, say: all write into the same folder
         place = self._place = Path(save_dir, said[0])
-        told = str(place.absolute())
+        told, written = str(place.absolute()), Try(place, save.name)
         with save.all_write(told):
-            self._write_stage(groups, save_dir, _part(place, save.name), said[0], dict(client_state or {}),
+            self._write_stage(groups, save_dir, written.part, said[0], dict(client_state or {}),
                               exclude_frozen_parameters, save.check)
         with save.all_write(told):
             if groups.me == groups.members[0] and groups.part == 0:
                 latest = _pointer(save_dir, said[0]) if save_latest else None
-                _part(place, save.name).rename(_hidden(place, save.name))
-                save.whole(told)  # only names are given from here on, which need no room
-                _name(_hidden(place, save.name), place)
+                written.finish(save.whole, keeps=True)
                 if latest is not None:
                     os.replace(latest, Path(save_dir, "latest"))
         return True
@@ -146,9 +143,10 @@ class Checkpoints:
         if exists:  # of an earlier life, perhaps whole: it stays as it is
             tag += "_emergency"
         place = Path(folder, tag)
+        part = Try(place, "last").part
         try:
-            whole = _by_all(groups, partial(self._write_stage, groups, folder, _part(place, "last"), tag))
-            whole = whole and _by_all(groups, partial(_finish, _part(place, "last"), place) if (
+            whole = _by_all(groups, partial(self._write_stage, groups, folder, part, tag))
+            whole = whole and _by_all(groups, partial(_finish, part, place) if (
                 groups.me == groups.members[0] and groups.part == 0) else None)
         except Exception as error:
             _remove_parts(place)
@@ -196,48 +194,17 @@ class Checkpoints:
             engine._copy_recovery_script(str(folder))
 
 
-def _hidden(place: Path, name: str) -> Path:
-    """Where the checkpoint ``place`` is that the try ``name`` has written, until it gets its name."""
-    return place.with_name(f".{place.name}.{name}")
-
-
-def _part(place: Path, name: str) -> Path:
-    """Where it is until all of it is there."""
-    return place.with_name(f".{place.name}.{name}.part")
-
-
 def _remove_parts(place: Path) -> None:
     """Remove what tries to write the checkpoint ``place`` have left that are not whole."""
-    for left in place.parent.glob(f".{glob.escape(place.name)}.*.part"):
-        shutil.rmtree(left, ignore_errors=True)
+    remove_tries(place, ".part")
     with suppress(OSError):
         place.with_name(_POINTER).unlink()
 
 
-def whole_at(place: Path, name: str) -> Path:
-    """Where the checkpoint is that the try ``name`` was to name ``place``, which all know to be whole: who names it may
-    have died before. What has its name then is none, or an older one."""
-    hidden = _hidden(place, name)
-    return hidden if hidden.exists() else place
-
-
 def _finish(hidden: Path, place: Path) -> None:
     latest = _pointer(place.parent, place.name)
-    _name(hidden, place)
+    give_name(hidden, place, keeps=True)
     os.replace(latest, place.parent / "latest")
-
-
-def _name(hidden: Path, place: Path) -> None:
-    """Give what is whole its name; what had it before goes, but for files of the script's own beside stock's."""
-    old = hidden.with_name(f"{hidden.name}.old")
-    if place.exists():
-        place.rename(old)
-    hidden.rename(place)
-    for left in [*old.iterdir()] if old.exists() else []:
-        if not (place / left.name).exists():
-            left.rename(place / left.name)
-    for left in place.parent.glob(f".{glob.escape(place.name)}.*"):  # of tries that a failure has ended, too
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _pointer(folder: Any, tag: str) -> Path:

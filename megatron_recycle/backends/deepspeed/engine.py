@@ -28,7 +28,7 @@ from megatron_recycle.backends.deepspeed.between import (
     settle_when_asked,
     sizes,
 )
-from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints, whole_at
+from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints
 from megatron_recycle.backends.deepspeed.config import (
     keep_batch,
     read_config,
@@ -50,6 +50,7 @@ from megatron_recycle.backends.readable import started_again
 from megatron_recycle.backends.replacing import replace, replaced
 from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
+from megatron_recycle.backends.tries import Try
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import ConfigError, RecycleError
@@ -166,7 +167,7 @@ class RecyclePipelineEngine(WrappingEngine):
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
                                save_last=lambda groups, _: self._checkpoints.write_last(groups),
-                               restore=lambda _, place, name: self._load(whole_at(Path(place), name)),
+                               restore=lambda _, place, name: self._load(Try(Path(place), name).found),
                                folder=lambda: self._checkpoints.folder)
             if isinstance(self.timers, Timers):
                 self.session.worker.site.meters.watch.beside = self.timers.beside

@@ -8,15 +8,14 @@ Nothing of Megatron is imported here.
 
 from __future__ import annotations
 
-import glob
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.tries import Try, remove_tries
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FOLDER = "iter_"
@@ -38,9 +37,7 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
         whole: called with the checkpoint's place before it gets its name, by the rank that names it. What it raises
             leaves the one before named.
     """
-    place = place_of(folder, iteration)
-    hidden = place.with_name(f".{place.name}.{name}")
-    part = hidden.with_name(f"{hidden.name}.part")
+    written = Try(place_of(folder, iteration), name)
     open_file, succeed = opener(stock), stock.wandb_utils.on_save_checkpoint_success
     remote = "://" in folder  # an object store has no folders that could be renamed
 
@@ -48,20 +45,15 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
         if "w" not in mode or os.path.basename(path) != TRACKER:
             return open_file(path, mode, *given, **keywords)
         if remote:
-            whole(f"{folder}/{place.name}")
+            whole(f"{folder}/{written.place.name}")
             return open_file(path, mode, *given, **keywords)
-        return _rewritten(Path(path), name_it)
-
-    def name_it() -> None:
-        part.rename(hidden)
-        whole(str(place))  # only names are given from here on, which need no room
-        give_name(hidden, place)
+        return _rewritten(Path(path), lambda: written.finish(whole))
 
     def on_save_checkpoint_success(path: str, *given: Any, **keywords: Any) -> Any:
-        return succeed(str(path).replace(part.name, place.name), *given, **keywords)
+        return succeed(str(path).replace(written.part.name, written.place.name), *given, **keywords)
 
     with (replaced(stock.wandb_utils, on_save_checkpoint_success=on_save_checkpoint_success), opening(stock, open_),
-          nullcontext() if remote else _renamed(stock, folder, iteration, part.name)):
+          nullcontext() if remote else _renamed(stock, folder, iteration, written.part.name)):
         yield
 
 
@@ -105,8 +97,7 @@ def _renamed(stock: Any, folder: str, number: int, to: str) -> AbstractContextMa
 def found_at(place: str, name: str) -> str:
     """The name of the folder in which the checkpoint is that the try ``name`` was to name ``place``, and that all know
     to be whole: who names it may have died before. What has its name then is none, or an older one."""
-    hidden = Path(place).with_name(f".{Path(place).name}.{name}")
-    return hidden.name if "://" not in place and hidden.exists() else Path(place).name
+    return Path(place).name if "://" in place else Try(Path(place), name).found.name
 
 
 @contextmanager
@@ -116,21 +107,6 @@ def read_from(stock: Any, folder: str, iteration: int, name: str) -> Iterator[No
     with (replaced(stock, read_metadata=lambda *given, **keywords: (iteration, False)),
           _renamed(stock, folder, iteration, name)):
         yield
-
-
-def give_name(hidden: Path, place: Path) -> None:
-    """Give what is whole its name; what had it before goes."""
-    old = hidden.with_name(f"{hidden.name}.old")
-    if place.exists():
-        place.rename(old)
-    hidden.rename(place)
-    remove_tries(place)
-
-
-def remove_tries(place: Path, ending: str = "") -> None:
-    """Remove what tries to write the checkpoint ``place`` have left, if its name has this ``ending``."""
-    for left in place.parent.glob(f".{glob.escape(place.name)}.*{ending}"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def remove_parts(place: Path) -> None:

@@ -15,16 +15,17 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_recycle.backends.megatron.bridge_saves import BridgeSaves, LastBridgeCheckpoint
+from megatron_recycle.backends.megatron.bridge_saves import LastBridgeCheckpoint, save_checkpoint
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
 from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.backends.megatron.refusing import refuse_or_tell
 from megatron_recycle.backends.megatron.setup import keep_timers_apart, load_once
-from megatron_recycle.backends.megatron.training import PluginSchedule
+from megatron_recycle.backends.megatron.training import print_line
 from megatron_recycle.backends.megatron.version import check_version, release
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.releases import Release, release_of
@@ -34,6 +35,9 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.setup_record import SetUp
+
+if TYPE_CHECKING:  # which imports Megatron
+    from megatron_recycle.backends.megatron.groups import Kept
 
 BRIDGE_TESTED: Mapping[Release, tuple[str, Release]] = {(0, 6): ("0.6.2", (0, 19))}
 """First two numbers of each supported Megatron-Bridge -> the one that the tests ran with, and the core it is for."""
@@ -66,14 +70,14 @@ class _Job:
         parts: arguments of the loop's `train`, by name; none before.
         counters: of its state, when training began.
         steps: of the learning rate's scheduler then, in samples.
-        schedule: the plugin's, once it has begun.
+        kept: Megatron's groups, once training has begun.
     """
 
     told: tuple[str, ...] = ()
     parts: Mapping[str, Any] | None = None
     counters: Mapping[str, float] | None = None
     steps: int = 0
-    schedule: PluginSchedule | None = None
+    kept: Kept | None = None
 
 
 _job = _Job()
@@ -119,11 +123,10 @@ def watch_training(options: Options) -> None:
         return stock(*given, **keywords)
 
     def train_step(stock: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-        schedule = _job.schedule
         # All that it asks others for is known here, and stages need not wait for each other.
-        with nullcontext() if schedule is None else schedule.alone():
+        with nullcontext() if _job.kept is None else _job.kept.alone():
             returned = stock(*given, **keywords)
-        if _job.schedule is not None and _job.parts is not None:
+        if _job.kept is not None and _job.parts is not None:
             _count_nominal(_job.parts["global_state"])
         return returned
 
@@ -244,18 +247,12 @@ def collections() -> Iterator[Any]:
     yield _job.parts["pg_collection"]
 
 
-def take_over(session: Session, schedule: PluginSchedule) -> None:
-    """Rebind the loop's names."""
-    _job.schedule = schedule
-    saves = BridgeSaves(sys.modules[CHECKPOINTS], session, schedule)
-    rebind(CHECKPOINTS, "save_checkpoint", saves.save)
-
-    def print_rank_last(_: Any, text: str) -> None:
-        if schedule.speaks():
-            print(f"{text}{schedule.log_part()}" if " iteration " in text and text.rstrip().endswith("|") else text,
-                  flush=True)
-
-    rebind("megatron.bridge.utils.common_utils", "print_rank_last", print_rank_last)
+def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, speaks: Callable[[], bool],
+              part: Callable[[], str]) -> None:
+    """Rebind the loop's names; arguments as those of `training.take_over`."""
+    _job.kept = kept
+    rebind(CHECKPOINTS, "save_checkpoint", partial(save_checkpoint, sys.modules[CHECKPOINTS], session, kept, last))
+    rebind("megatron.bridge.utils.common_utils", "print_rank_last", lambda _, text: print_line(text, speaks, part))
     # All stages have the same.
     rebind("megatron.bridge.training.utils.train_utils", "reduce_max_stat_across_model_parallel_group",
                 lambda _, stat, mp_group=None: stat)

@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_recycle.backends.megatron.aside import give_name, place_of, remove_parts
+from megatron_recycle.backends.megatron.aside import place_of, remove_parts
 from megatron_recycle.backends.megatron.last import Beginning, LastCheckpoint
 from megatron_recycle.backends.megatron.passed import Gaps
-from megatron_recycle.backends.megatron.saves import SavingSchedule, failures_named, forget_old_groups
+from megatron_recycle.backends.megatron.saves import folder_of, forget_old_groups, writing
 from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.backends.session import Session
+from megatron_recycle.backends.tries import Try
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.saving import Save
+
+if TYPE_CHECKING:  # which imports Megatron
+    from megatron_recycle.backends.megatron.groups import Kept
 
 _SAVED = "  successfully saved checkpoint from iteration"
 """What the rank that names a checkpoint prints when all of it is there."""
@@ -34,15 +38,13 @@ _SAVED = "  successfully saved checkpoint from iteration"
 def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[str], None]) -> Iterator[None]:
     """Inside the block Bridge's `save_checkpoint` writes ``iteration`` into ``folder`` as `aside.aside` says; arguments
     as there. It names a checkpoint in two files: they get their names with it."""
-    place = place_of(folder, iteration)
-    hidden = place.with_name(f".{place.name}.{name}")
-    part = hidden.with_name(f"{hidden.name}.part")
+    written = Try(place_of(folder, iteration), name)
     tells: list[str] = []
     later: list[Callable[[], None]] = []
 
     def get_checkpoint_name(stock_name: Callable[..., str], directory: str, number: int, *given: Any,
                             **keywords: Any) -> str:
-        return str(part) if (directory, number) == (folder, iteration) else stock_name(
+        return str(written.part) if (directory, number) == (folder, iteration) else stock_name(
             directory, number, *given, **keywords)
 
     def of_newest(stock_name: Callable[..., str], directory: str, *given: Any, **keywords: Any) -> str:
@@ -58,9 +60,7 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
         say(text)
 
     def name_it() -> None:
-        part.rename(hidden)
-        whole(str(place))  # only names are given from here on, which need no room
-        give_name(hidden, place)
+        written.finish(whole)
         while tells:
             os.replace(f"{tells[0]}.part", tells.pop(0))
         while later:
@@ -70,7 +70,7 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
         later.append(partial(clean, *given, **keywords))  # it counts checkpoints by their names
 
     def told(succeed: Callable[..., Any], path: Any, *given: Any, **keywords: Any) -> Any:
-        return succeed(str(path).replace(part.name, place.name), *given, **keywords)
+        return succeed(str(path).replace(written.part.name, written.place.name), *given, **keywords)
 
     with (_with(stock, get_checkpoint_name=get_checkpoint_name, get_checkpoint_train_state_filename=of_newest,
                 get_checkpoint_tracker_filename=of_newest, print_rank_0=print_rank_0,
@@ -88,50 +88,21 @@ def _with(module: Any, **functions: Callable[..., Any]) -> AbstractContextManage
     return replaced(module, **{name: partial(function, getattr(module, name)) for name, function in functions.items()})
 
 
-class BridgeSaves:
-    """What stands in place of Bridge's `save_checkpoint`.
+def save_checkpoint(module: Any, session: Session, kept: Kept, last: LastCheckpoint | None, stock: Callable[..., None],
+                    state: Any, *given: Any, **keywords: Any) -> None:
+    """In place of Bridge's function, ``stock`` of its ``module`` of checkpoints; the rest as in `LoopSaves`."""
+    iteration, passing = int(state.train_state.step), bool(keywords.get("non_persistent_ckpt", False))
+    folder = folder_of(state.cfg.checkpoint, passing, module)
 
-    Args:
-        module: Bridge's, of checkpoints.
-        session: of the job.
-        schedule: the plugin's.
-    """
-
-    def __init__(self, module: Any, session: Session, schedule: SavingSchedule) -> None:
-        self._module = module
-        self._session = session
-        self._schedule = schedule
-
-    def save(self, stock: Callable[..., None], state: Any, *given: Any, **keywords: Any) -> None:
-        """As Bridge's ``stock`` function."""
-        iteration = int(state.train_state.step)
-        passing = bool(keywords.get("non_persistent_ckpt", False))
-        folder = self._folder(state.cfg.checkpoint, passing)
-
-        def write() -> None:
-            stock(state, *given, **{name: self._schedule.group_now(value) for name, value in keywords.items()})
-
-        self._session.save(f"the checkpoint of iteration {iteration}",
-                           lambda save: self._write(save, folder, iteration, passing, keywords, write),
-                           lambda: remove_parts(place_of(folder, iteration)),
-                           otherwise=lambda: stock(state, *given, **keywords))
-
-    def _write(self, save: Save, folder: str, iteration: int, passing: bool, keywords: Mapping[str, Any],
-               write: Callable[[], None]) -> bool:
-        with (save.each_writes(str(place_of(folder, iteration))),
-              self._schedule.among_peers(save.generation.groups),
-              nullcontext() if passing else self._schedule.saving(iteration),
-              failures_named(save), beside(self._module, folder, iteration, save.name, save.whole)):
+    def write(save: Save) -> bool:
+        with (writing(save, kept, None if passing else last, folder, iteration),
+              beside(module, folder, iteration, save.name, save.whole)):
             forget_old_groups(keywords.values())
-            write()
+            stock(state, *given, **{name: kept.now(value) for name, value in keywords.items()})
         return True
 
-    def _folder(self, checkpoint: Any, passing: bool) -> str:
-        """Where the loop saves."""
-        if not passing:
-            return str(checkpoint.save)
-        own = checkpoint.non_persistent_global_ckpt_dir
-        return str(own or os.path.join(checkpoint.save, self._module._NON_PERSISTENT_CKPT_SUBDIR))
+    session.save(f"the checkpoint of iteration {iteration}", write, lambda: remove_parts(place_of(folder, iteration)),
+                 otherwise=lambda: stock(state, *given, **keywords))
 
 
 class LastBridgeCheckpoint(LastCheckpoint):

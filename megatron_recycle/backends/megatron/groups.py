@@ -23,7 +23,6 @@ from megatron_recycle.backends.megatron.te import quantizers_of
 from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.rendezvous import new_group
-from megatron_recycle.runtime.place import Place
 
 
 def _of(*names: str) -> tuple[str, ...]:
@@ -79,20 +78,19 @@ class Kept:
               replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=peers.size, _MPU_DATA_PARALLEL_RANK=peers.rank)):
             yield
 
-
-class Detached:
-    """Makes Megatron's own collectives of an iteration end at this worker; made once, before training."""
-
-    def __init__(self, place: Place, kept: Kept) -> None:
+    def detach(self, backend: str) -> None:
+        """Once, before training: have Megatron's sizes and ranks stay nominal, and a group of this worker's own for
+        `alone`, which communicates by ``backend``."""
         state: Any = parallel_state
-        self._kept = kept
-        self._alone = _alone(place)
+        self._alone = new_group(f"recycle/alone/{uuid.uuid4().hex}", [dist.get_rank()], dist.HashStore(),
+                                backend=backend, timeout=60.0, connect_timeout=60.0)
         state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
         state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
 
     def alone(self) -> AbstractContextManager[None]:
-        """Inside the block this worker is the only member of Megatron's groups for data and model parallelism."""
-        return self._kept.holding(self._alone, _SHARED)
+        """Inside the block this worker is the only member of Megatron's groups for data and model parallelism: its own
+        collectives of an iteration end here."""
+        return self.holding(self._alone, _SHARED)
 
     @property
     def is_alone(self) -> bool:
@@ -137,14 +135,8 @@ def _collections(module: nn.Module) -> list[ProcessGroupCollection]:
     return [value for value in vars(module).values() if isinstance(value, ProcessGroupCollection)]
 
 
-def _alone(place: Place) -> dist.ProcessGroup:
-    name = f"recycle/alone/{uuid.uuid4().hex}"
-    return new_group(name, [dist.get_rank()], dist.HashStore(), backend=place.backend, timeout=60.0,
-                     connect_timeout=60.0)
-
-
-def adapt_timers(detached: Detached, speaks: Callable[[], bool]) -> None:
-    """Megatron's timers wait for other ranks between iterations only, as ``detached`` knows, and are logged where
+def adapt_timers(kept: Kept, speaks: Callable[[], bool]) -> None:
+    """Megatron's timers wait for other ranks between iterations only, as ``kept`` knows, and are logged where
     ``speaks()``, and not on a rank that may be gone."""
     timer: Any = timers.Timer
     start, stop = timer.start, timer.stop
@@ -152,10 +144,10 @@ def adapt_timers(detached: Detached, speaks: Callable[[], bool]) -> None:
     log = group.log
 
     def start_here(self: Any, barrier: bool = False) -> None:
-        start(self, barrier and not detached.is_alone)
+        start(self, barrier and not kept.is_alone)
 
     def stop_here(self: Any, barrier: bool = False) -> None:
-        stop(self, barrier and not detached.is_alone)
+        stop(self, barrier and not kept.is_alone)
 
     def log_here(self: Any, names: Any, rank: int | None = None, **options: Any) -> None:
         log(self, names, (dist.get_rank() if speaks() else -1) if rank is None else rank, **options)

@@ -8,37 +8,26 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_recycle.backends.megatron.aside import aside, place_of, remove_parts
 from megatron_recycle.backends.megatron.background import Background, Unfinished
-from megatron_recycle.backends.megatron.last import first_failure, what_failed
+from megatron_recycle.backends.megatron.last import LastCheckpoint, first_failure, what_failed
 from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.saving import Save, Written
 
+if TYPE_CHECKING:  # which imports Megatron
+    from megatron_recycle.backends.megatron.groups import Kept
+
 _OF_GROUP = "recycle_group"
-
-
-class SavingSchedule(Protocol):
-    """The plugin's schedule, as checkpoints need it."""
-
-    def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
-        """Inside the block ``groups`` are Megatron's for data parallelism."""
-
-    def group_now(self, value: Any) -> Any:
-        """What Megatron has in the place of ``value``, if that is one of its groups as they were at first."""
-
-    def saving(self, iteration: int) -> AbstractContextManager[None]:
-        """A block in which the loop saves ``iteration`` for good."""
 
 
 class LoopSaves:
@@ -48,24 +37,21 @@ class LoopSaves:
         loop: `megatron.training.training`, with the functions that are stock's.
         stock: `megatron.training.checkpointing`.
         session: of the job.
-        schedule: the plugin's.
+        kept: Megatron's groups.
+        last: writes a last checkpoint, and has to know of others; None: there is no such thing.
 
     Attributes:
         saved: iterations that this worker has seen saved.
     """
 
-    def __init__(self, loop: Any, stock: Any, session: Session, schedule: SavingSchedule) -> None:
+    def __init__(self, loop: Any, stock: Any, session: Session, kept: Kept, last: LastCheckpoint | None) -> None:
         self.saved: set[int] = set()
         self._loop = loop
         self._stock = stock
         self._save = loop.save_checkpoint
         self._session = session
-        self._schedule = schedule
-
-        def forget(iteration: int) -> None:
-            session.worker.give_up_checkpoint(iteration)
-
-        self._background = Background(session.live, session.speaks, forget)
+        self._kept, self._last = kept, last
+        self._background = Background(session.live, session.speaks, session.worker.give_up_checkpoint)
 
     def save(self, iteration: int, *given: Any, **keywords: Any) -> None:
         """As stock's `save_checkpoint`."""
@@ -75,7 +61,7 @@ class LoopSaves:
 
         def clear() -> None:
             self._background.drop()
-            remove_parts(place_of(self._folder(passing), iteration))
+            remove_parts(place_of(folder_of(self._loop.get_args(), passing, self._stock), iteration))
 
         self._session.save(f"the checkpoint of iteration {iteration}",
                            lambda save: self._write(save, iteration, passing, given, keywords), clear,
@@ -101,14 +87,15 @@ class LoopSaves:
                                "are missing (%s); training goes on", iteration, needs_all,
                                ", ".join(self._session.missing()))
             return False
-        folder, beside = self._folder(passing), arguments.async_save and not passing
+        folder, beside = folder_of(arguments, passing, self._stock), arguments.async_save and not passing
         self._background.drop()  # of a try that a failure has ended
         requests: list[Any] = []
-        with (self._saving(save, folder, iteration, passing, save.name, save.whole),
+        with (writing(save, self._kept, None if passing else self._last, folder, iteration),
+              aside(self._stock, folder, iteration, save.name, save.whole),
               replaced(arguments, async_save=beside), replaced(self._stock, schedule_async_save=requests.append)):
             forget_old_groups([*given, *keywords.values()])
             # Newer loops name the groups, which have members that may be gone.
-            self._save(iteration, *given, **{name: self._schedule.group_now(value) for name, value in keywords.items()})
+            self._save(iteration, *given, **{name: self._kept.now(value) for name, value in keywords.items()})
             for request in requests:
                 written = Written(self._session.worker.standing.committed, save.facts)
                 self._background.begin(iteration, written, folder, save.name, request)
@@ -117,26 +104,35 @@ class LoopSaves:
 
     def _give_name(self, save: Save, written: Unfinished) -> None:
         """Of a checkpoint that all have written."""
-        with self._saving(save, written.folder, written.iteration, False, written.name,
-                          lambda place: save.whole(place, written.written)):
+        with (writing(save, self._kept, self._last, written.folder, written.iteration),
+              aside(self._stock, written.folder, written.iteration, written.name,
+                    lambda place: save.whole(place, written.written))):
             for finish in written.request.finalize_fns:
                 finish()
 
-    @contextmanager
-    def _saving(self, save: Save, folder: str, iteration: int, passing: bool, name: str,
-                whole: Callable[[str], None]) -> Iterator[None]:
-        with (save.each_writes(str(place_of(folder, iteration))), self._schedule.among_peers(save.generation.groups),
-              nullcontext() if passing else self._schedule.saving(iteration),
-              failures_named(save), aside(self._stock, folder, iteration, name, whole)):
-            yield
 
-    def _folder(self, passing: bool) -> str:
-        """Where the loop saves."""
-        arguments = self._loop.get_args()
-        if not passing:
-            return str(arguments.save)
-        own = arguments.non_persistent_global_ckpt_dir
-        return str(own or os.path.join(arguments.save, self._stock._NON_PERSISTENT_CKPT_SUBDIR))
+def folder_of(settings: Any, passing: bool, stock: Any) -> str:
+    """Where a loop saves, by its ``settings``. ``passing``: a checkpoint that the next one of its kind takes the place
+    of; ``stock``: the loop's module of checkpoints."""
+    if not passing:
+        return str(settings.save)
+    return str(settings.non_persistent_global_ckpt_dir or os.path.join(
+        settings.save, stock._NON_PERSISTENT_CKPT_SUBDIR))
+
+
+@contextmanager
+def writing(save: Save, kept: Kept, last: LastCheckpoint | None, folder: str, iteration: int) -> Iterator[None]:
+    """A block in which the members of ``save``, who are all that Megatron sees, write or name a checkpoint, of which
+    ``last`` is told. An error of Megatron's that is no Exception becomes one, if it is no failure of ``save``'s."""
+    with (save.each_writes(str(place_of(folder, iteration))), kept.of_those_left(save.generation.groups),
+          nullcontext() if last is None else last.saving(iteration)):
+        try:
+            yield
+        except CheckpointException as error:
+            save.check()
+            if not error.failures:
+                raise GenerationOver("another worker cannot write its part of the checkpoint") from error
+            raise RuntimeError(what_failed(error)) from first_failure(error)
 
 
 def _needs_all(arguments: Any, passing: bool) -> str | None:
@@ -155,15 +151,3 @@ def forget_old_groups(arguments: Iterable[Any]) -> None:
         if context.get(_OF_GROUP) is not group:
             context.pop("save_strategy", None)
             context[_OF_GROUP] = group
-
-
-@contextmanager
-def failures_named(save: Save) -> Iterator[None]:
-    """A block in which an error of Megatron's that is no Exception becomes one, if it is no failure of ``save``'s."""
-    try:
-        yield
-    except CheckpointException as error:
-        save.check()
-        if not error.failures:
-            raise GenerationOver("another worker cannot write its part of the checkpoint") from error
-        raise RuntimeError(what_failed(error)) from first_failure(error)

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -100,8 +100,7 @@ class RecycleSchedule:
         given = None if own_data else data_iterator
         self._stage.script.calls(model, given, forward_only)
         self._stage.forward_step = forward_step_func
-        assert self._detached is not None
-        with self.session.call(), self._detached.alone():
+        with self.session.call(), self._kept.alone():
             reports = (self._evaluate(data_iterator, num_microbatches) if forward_only
                        else self._train(data_iterator, num_microbatches))
         if not forward_only:
@@ -191,23 +190,6 @@ class RecycleSchedule:
             source.forget(pipeline, first + microbatches)
         return torch.cat(tables)
 
-    def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
-        """Inside the block ``groups`` are Megatron's for data parallelism."""
-        return self._kept.of_those_left(groups)
-
-    def group_now(self, value: Any) -> Any:
-        """What Megatron has in the place of ``value``, if that is one of its groups as they were at first."""
-        return self._kept.now(value)
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Inside the block Megatron's groups have this worker for their only member."""
-        assert self._detached is not None
-        return self._detached.alone()
-
-    def saving(self, iteration: int) -> AbstractContextManager[None]:
-        """In the block the loop saves a checkpoint of ``iteration``."""
-        return nullcontext() if self._last is None else self._last.saving(iteration)
-
     def _number(self, iteration: int) -> int:
         """Of ``iteration``'s first micro-batch."""
         return self.session.grids.number(iteration)
@@ -288,9 +270,9 @@ class RecycleSchedule:
                            folder=lambda: None if self._last is None else self._last.folder)
         if self._stage.distributed is not None:
             self._stage.distributed.where = self._shards
-        self._detached = megatron_groups.Detached(place, self._kept)
-        megatron_groups.adapt_timers(self._detached, self.speaks)
-        self._loop.take_over(self.session, self)
+        self._kept.detach(place.backend)
+        megatron_groups.adapt_timers(self._kept, self.speaks)
+        self._loop.take_over(self.session, self._kept, self._last, self.speaks, self.log_part)
         self._microbatches = microbatches
 
 

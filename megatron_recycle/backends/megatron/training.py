@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +31,16 @@ from megatron_recycle.backends.megatron.options import (
     with_history,
 )
 from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
-from megatron_recycle.backends.megatron.saves import LoopSaves, SavingSchedule
+from megatron_recycle.backends.megatron.saves import LoopSaves
 from megatron_recycle.backends.megatron.writers import Writers
 from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups
+
+if TYPE_CHECKING:  # which imports Megatron
+    from megatron_recycle.backends.megatron.groups import Kept
 
 LOOP = "megatron.training.training"
 CHECKPOINTS = "megatron.training.checkpointing"
@@ -50,19 +54,6 @@ def loop_in_use() -> Any:
             loop.get_args()
             return loop
     return None
-
-
-class PluginSchedule(SavingSchedule, Protocol):
-    """The plugin's schedule, as the loop's replacements need it."""
-
-    def speaks(self) -> bool:
-        """Whether this worker writes the log line."""
-
-    def log_part(self) -> str:
-        """The plugin's part of it."""
-
-    def alone(self) -> AbstractContextManager[None]:
-        """Inside the block Megatron's groups have this worker for their only member."""
 
 
 def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
@@ -194,34 +185,44 @@ def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[
     return training_log
 
 
-def take_over(session: Session, schedule: PluginSchedule) -> None:
-    """Rebind the loop's names, if it is loaded."""
+def print_line(message: str, speaks: Callable[[], bool], part: Callable[[], str]) -> None:
+    """In place of a loop's `print_rank_last`: whoever ``speaks`` prints it, the log line with the plugin's ``part``."""
+    if speaks():
+        of_iteration = " iteration " in message and message.rstrip().endswith("|")
+        print(f"{message}{part()}" if of_iteration else message, flush=True)
+
+
+def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, speaks: Callable[[], bool],
+              part: Callable[[], str]) -> None:
+    """Rebind the loop's names, if it is loaded.
+
+    Args:
+        kept: Megatron's groups.
+        last: writes a last checkpoint, if that is possible.
+        speaks: whether this worker writes the log line.
+        part: gives the plugin's part of it.
+    """
     loop = loop_in_use()
     if loop is None:
         return
-    saves = LoopSaves(loop, sys.modules[CHECKPOINTS], session, schedule)
+    saves = LoopSaves(loop, sys.modules[CHECKPOINTS], session, kept, last)
     report, step = loop.compute_throughputs_and_append_to_progress_log, loop.train_step
-
-    def print_rank_last(message: str) -> None:
-        if schedule.speaks():
-            print(f"{message}{schedule.log_part()}" if " iteration " in message and message.endswith("|") else message,
-                  flush=True)
 
     def compute_throughputs_and_append_to_progress_log(iteration: int, operations: Any) -> None:
         if iteration in saves.saved:  # else there is no such checkpoint
             report(iteration, operations)
 
     def train_step(*arguments: Any, **keywords: Any) -> Any:
-        with schedule.alone():  # all that it asks others for is known here, and stages need not wait for each other
+        with kept.alone():  # all that it asks others for is known here, and stages need not wait for each other
             return step(*arguments, **keywords)
 
-    writers = Writers(loop.get_args, schedule.speaks)
+    writers = Writers(loop.get_args, speaks)
     loop.get_tensorboard_writer, loop.get_wandb_writer = writers.tensorboard, writers.wandb
-    loop.is_last_rank = schedule.speaks
+    loop.is_last_rank = speaks
     # All stages have the same, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
     loop.training_log = _log_of_training(loop, session, writers)
     averages.install()
-    loop.train_step, loop.print_rank_last = train_step, print_rank_last
+    loop.train_step, loop.print_rank_last = train_step, partial(print_line, speaks=speaks, part=part)
     loop.save_checkpoint, loop.maybe_finalize_async_save = saves.save, saves.finish
     loop.compute_throughputs_and_append_to_progress_log = compute_throughputs_and_append_to_progress_log
