@@ -9,7 +9,7 @@ import pytest
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
-from megatron_recycle.backends.deepspeed.ties import tied_stages, ties_of
+from megatron_recycle.backends.deepspeed.stage import tied_stages, ties_of
 
 
 def module_of(*layers: tuple[str, tuple[int, ...]]) -> Any:

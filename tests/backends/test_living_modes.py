@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from megatron_recycle.backends.living import LivingGroups
+from megatron_recycle.backends.session import LivingGroups
 
 
 class Means(TorchFunctionMode):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_recycle.backends.megatron.passed import Gaps, PassedOver, WithGaps
+from megatron_recycle.backends.megatron.data import Shifted
+from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
 
 
 def test_micro_batches_are_those_of_a_loop_that_reads_and_drops_what_it_passes_over():
@@ -14,7 +15,7 @@ def test_micro_batches_are_those_of_a_loop_that_reads_and_drops_what_it_passes_o
     source: Any = SimpleNamespace(since=0, batch=lambda pipeline, number: number,
                                   forget=lambda pipeline, before: read.append(before))
     gaps = Gaps()
-    given = WithGaps(source, gaps)
+    given = Shifted(source, gaps.before)
     gaps.add(0, 2)
     assert [given.batch(1, number) for number in range(4)] == [2, 3, 4, 5]
     gaps.add(4, 2)

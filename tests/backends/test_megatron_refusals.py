@@ -377,7 +377,7 @@ def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, 
 
 
 def test_options_that_no_tested_release_has_are_named_where_they_are_not_at_their_default(parsed, capfd, monkeypatch):
-    from megatron_recycle.backends.megatron import unknown
+    from megatron_recycle.backends.megatron import refusing
 
     def add_megatron_arguments(parser: Any) -> Any:
         parser.add_argument("--micro-batch-size", type=int, default=1)
@@ -385,7 +385,7 @@ def test_options_that_no_tested_release_has_are_named_where_they_are_not_at_thei
         parser.add_argument("--goldfish-loss", type=int, default=0)
         return parser
 
-    monkeypatch.setitem(sys.modules, unknown.PARSER, SimpleNamespace(add_megatron_arguments=add_megatron_arguments))
+    monkeypatch.setitem(sys.modules, refusing.PARSER, SimpleNamespace(add_megatron_arguments=add_megatron_arguments))
     parsed(micro_batch_size=2, xielu=False, goldfish_loss=50)
     (line,) = capfd.readouterr().out.splitlines()
     assert "--goldfish-loss (50)" in line and "xielu" not in line and "micro" not in line
@@ -542,10 +542,10 @@ def test_a_batch_that_a_forward_step_empties_can_be_run_again():
 
 
 def test_stages_in_the_middle_read_only_what_they_are_given():
-    from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
+    from megatron_recycle.backends.megatron.data import NoData, Shifted, source_of
     from megatron_recycle.runtime.compute.data import read_everywhere
 
-    late = LateSource()
+    late = Shifted(NoData(), lambda number: 0)
     assert not read_everywhere(late) and not read_everywhere(source_of(None, 0, SEEDS))
     late.source = source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(1))), 0, SEEDS)
-    assert read_everywhere(late) and read_everywhere(Shifted(late, 2))
+    assert read_everywhere(late) and read_everywhere(Shifted(late, lambda number: 2))

@@ -26,27 +26,16 @@ _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter")
 """State of the loss scaling that an update changes."""
 
 
-class MasterWeightOptimizer(DeepSpeedOptimizer):
-    """A torch optimizer over fp32 copies of a model's 16-bit parameters.
-
-    Args:
-        optimizer: over the model's parameters; its groups are pointed to the copies.
-        loss_scale_config: stock's numbers; without ``use_grad_scaling`` nothing is scaled.
+class WrappingOptimizer(DeepSpeedOptimizer):
+    """An engine's optimizer around a torch one.
 
     Attributes:
-        masters: the copy of each parameter.
         overflow: whether the next `step` only notes an overflow, as stock's name for it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, loss_scale_config: LossScaleConfig) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self.loss_scale_config = loss_scale_config
         self.overflow = False
-        self.masters: dict[nn.Parameter, nn.Parameter] = {}
-        for group in optimizer.param_groups:
-            own = {parameter: nn.Parameter(parameter.detach().float()) for parameter in group["params"]}
-            self.masters.update(own)
-            group["params"] = list(own.values())
 
     @property
     def state(self) -> MutableMapping[Any, Any]:
@@ -57,6 +46,37 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
         return self.optimizer.param_groups
 
     @property
+    def loss_scale(self) -> float:
+        """The factor of a micro-batch's loss before its backward."""
+        raise NotImplementedError
+
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale` by another of stock's names."""
+        return self.loss_scale
+
+
+class MasterWeightOptimizer(WrappingOptimizer):
+    """A torch optimizer over fp32 copies of a model's 16-bit parameters.
+
+    Args:
+        optimizer: over the model's parameters; its groups are pointed to the copies.
+        loss_scale_config: stock's numbers; without ``use_grad_scaling`` nothing is scaled.
+
+    Attributes:
+        masters: the copy of each parameter.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, loss_scale_config: LossScaleConfig) -> None:
+        super().__init__(optimizer)
+        self.loss_scale_config = loss_scale_config
+        self.masters: dict[nn.Parameter, nn.Parameter] = {}
+        for group in optimizer.param_groups:
+            own = {parameter: nn.Parameter(parameter.detach().float()) for parameter in group["params"]}
+            self.masters.update(own)
+            group["params"] = list(own.values())
+
+    @property
     def scales(self) -> bool:
         """Whether losses are scaled, and overflows skipped."""
         return bool(self.loss_scale_config.use_grad_scaling)
@@ -65,11 +85,6 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
     def loss_scale(self) -> float:
         """The factor of a micro-batch's loss before its backward."""
         return float(self.loss_scale_config.cur_scale)
-
-    @property
-    def cur_scale(self) -> float:
-        """`loss_scale` by the name of stock's optimizers."""
-        return self.loss_scale
 
     def step(self, closure: None = None) -> None:
         """One update of masters and model with the masters' gradients, which are unscaled already; after an overflow

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
@@ -30,7 +31,6 @@ from megatron_recycle.backends.deepspeed.optimizer import (
 )
 from megatron_recycle.backends.deepspeed.running import Running
 from megatron_recycle.backends.deepspeed.support import torch_optimizer
-from megatron_recycle.backends.deepspeed.ties import tied_stages, ties_of
 from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
@@ -41,7 +41,7 @@ from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.edits import copied
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.lent.layers import Lending
-from megatron_recycle.runtime.stage import Averaging, Forward, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 _REFERENCES = ("lr_scheduler", "batch_fn")
 """Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
@@ -284,3 +284,30 @@ class DeepSpeedStage:
         """DeepSpeed's own groups stay, which are living ones as the script's are."""
         # Told with an evaluation's first message, which new neighbours have not seen.
         self._engine.reset_activation_shape()
+
+
+def tied_stages(module: PipelineModule) -> tuple[tuple[int, ...], ...]:
+    """Groups of stages that wait for each other before they step, since tied layers live in several of them: the same
+    on all workers. Layers that have a stage in common make one group of all their stages."""
+    stages: dict[str, set[int]] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(module.stage_owner(index))
+    groups: list[set[int]] = []
+    for of_layer in stages.values():
+        apart = [group for group in groups if not group & of_layer]
+        groups = [*apart, of_layer.union(*(group for group in groups if group & of_layer))]
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
+
+
+def ties_of(engine: PipelineEngine) -> list[Tie]:
+    """This stage's copies of tied parameters, in the same order on all stages."""
+    topology, module, found, first = engine.grid.topology(), engine.module, [], 0
+    specs = {spec.key: spec for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)}
+    for key in sorted(specs):  # also those of other stages, whose numbers this one leaves out
+        comm = module.tied_comms.get(key, {"ranks": (), "weight_attr": ()})
+        stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
+        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True, number=number)
+                  for number, name in enumerate(comm["weight_attr"], first) if len(stages) > 1]
+        first += len(specs[key].tied_weight_attr)
+    return found

@@ -7,7 +7,7 @@ and the first live worker prints its own times, once for each iteration, when th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from deepspeed.utils import timer as stock
@@ -37,17 +37,13 @@ class Timers(stock.SynchronizedWallClockTimer):
         super().__init__()
         self._lines: dict[tuple[str, ...], str] = {}
 
-    @contextmanager
-    def beside(self, kind: str) -> Iterator[None]:
+    def beside(self, kind: str) -> AbstractContextManager[None]:
         """A block in which the runtime runs an action of ``kind``."""
-        with self.running(*_TIMERS.get(kind, ())):
-            yield
+        return self.running(*_TIMERS.get(kind, ()))
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """A block that puts a micro-batch where it is computed with."""
-        with self.running(BATCH_INPUT_TIMER):
-            yield
+        return self.running(BATCH_INPUT_TIMER)
 
     @contextmanager
     def running(self, *names: str) -> Iterator[None]:

@@ -10,21 +10,28 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.checkpoint.constants import PARAM_GROUPS
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
-from megatron_recycle.backends.deepspeed import universal
-from megatron_recycle.backends.deepspeed.recut import BASE, MASTERS, unwrapped
+from megatron_recycle.backends.deepspeed.masters import WrappingOptimizer
+from megatron_recycle.backends.deepspeed.recut import (
+    BASE,
+    MASTERS,
+    Whole,
+    read_parameter,
+    read_universal,
+    shards_of,
+    unwrapped,
+)
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.runtime.compute.sharded_optimizer import MASTER, ShardedOptimizer, even, trained
@@ -36,7 +43,7 @@ _OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
 """What bitsandbytes keeps of each block, or of all."""
 
 
-class ZeroOptimizer(DeepSpeedOptimizer):
+class ZeroOptimizer(WrappingOptimizer):
     """`ShardedOptimizer` as an engine's optimizer.
 
     Args:
@@ -56,7 +63,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                  bf16: bool) -> None:
         self._groups = trained(optimizer)
         self.shards = ShardedOptimizer(optimizer, even(self._groups, size), to_begin_with(rank, size, copies), wire)
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self.dp_process_group = group
         self._rank = rank
         self._names = names
@@ -64,16 +71,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Stock's name, for scripts that set it: an engine's `gradient_clipping` is where it begins, and no more."""
         self.scaler = scaler
         self._bf16 = bf16
-        self.overflow = False
-        """Whether the next `step` does nothing, since gradients are not finite."""
-
-    @property
-    def state(self) -> MutableMapping[Any, Any]:
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
 
     @property
     def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
@@ -101,11 +98,6 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def loss_scale(self) -> float:
         """The factor of a micro-batch's loss before its backward."""
         return float(self.scaler.cur_scale)
-
-    @property
-    def cur_scale(self) -> float:
-        """`loss_scale` by another of stock's names."""
-        return self.loss_scale
 
     def counters(self) -> dict[str, Any]:
         """State besides shards that `step` changes, or is made with."""
@@ -172,16 +164,16 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def load_universal(self, checkpoint: str, part: int, parts: int) -> None:
         """Take over a universal checkpoint: this worker's shards, and all of its stage's parameters, of which it has
         tensor-parallel part ``part`` of ``parts``. As stock, always with the optimizer's state. Raises RecycleError."""
-        saved = universal.read_global(checkpoint)
+        saved = read_universal(checkpoint)
 
-        def read(parameter: nn.Parameter) -> universal.Whole:
-            found = universal.read(checkpoint, self._names[parameter], parameter, part, parts)
+        def read(parameter: nn.Parameter) -> Whole:
+            found = read_parameter(checkpoint, self._names[parameter], parameter, part, parts)
             with torch.no_grad():
                 parameter.copy_(found.master.view_as(parameter))
             return found
 
         slots = {shard: self.shards.slots(shard) for shard in self.shards.held}
-        for shard, state in universal.shards(slots, self.shards.parameters, saved[PARAM_GROUPS], read).items():
+        for shard, state in shards_of(slots, self.shards.parameters, saved[PARAM_GROUPS], read).items():
             self._load(shard, state, optimizer=True, masters=True)
         self._load_counters(saved)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from types import GeneratorType
 from typing import Any
@@ -58,10 +58,12 @@ def read_from(batch: Batch) -> Iterator[Any] | None:
     return None
 
 
-class LateSource:
-    """Training data whose iterator is not known before training begins; evaluation may come first."""
+class Shifted:
+    """Another source's micro-batches, each further on by as many as ``before`` tells of its number. ``source`` may
+    become known later."""
 
-    source: DataSource = NoData()
+    def __init__(self, source: DataSource, before: Callable[[int], int]) -> None:
+        self.source, self._before = source, before
 
     @property
     def everywhere(self) -> bool:
@@ -74,29 +76,10 @@ class LateSource:
         return self.source.since
 
     def batch(self, pipeline: int, number: int) -> Batch:
-        return self.source.batch(pipeline, number)
+        return self.source.batch(pipeline, number + self._before(number))
 
     def forget(self, pipeline: int, before: int) -> None:
-        self.source.forget(pipeline, before)
-
-
-class Shifted:
-    """Another source's micro-batches from the one numbered ``first`` on."""
-
-    def __init__(self, source: DataSource, first: int) -> None:
-        self._source, self._first = source, first
-        self.everywhere = read_everywhere(source)
-
-    @property
-    def since(self) -> int:
-        """As `DataSource`'s."""
-        return self._source.since
-
-    def batch(self, pipeline: int, number: int) -> Batch:
-        return self._source.batch(pipeline, self._first + number)
-
-    def forget(self, pipeline: int, before: int) -> None:
-        self._source.forget(pipeline, self._first + before)
+        self.source.forget(pipeline, before + self._before(before))
 
 
 class SamplerSource:

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_recycle.backends.megatron.refusing import refuse_or_tell
-from megatron_recycle.backends.megatron.unknown import unknown
+from megatron_recycle.backends.megatron.refusing import refuse_or_tell, unknown
 from megatron_recycle.backends.megatron.version import check_version, is_supported
 from megatron_recycle.backends.megatron.writers import name_run, unopened
 from megatron_recycle.backends.options import Options

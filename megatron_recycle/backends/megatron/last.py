@@ -142,24 +142,36 @@ class LastCheckpoint:
 
     def _save(self, arguments: Any, folder: str, iteration: int, done: int) -> None:
         """Nothing goes on from here: what is set stays so."""
-        loop, begun = self._loop, self._begun
-        scheduler, machine = begun.parts["opt_param_scheduler"], loop.get_rerun_state_machine()
+        loop, begun, scheduler = self._loop, self._begun, self._begun.parts["opt_param_scheduler"]
         size = arguments.micro_batch_size * arguments.data_parallel_size
-        before = [size * self._microbatches(number) for number in range(done + 1)]
         arguments.save, arguments.curr_iteration, arguments.async_save = folder, iteration - 1, False
+        samples, operations = self._rewind(scheduler, loop.get_rerun_state_machine(), size, done,
+                                           lambda batch: loop.num_floating_point_operations(arguments, batch))
         passed = size * self._gaps.before(self._microbatches(done) - 1)  # not those that come next
-        arguments.consumed_train_samples = begun.samples + before[done] + passed
+        arguments.consumed_train_samples = begun.samples + samples + passed
         arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, done)
-        scheduler.num_steps = begun.steps + before[done] - sum(
-            before[number + 1] - before[number] for number in self._skipped() if number < done)
-        scheduler.step(increment=0)
-        machine.state = type(machine.state).NOT_RUNNING_YET  # it would save the iteration under way
-        operations = begun.operations
-        for begin, end in pairwise(before):  # as the loop adds them up
-            operations += loop.num_floating_point_operations(arguments, end - begin)
         self._stock_save(iteration, begun.parts["model"], begun.parts["optimizer"], scheduler, operations, {},
                          train_data_iterator=begun.parts["train_data_iterator"],
                          preprocess_common_state_dict_fn=loop.preprocess_common_state_dict)
+
+    def _rewind(self, scheduler: Any, machine: Any, size: int, done: int,
+                operations: Callable[[int], float]) -> tuple[int, float]:
+        """Have the rates' ``scheduler`` stand where ``done`` iterations are made, and the ``machine`` of re-runs at
+        rest. Returns how many samples they have trained with, and the floating-point operations so far.
+
+        Args:
+            size: samples of one micro-batch of all pipelines.
+            operations: of an iteration with so many samples.
+        """
+        before = [size * self._microbatches(number) for number in range(done + 1)]
+        scheduler.num_steps = self._begun.steps + before[done] - sum(
+            before[number + 1] - before[number] for number in self._skipped() if number < done)
+        scheduler.step(increment=0)
+        machine.state = type(machine.state).NOT_RUNNING_YET  # it would save the iteration under way
+        total = self._begun.operations
+        for begin, end in pairwise(before):  # as the loop adds them up
+            total += operations(end - begin)
+        return before[done], total
 
     def _evaluated(self, arguments: Any, done: int) -> int:
         """Samples that the evaluations up to the last of ``done`` iterations read, that after it included."""

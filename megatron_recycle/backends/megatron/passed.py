@@ -12,8 +12,6 @@ from bisect import bisect_right
 from collections.abc import Collection
 from itertools import count
 
-from megatron_recycle.runtime.compute.data import Batch, DataSource, read_everywhere
-
 
 class PassedOver:
     """Those of one loop, which counts from ``first`` on; ``iterations`` are passed over."""
@@ -55,22 +53,3 @@ class Gaps:
         """All up to the micro-batch of this number; those right before it too."""
         found = bisect_right(self._numbers, number, hi=len(self._sums))
         return self._sums[found - 1] if found else 0
-
-
-class WithGaps:
-    """``source``'s micro-batches without those in ``gaps``."""
-
-    def __init__(self, source: DataSource, gaps: Gaps) -> None:
-        self._source, self._gaps = source, gaps
-        self.everywhere = read_everywhere(source)
-
-    @property
-    def since(self) -> int:
-        """As `DataSource`'s."""
-        return self._source.since
-
-    def batch(self, pipeline: int, number: int) -> Batch:
-        return self._source.batch(pipeline, number + self._gaps.before(number))
-
-    def forget(self, pipeline: int, before: int) -> None:
-        self._source.forget(pipeline, before + self._gaps.before(before))

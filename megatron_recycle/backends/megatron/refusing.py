@@ -1,16 +1,26 @@
-"""What a user is told of a job's options before anything is built: refusals, or what is set otherwise."""
+"""What a user is told of a job's options before anything is built: refusals, what is set otherwise, and options of
+Megatron-LM that nobody has looked at: a fork's, or a newer release's.
+
+All others are in `known_options.txt`, the options of the tested releases: `options` says which of them are treated, and
+the rest is taken as it is. Nothing of Megatron is imported here.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from argparse import ArgumentParser
+from collections.abc import Callable, Collection
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.standalone import is_joining
 
+PARSER = "megatron.training.arguments"
 _HEARD = 5.0
 """Seconds that a silent rank stays, since torchrun ends all with the first one that ends, and another is to speak."""
 _REFUSED = 2
@@ -32,3 +42,25 @@ def refuse_or_tell(judge: Callable[[], list[str]]) -> None:
     if not launched.rank and not is_joining():
         for line in lines:
             get_logger().info("megatron-recycle: %s", line)
+
+
+@cache
+def known() -> Collection[str]:
+    """Options of the tested releases, by their attributes' names."""
+    return frozenset(Path(__file__).with_name("known_options.txt").read_text().split())
+
+
+def unknown(arguments: Any) -> list[str]:
+    """A line on those of Megatron-LM's ``arguments`` that are not `known` and not at their default; none if there are
+    none. A script's own options are its own business."""
+    module: Any = sys.modules.get(PARSER)
+    if module is None:
+        return []
+    parser = module.add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    found = {action.option_strings[-1]: value for action in parser._actions
+             if action.dest not in known() and hasattr(arguments, action.dest) and action.option_strings
+             and (value := getattr(arguments, action.dest)) != parser.get_default(action.dest)}
+    if not found:
+        return []
+    return [f"no tested release of Megatron-LM has {', '.join(f'{name} ({value})' for name, value in found.items())}: "
+            "nobody knows what becomes of that after a failure. Compare a short run with one without the plugin"]

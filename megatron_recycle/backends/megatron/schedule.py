@@ -25,10 +25,10 @@ from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.backends.megatron import setup as megatron_setup
 from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.megatron.chunks import placement
-from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
+from megatron_recycle.backends.megatron.data import NoData, Shifted, source_of
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.late import LateNumber
-from megatron_recycle.backends.megatron.passed import Gaps, WithGaps
+from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.backends.megatron.script import unwrapped
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
@@ -75,7 +75,8 @@ class RecycleSchedule:
         """Asked for what depends on the loop around."""
         self._late: tuple[LateNumber, ...] = ()
         self._spoke = False
-        self._data, self._gaps = LateSource(), Gaps()
+        self._gaps = Gaps()
+        self._data = Shifted(NoData(), self._gaps.before)  # evaluation may come first
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
         """Iterators that were evaluated with, by identity; where to read their micro-batches, and how many of each
         pipeline have been."""
@@ -114,9 +115,8 @@ class RecycleSchedule:
         if session.iteration < 0:
             session.generators.adopt("forward_step_func", self._stage.forward_step)
             seeds = session.seeds()
-            source = (source_of(data_iterator, session.place.part, seeds) if self._options.data is None
-                      else FactorySource(self._options.data, seeds))
-            self._data.source = WithGaps(source, self._gaps)
+            self._data.source = (source_of(data_iterator, session.place.part, seeds) if self._options.data is None
+                                 else FactorySource(self._options.data, seeds))
         session.resize(microbatches)
         self._stage.microbatches = microbatches
         if session.begin():
@@ -184,7 +184,7 @@ class RecycleSchedule:
         _, source, first = self._evaluated.get(id(iterator)) or (
             None, source_of(iterator, place.part, self.session.seeds("evaluation data")), 0)
         self._evaluated[id(iterator)] = (iterator, source, first + microbatches)
-        tables = [self.session.evaluate(Shifted(source, first), number, microbatches)
+        tables = [self.session.evaluate(Shifted(source, lambda number: first), number, microbatches)
                   for number in range(passes(place.grid, microbatches))]
         for pipeline in range(place.grid.pipelines):
             source.forget(pipeline, first + microbatches)
