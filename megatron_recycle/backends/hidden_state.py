@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -76,9 +76,7 @@ class HiddenState:
                 "micro-batches are re-routed: make it a function of the input", ", ".join(sorted(each)))
 
     def _attributes(self) -> dict[str, Any]:
-        return dict(self._each_attribute())
-
-    def _each_attribute(self) -> Iterator[tuple[str, Any]]:
+        found: dict[str, Any] = {}
         for name, module in self._modules:
             if type(module).__module__.partition(".")[0] in _FRAMEWORKS:
                 continue  # DeepSpeed's PipelineModule counts forwards for what is refused (seed_layers)
@@ -86,6 +84,7 @@ class HiddenState:
                 if key in _OWN or not isinstance(value, _SIMPLE):
                     continue
                 if not isinstance(value, torch.Tensor):
-                    yield f"{name}.{key}".lstrip("."), (type(value), repr(value))
+                    found[f"{name}.{key}".lstrip(".")] = (type(value), repr(value))
                 elif value.grad_fn is None:  # one with a graph behind it belongs to this forward
-                    yield f"{name}.{key}".lstrip("."), (id(value), value._version)
+                    found[f"{name}.{key}".lstrip(".")] = (id(value), value._version)
+        return found

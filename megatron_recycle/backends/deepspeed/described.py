@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -100,12 +100,6 @@ def describe(layers: Mapping[str, nn.Module], grouped: Mapping[int, tuple[int, s
 def built_alike(layer: nn.Module, told: Layer) -> bool:
     """Whether ``layer`` is what its stage has told of it, but for the values of its tensors."""
     return likeness(layer, _LEFT_OUT) == told.likeness
-
-
-def read(told: Iterable[Sequence[Any]]) -> list[Layer]:
-    """What `describe` gave, from JSON."""
-    return [Layer(name, tuple(Piece(path, kind, tuple(shape), *rest) for path, kind, shape, *rest in pieces), *others)
-            for name, pieces, *others in told]
 
 
 def put(layer: nn.Module, piece: Piece, value: torch.Tensor) -> None:

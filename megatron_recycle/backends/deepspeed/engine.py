@@ -351,20 +351,19 @@ class RecyclePipelineEngine(WrappingEngine):
                 self.monitor.write([("Train/Samples/eval_loss", loss.mean().item(), self.global_samples)])
         return result
 
-    def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **keywords: Any) -> Any:
         """As stock, also while workers are missing, and through failures. True, once ``latest`` names it; False, with
         an error line, where it cannot be written (a full disk). Raises SystemExit there with ``on_failed_save: end``.
         """
-        stock = super().save_checkpoint
-        bound = inspect.signature(PipelineEngine.save_checkpoint).bind(self, *args, **keywords).arguments
-        given = {name: value for name, value in bound.items() if name != "self"}
-        if not given["save_dir"]:
-            return stock(*args, **keywords)  # raises
-        self._checkpoints.seen(given["save_dir"])
-        done = self.session.save("save_checkpoint()", lambda save: self._checkpoints.write(save, **given),
-                                 clear=self._checkpoints.clear, otherwise=lambda: stock(*args, **keywords))
+        stock, checkpoints = partial(super().save_checkpoint, save_dir, tag, *args, **keywords), self._checkpoints
+        if not save_dir:
+            return stock()  # raises
+        checkpoints.seen(save_dir)
+        done = self.session.save("save_checkpoint()",
+                                 lambda save: checkpoints.write(save, save_dir, tag, *args, **keywords),
+                                 clear=checkpoints.clear, otherwise=stock)
         if done and not self.session.catches_up:
-            self._checkpoints.saved(given.get("tag"))
+            checkpoints.saved(tag)
         return done
 
     def checkpoint_due(self) -> bool:
@@ -377,21 +376,18 @@ class RecyclePipelineEngine(WrappingEngine):
         dist.broadcast(due, 0)
         return bool(due.item())
 
-    def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **keywords: Any) -> Any:
         """As stock, also between two iterations, and while workers are missing: every worker reads its own stage's
         files. Micro-batches are read on from where training is."""
         self.settle()
-        bound = inspect.signature(PipelineEngine.load_checkpoint).bind(self, *args, **keywords)
-        given = bound.arguments
-        if started_again() and not self.session.started and given.get("tag") is None:
-            written = self._checkpoints.readable(given["load_dir"])
-            if not self.load_universal_checkpoint():
-                given["tag"] = written
-            elif written is not None and self._checkpoints.is_later_than_universal(given["load_dir"], written):
-                given["tag"] = written
-                with replaced(self, goes_back=True):
-                    return self._load_stock(*bound.args[1:], **bound.kwargs)
-        return self._load_stock(*bound.args[1:], **bound.kwargs)
+        own = False  # whether this job has written it
+        if started_again() and not self.session.started and tag is None:
+            written = self._checkpoints.readable(load_dir)
+            universal = self.load_universal_checkpoint()
+            own = universal and written is not None and self._checkpoints.is_later_than_universal(load_dir, written)
+            tag = written if own or not universal else None
+        with replaced(self, goes_back=own):
+            return self._load_stock(load_dir, tag, *args, **keywords)
 
     def _load(self, place: Path) -> None:
         """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""

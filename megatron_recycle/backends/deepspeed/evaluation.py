@@ -37,6 +37,7 @@ class EvaluationData:
     Attributes:
         ended: whether the iterator has come to its end before the evaluation has.
         asked: pipeline and number of the micro-batch that was asked for last.
+        failed: why an evaluation that could not be made could not be; empty: an iterator has ended.
     """
 
     since = 0  # nobody goes back behind an evaluation that is over
@@ -56,13 +57,13 @@ class EvaluationData:
         self.asked: tuple[int, int] | None = None
         self._shared: Mapping[Microbatch, Batch] = {}
         self._alike = False
-        self._missing = ""
+        self.failed = ""
 
     def begin(self, iterator: Iterator[Any] | None, microbatches: int) -> None:
         """An evaluation of so many ``microbatches`` of each pipeline begins: those of ``iterator`` are taken, whatever
         becomes of them. Raises DataError where there is none and one is needed, and what it raises."""
         self._first, self._next = self._next, self._next + microbatches
-        self.ended, self._shared, self._missing = False, {}, ""
+        self.ended, self._shared, self.failed = False, {}, ""
         self._reads = self._me.stage in self._reading and (iterator is not None or not self._part)
         if not self._reads:
             return
@@ -79,11 +80,6 @@ class EvaluationData:
             if not isinstance(error.__context__, StopIteration):
                 raise
             self.ended, self._iterator = True, None
-
-    @property
-    def failed(self) -> str:
-        """Why an evaluation that could not be made could not be; empty: an iterator has ended."""
-        return self._missing
 
     def batch(self, pipeline: int, number: int) -> Batch:
         self.asked = pipeline, number
@@ -121,10 +117,10 @@ class EvaluationData:
             for pipeline, microbatch in orphans:
                 self.batch(pipeline, self._number(pipeline, microbatch, number))
         except DataError as error:
-            self._missing = str(error)
-        (failed,) = count(groups.control, bool(self._missing))
-        if failed and not self._missing:
-            self._missing = "another worker cannot read what it is to run, and says why"
+            self.failed = str(error)
+        (failed,) = count(groups.control, bool(self.failed))
+        if failed and not self.failed:
+            self.failed = "another worker cannot read what it is to run, and says why"
         return not failed
 
     def _number(self, pipeline: int, microbatch: int, number: int) -> int:

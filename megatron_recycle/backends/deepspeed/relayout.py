@@ -13,13 +13,13 @@ import copy
 import functools
 import gc
 import io
-import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -38,7 +38,6 @@ from megatron_recycle.backends.deepspeed.described import (
     ids,
     put,
     put_same,
-    read,
     tensors,
     tied,
     words,
@@ -98,7 +97,7 @@ def lay_out(module: PipelineModule, optimizer: Any, model_parameters: Any,
     with setup.apart() if setup is not None else contextlib.nullcontext():
         found = setup.note("the layout of chunks", find) if setup is not None else find()
         chunks = Chunks(tuple(found["parts"]), v_placement(module.num_stages), tuple(map(int, module.parts)))
-        moves = [Move(read([layer])[0], source, target) for layer, source, target in found["moves"]]
+        moves = msgspec.convert(found["moves"], list[Move])
         wrong: list[str] = []
         held = _carry_out(module, moves, own, wrong, joins)
         if not joins:
@@ -176,9 +175,8 @@ def _gather(module: PipelineModule, told: Told) -> list[Told]:
     """What all stages of this pipeline have told."""
     group = module._grid.get_pipe_parallel_group()
     found: list[Any] = [None] * module.num_stages
-    dist.all_gather_object(found, json.dumps(told), group=group)
-    read_all = (json.loads(one) for one in found)
-    return [Told(read(layers), *rest) for layers, *rest in read_all]
+    dist.all_gather_object(found, msgspec.json.encode(told), group=group)
+    return [msgspec.json.decode(one, type=Told) for one in found]
 
 
 def _agree(module: PipelineModule, wrong: Sequence[str], parts: Sequence[int]) -> None:

@@ -23,25 +23,19 @@ _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler ha
 
 
 class NoData:
-    """For stages between first and last: they are asked for nothing."""
+    """Where there is no data iterator: on stages between first and last, which are asked for nothing, and on other
+    tensor-parallel ``part``s than the first, which reads for all of them, as Megatron-LM's loaders do."""
 
     since = 0
 
+    def __init__(self, part: int = 0) -> None:
+        self._part = part
+
     def batch(self, pipeline: int, number: int) -> Batch:
+        if self._part:
+            return None
         raise NotReadHere(f"pipeline {pipeline} wants a micro-batch, but forward_backward_func() got no data iterator "
                           "on this worker; Megatron gives one to the first and last stage")
-
-    def forget(self, pipeline: int, before: int) -> None:
-        pass
-
-
-class ReadByAnother:
-    """For tensor-parallel parts whose first part reads for all of them, as Megatron-LM's loaders do."""
-
-    since = 0
-
-    def batch(self, pipeline: int, number: int) -> Batch:
-        return None
 
     def forget(self, pipeline: int, before: int) -> None:
         pass
@@ -158,7 +152,7 @@ def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
     """
     iterator = unwrapped(iterator)
     if iterator is None:
-        return NoData() if part == 0 else ReadByAnother()
+        return NoData(part)
     loader = getattr(iterator, "iterable", iterator)  # Megatron-LM wraps a loader's iterator to be able to rewind it
     if (whole := _cycled(loader)) is not None:
         return SamplerSource(whole.dataset, whole.batch_sampler, whole.collate_fn, seeds, again=True)

@@ -55,8 +55,7 @@ ANYWHERE = (
     *(Option(name, "its peers' gradients would be reduced with the others'; leave it unset", _several,
              title="weights that are cut once more (GTP)")
       for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")),
-    Option("num_moe_experts", "use dense layers", title="experts"),
-    Option("num_experts", "use dense layers", title="experts"),
+    *(Option(name, "use dense layers", title="experts") for name in ("num_moe_experts", "num_experts")),
     *(Option(name, "only fp32 and bf16 have no scale of their own, which each shard would need; use bf16",
              lambda kind: str(kind) in _SCALED)
       for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
@@ -85,8 +84,7 @@ ANYWHERE = (
            "that has them and the loss (mL)", title="multi-token prediction on another stage than the loss"),
     Option("mtp_detach_heads", "their gradients would be clipped by a norm of their own; leave it off"),
     Option("cuda_graph_impl", _REPLAYED, lambda kind: kind not in (None, "none"), title="CUDA graphs"),
-    Option("enable_cuda_graph", _REPLAYED, title="CUDA graphs"),
-    Option("external_cuda_graph", _REPLAYED, title="CUDA graphs"),
+    *(Option(name, _REPLAYED, title="CUDA graphs") for name in ("enable_cuda_graph", "external_cuda_graph")),
     Option("variable_seq_lengths", "messages between stages have one shape; use one length for all micro-batches"),
     Option("num_microbatches_with_partial_activation_checkpoints", "leave it unset", _given),
     Option("fine_grained_activation_offloading", "a W that runs later would find its input moved away; leave it off"),
@@ -94,11 +92,10 @@ ANYWHERE = (
     # What follows changes no result.
     # Set to what it is: the distributed optimizer's buckets, which its checkpoints have, depend on it.
     Option("overlap_grad_reduce", "gradients are reduced when the plan says so", becomes=True),
-    Option("overlap_param_gather", "parameters are gathered when a step is final", becomes=False),
-    Option("overlap_param_gather_with_optimizer_step", "parameters are gathered when a step is final", becomes=False),
-    Option("overlap_p2p_comm", "activations and gradients travel beside computation in any case", becomes=False),
-    Option("overlap_p2p_comm_warmup_flush", "activations and gradients travel beside computation in any case",
-           becomes=False),
+    *(Option(name, "parameters are gathered when a step is final", becomes=False)
+      for name in ("overlap_param_gather", "overlap_param_gather_with_optimizer_step")),
+    *(Option(name, "activations and gradients travel beside computation in any case", becomes=False)
+      for name in ("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush")),
     Option("defer_embedding_wgrad_compute", "the plan defers all weight gradients", becomes=False),
     Option("test_mode", "in each forward it compares norms of queries and keys with ranks that may be gone; "
            "--recycle-verify-every N (RECYCLE_VERIFY_EVERY) compares all that peers hold", becomes=False),
@@ -148,8 +145,8 @@ OF_THE_LOOP = (
     *(Option(name, "each rank would write what it has computed itself, which depends on who is left", _given, None)
       for name in ("save_wgrads_interval", "save_dgrads_interval", "save_activations_interval", "save_params_interval",
                    "save_tokens_per_expert_interval")),
-    Option("log_params_norm", "it is summed over ranks that may be gone", becomes=False),
-    Option("log_energy", "it is summed over ranks that may be gone", becomes=False),
+    *(Option(name, "it is summed over ranks that may be gone", becomes=False)
+      for name in ("log_params_norm", "log_energy")),
     Option("log_straggler", "it gathers from ranks that may be gone; slow workers are reported by the plugin",
            becomes=False),
     Option("check_weight_hash_across_dp_replicas_interval", "it gathers from ranks that may be gone; "

@@ -64,7 +64,7 @@ class RecycleSchedule:
         self._options = options
         self.session: Session
         """This process's part in the job, from the first call on."""
-        self.splitter: MegatronSplitter | te.TESplitter | None = None
+        self.splitter: MegatronSplitter | None = None
         """The splitter, which defers weight gradients, from then on."""
         self._stage: MegatronStage
         self._kept: megatron_groups.Kept

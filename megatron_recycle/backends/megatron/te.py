@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,17 +45,12 @@ _OPTIONS = (
 """Options of the model's configuration that are not kept correct with these layers, each with what to do."""
 
 
-def is_in(module: nn.Module) -> bool:
-    """Whether ``module`` itself, not what it contains, is Transformer Engine's, or built upon one."""
-    return _is_its(module)
-
-
 def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
     """What about the ``models``' layers of Transformer Engine, if there are any, cannot be kept correct: a line each.
 
     ``config``: of the model.
     """
-    layers = [module for model in models for module in model.modules() if is_in(module)]
+    layers = [module for model in models for module in model.modules() if _is_its(module)]
     if not layers:
         return []
     found = []
@@ -80,16 +75,15 @@ def quantizers_of(module: nn.Module) -> list[Any]:
     """What makes tensors of 8 bits in a layer, from its first forward with them on. With sequence parallelism they keep
     the group in which they agree on a scale."""
     made = vars(module).get("quantizers")
-    return [one for several in made.values() for one in several] if is_in(module) and isinstance(made, dict) else []
+    return [one for several in made.values() for one in several] if _is_its(module) and isinstance(made, dict) else []
 
 
-def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronSplitter | TESplitter:
+def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronSplitter:
     """What makes the linear layers of ``models`` defer. Raises UnsupportedError where these are to add weight gradients
     up themselves and the backward is not to be split (``split_backward``)."""
-    own = MegatronSplitter()
-    if not any(is_in(module) for model in models for module in model.modules()):
-        return own
-    splitter = TESplitter(own)
+    if not any(_is_its(module) for model in models for module in model.modules()):
+        return MegatronSplitter()
+    splitter = TESplitter()
     for model in models:
         splitter.adopt(model)
     if splitter.fuses and not split_backward:
@@ -100,17 +94,15 @@ def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronS
 
 
 def _is_its(value: Any) -> bool:
+    """Whether ``value`` itself, not what it contains, is Transformer Engine's, or built upon such."""
     return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(value).__mro__)
 
 
-class TESplitter:
-    """Makes Transformer Engine's linear layers of this process defer their weight gradients, beside core's ``own``."""
+class TESplitter(MegatronSplitter):
+    """Makes Transformer Engine's linear layers of this process defer their weight gradients, beside core's own."""
 
-    deferring_costs = False
-    """They are autograd functions in Python in any case."""
-
-    def __init__(self, own: MegatronSplitter) -> None:
-        self.own = own
+    def __init__(self) -> None:
+        super().__init__()
         self.queue: WeightQueue | None = None
         """Of the runtime's backward that runs, if one does."""
         self._places = WeakIdKeyDictionary()  # layers that were lent go
@@ -130,13 +122,9 @@ class TESplitter:
             if hasattr(layer, "is_first_microbatch"):
                 # It gets None for is_first_microbatch: True would overwrite sums, on whoever runs it first.
                 layer.disable_parameter_transpose_cache = True
-            if is_in(layer) and getattr(layer, "fuse_wgrad_accumulation", False):
+            if _is_its(layer) and getattr(layer, "fuse_wgrad_accumulation", False):
                 self._places.update({weight: _Place(weight) for weight in _weights(layer)
                                      if hasattr(weight, "main_grad")})
-
-    def whole(self) -> AbstractContextManager[None]:
-        """As `MegatronSplitter`."""
-        return self.own.whole()
 
     @contextmanager
     def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -146,7 +134,7 @@ class TESplitter:
             weight.main_grad = place.tensor
         self.queue = queue
         try:
-            with self.own.into(queue, roots):
+            with super().into(queue, roots):
                 yield
         finally:
             self.queue = None
@@ -238,7 +226,7 @@ class _Store:
             return splitter.queue  # it adds to main_grad whoever asks for a gradient, and tells nobody of it
         if any(map(watched, (*weights, *_biases(self._layer)))):
             return None
-        return splitter.own.deferral.queue_for(self._made_in)
+        return splitter.deferral.queue_for(self._made_in)
 
 
 def _is_grouped(layer: Any) -> bool:
