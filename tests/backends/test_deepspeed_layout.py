@@ -13,8 +13,18 @@ from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import Chunks, v_placement
-from megatron_recycle.backends.deepspeed.described import describe, differs, put, tied
-from megatron_recycle.backends.deepspeed.moves import Move, Told, groups_apart, layer_weights, moves_of, name_of
+from megatron_recycle.backends.deepspeed.moves import (
+    Move,
+    Told,
+    describe,
+    differs,
+    groups_apart,
+    layer_weights,
+    moves_of,
+    name_of,
+    put,
+    tied,
+)
 from megatron_recycle.backends.deepspeed.regroup import Groups
 from megatron_recycle.backends.deepspeed.relayout import _carry_out
 from megatron_recycle.backends.deepspeed.running import Running

@@ -324,26 +324,26 @@ def test_layers_that_core_builds_of_transformer_engines_alone_are_known_by_their
 
 def test_means_over_pipelines_are_a_micro_batchs_own_and_have_no_place_in_a_gradient(monkeypatch):
     """As pretrain_bert.py reports them; whoever has imported the function gets the other one."""
-    from megatron_recycle.backends.megatron import averages
+    from megatron_recycle.backends.megatron import training
     from megatron_recycle.errors import UnsupportedError
 
     def stock(losses: Any) -> Any:
         raise AssertionError("it would wait for others")
 
     script = ModuleType("script_of_its_own")
-    for module in (ModuleType(averages.UTILITIES), script):
-        monkeypatch.setattr(module, averages.NAME, stock, raising=False)
+    for module in (ModuleType(training.UTILITIES), script):
+        monkeypatch.setattr(module, training.MEANS, stock, raising=False)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    averages.install()
+    training.report_own_losses()
     loss = torch.tensor(3.0, requires_grad=True)
-    means = getattr(script, averages.NAME)([loss * 2, loss])
+    means = getattr(script, training.MEANS)([loss * 2, loss])
     assert means.tolist() == [6.0, 3.0]
     (loss * 2).backward()
     assert loss.grad == 2.0
     with pytest.raises(UnsupportedError, match="part of the loss"):
         (loss * means[0]).backward()
     with torch.no_grad():
-        assert averages.own_losses([loss]).item() == 3.0
+        assert training.own_losses([loss]).item() == 3.0
 
 
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):

@@ -28,21 +28,26 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import Chunks, become_chunked, chunks_of, v_placement
-from megatron_recycle.backends.deepspeed.described import (
+from megatron_recycle.backends.deepspeed.moves import (
     LOSS,
     PARAMETER,
+    Move,
+    Told,
     built_alike,
     describe,
     differs,
     getattr_at,
+    groups_apart,
     ids,
+    layer_weights,
+    moves_of,
+    name_of,
     put,
     put_same,
     tensors,
     tied,
     words,
 )
-from megatron_recycle.backends.deepspeed.moves import Move, Told, groups_apart, layer_weights, moves_of, name_of
 from megatron_recycle.backends.deepspeed.regroup import Groups
 from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.config import SECTION

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer import clip_grads
 from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier, multi_tensor_scale_impl
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor, forward_step
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
 from torch import nn
 
 from megatron_recycle.backends.hidden_state import HiddenState
-from megatron_recycle.backends.megatron.adapters import CLIPS_BY_TENSORS, backward_step
 from megatron_recycle.backends.megatron.chunks import Chunks
 from megatron_recycle.backends.megatron.data import read_from
 from megatron_recycle.backends.megatron.distributed import Distributed
@@ -39,6 +39,7 @@ from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, R
 from megatron_recycle.backends.megatron.scaling import Scaling
 from megatron_recycle.backends.megatron.script import Script
 from megatron_recycle.backends.megatron.support import single_optimizers
+from megatron_recycle.backends.megatron.version import release
 from megatron_recycle.errors import UnsupportedError, VerificationError
 from megatron_recycle.membership import Verdict
 from megatron_recycle.runtime.comm.handles import Groups
@@ -51,6 +52,11 @@ from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 _KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
 
 _NUMBERS = Struct("2d")
+_NAMES_THE_MODEL = release() < (0, 17)
+"""Whether core's backward asks for the kind of model, to be told apart from T5."""
+CLIPS_BY_TENSORS = getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None
+"""Whether the norm and what follows from it are tensors of 32 bits: since 0.17, where Transformer Engine can multiply
+by one."""
 ForwardStep = Callable[[Any, Any], Any]
 """The user's function: (data iterator, model) -> (output, loss function)."""
 
@@ -167,8 +173,8 @@ class MegatronStage:
         given, output = forward.saved
         if given is None and not output.requires_grad:
             return []  # what it goes through here is frozen; others run the rest
-        for_inputs = backward_step(given, output, gradients[0] if gradients else None, self._chunks.model,
-                                   self._config)
+        kind = (get_model_type(self._chunks.model),) if _NAMES_THE_MODEL else ()
+        for_inputs = backward_step(given, output, gradients[0] if gradients else None, *kind, self._config)
         if given is None:
             return []
         return [torch.zeros_like(given) if for_inputs is None else for_inputs]

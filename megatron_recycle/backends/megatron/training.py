@@ -7,7 +7,7 @@ module. `backends.megatron.options` treats its options.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.backends.megatron import averages, back
+from megatron_recycle.backends.megatron import back
 from megatron_recycle.backends.megatron.aside import aside
 from megatron_recycle.backends.megatron.last import LastCheckpoint, beginning_of
 from megatron_recycle.backends.megatron.options import (
@@ -44,6 +44,8 @@ if TYPE_CHECKING:  # which imports Megatron
 
 LOOP = "megatron.training.training"
 CHECKPOINTS = "megatron.training.checkpointing"
+UTILITIES = "megatron.training.utils"
+MEANS = "average_losses_across_data_parallel_group"
 
 
 def loop_in_use() -> Any:
@@ -222,7 +224,42 @@ def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, speaks:
     # All stages have the same, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
     loop.training_log = _log_of_training(loop, session, writers)
-    averages.install()
+    report_own_losses()
     loop.train_step, loop.print_rank_last = train_step, partial(print_line, speaks=speaks, part=part)
     loop.save_checkpoint, loop.maybe_finalize_async_save = saves.save, saves.finish
     loop.compute_throughputs_and_append_to_progress_log = compute_throughputs_and_append_to_progress_log
+
+
+class _Reported(torch.autograd.Function):
+    """Numbers that are right to report, and would be wrong in a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, numbers: torch.Tensor) -> torch.Tensor:
+        return numbers.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        raise UnsupportedError(f"what {MEANS}() returns is part of the loss: here it is this micro-batch's own mean, "
+                               "which may be reported and no more. Leave it out of what is trained")
+
+
+def own_losses(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Those of one micro-batch, as one tensor (number of losses), to be reported. Their gradient raises
+    UnsupportedError."""
+    numbers = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    made: torch.Tensor = _Reported.apply(numbers.requires_grad_())
+    return made
+
+
+def report_own_losses() -> None:
+    """Losses that a script reports as means over all pipelines, as pretrain_bert.py does: put `own_losses` in the place
+    of Megatron-LM's function, wherever a script has imported it.
+
+    A micro-batch may run on any worker, and at any time, so that no other one has a loss to give just then. Each
+    reports its own: the loop takes the mean over the whole global batch of what is reported, which is the mean of these
+    means.
+    """
+    stock = getattr(sys.modules.get(UTILITIES), MEANS, None)
+    for module in list(sys.modules.values()):
+        if stock is not None and getattr(module, "__dict__", {}).get(MEANS) is stock:
+            setattr(module, MEANS, own_losses)
