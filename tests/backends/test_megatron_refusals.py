@@ -262,7 +262,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
     """Megatron-LM's, as far as anything is said of them."""
     from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP
 
-    unset = {option.name: None for option in (*ANYWHERE, *OF_THE_LOOP)}
+    unset = {name: None for option in (*ANYWHERE, *OF_THE_LOOP) for name in option.names.split()}
     plain: dict[str, Any] = {
         "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1, "data_parallel_size": 2,
         "optimizer": "adam", "global_batch_size": 8, "micro_batch_size": 2, "rerun_mode": "disabled",

@@ -11,8 +11,6 @@ from deepspeed.pipe import PipelineModule
 from megatron_recycle.backends.replacing import replaced
 from megatron_recycle.errors import UnsupportedError
 
-_KEPT = "recycle_chunks"
-
 
 @dataclass(frozen=True)
 class Chunks:
@@ -51,14 +49,15 @@ def v_placement(stages: int) -> tuple[int, ...]:
 class ChunkedModule(PipelineModule):
     """A `PipelineModule` whose stage has several chunks: a base of the script's own class, see `become_chunked`."""
 
+    recycle_chunks: Chunks
     _local_start: int
 
     def stage_owner(self, layer_idx: int) -> int:
-        return _chunks(self).stage_of(layer_idx)
+        return self.recycle_chunks.stage_of(layer_idx)
 
     def forward(self, forward_input: Any) -> Any:
         """Raises UnsupportedError unless one chunk is chosen: between two chunks are other stages."""
-        if len(self.forward_funcs) == len(_chunks(self).layers(self.stage_id)):
+        if len(self.forward_funcs) == len(self.recycle_chunks.layers(self.stage_id)):
             raise UnsupportedError("a stage with two chunks cannot be called as a whole: the layers between them are "
                                    "on other stages. Use engine.train_batch() and engine.eval_batch()")
         return super().forward(forward_input)
@@ -75,7 +74,7 @@ class ChunkedModule(PipelineModule):
 
     def _counting(self, place: int) -> AbstractContextManager[None]:
         """Inside the block the stage's layer at ``place`` has its own number for stock."""
-        return replaced(self, _local_start=_chunks(self).layers(self.stage_id)[place] - place)
+        return replaced(self, _local_start=self.recycle_chunks.layers(self.stage_id)[place] - place)
 
 
 def become_chunked(module: PipelineModule, chunks: Chunks) -> None:
@@ -84,16 +83,10 @@ def become_chunked(module: PipelineModule, chunks: Chunks) -> None:
     kind = type(module)
     module.__class__ = type(kind.__name__, (ChunkedModule, kind), {
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
-    setattr(module, _KEPT, chunks)
+    module.recycle_chunks = chunks
 
 
 def chunks_of(module: PipelineModule) -> Chunks | None:
     """How ``module``'s layers are cut; None: one chunk per stage, as DeepSpeed does."""
-    found: Chunks | None = getattr(module, _KEPT, None)
-    return found
-
-
-def _chunks(module: PipelineModule) -> Chunks:
-    found = chunks_of(module)
-    assert found is not None
+    found: Chunks | None = getattr(module, "recycle_chunks", None)
     return found

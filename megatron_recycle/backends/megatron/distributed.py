@@ -339,9 +339,6 @@ def _too_late(*arguments: Any, **keywords: Any) -> Any:
 
 def check(singles: Sequence[Any]) -> list[str]:
     """Refusals of settings that go with the distributed optimizer."""
-    found = []
-    for single in (single for single in singles if isinstance(single, DistributedOptimizer)):
-        if single.ddp_config.reduce_scatter_with_fp32_accumulation:
-            found.append("reduce_scatter_with_fp32_accumulation: set grad_reduce_in_fp32 "
-                         "(--accumulate-allreduce-grads-in-fp32) instead")
-    return found
+    return ["reduce_scatter_with_fp32_accumulation: set grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32) "
+            "instead" for single in singles if isinstance(single, DistributedOptimizer)
+            and single.ddp_config.reduce_scatter_with_fp32_accumulation]

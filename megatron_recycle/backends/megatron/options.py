@@ -23,14 +23,14 @@ class Option:
     """The treatment of one option.
 
     Attributes:
-        name: the attribute's.
+        names: the attribute's; several, separated by blanks, are treated alike.
         then: what to do instead, or why it is set otherwise.
         wrong: for which values; otherwise it is taken as it is.
         becomes: the value that it is set to; without one it is refused.
         title: how the option is called, if not by its name and value.
     """
 
-    name: str
+    names: str
     then: str
     wrong: Callable[[Any], bool] = bool
     becomes: Any = _MISSING
@@ -52,13 +52,11 @@ ANYWHERE = (
     Option("hybrid_context_parallel", "samples would be cut between ranks by their length, each micro-batch anew; "
            "leave it off"),
     Option("expert_model_parallel_size", "use dense layers", _several, title="expert parallelism"),
-    *(Option(name, "its peers' gradients would be reduced with the others'; leave it unset", _several,
-             title="weights that are cut once more (GTP)")
-      for name in ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")),
-    *(Option(name, "use dense layers", title="experts") for name in ("num_moe_experts", "num_experts")),
-    *(Option(name, "only fp32 and bf16 have no scale of their own, which each shard would need; use bf16",
-             lambda kind: str(kind) in _SCALED)
-      for name in ("exp_avg_dtype", "exp_avg_sq_dtype")),
+    Option("gtp_weight_remat_size expert_gtp_weight_remat_size", "its peers' gradients would be reduced with the "
+           "others'; leave it unset", _several, title="weights that are cut once more (GTP)"),
+    Option("num_moe_experts num_experts", "use dense layers", title="experts"),
+    Option("exp_avg_dtype exp_avg_sq_dtype", "only fp32 and bf16 have no scale of their own, which each shard would "
+           "need; use bf16", lambda kind: str(kind) in _SCALED),
     Option("main_params_dtype", "masters have 32 bits; leave it at fp32",
            lambda kind: str(kind) in _SCALED),
     Option("reuse_grad_buf_for_mxfp8_param_ag", "gradients do not lie in Megatron's buffers; leave it off"),
@@ -75,16 +73,15 @@ ANYWHERE = (
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
     Option("fp4", "its kernels round gradients by random numbers of their own, so that an iteration begun again would "
            "differ, and nothing of it has run; use bf16, or fp8 with another recipe than delayed"),
-    *(Option(name, "parameters themselves would have 8 bits, which no copy of a stage's state carries; leave it out")
-      for name in ("fp8_param", "fp8_param_gather")),
-    *(Option(name, "attention in 8 bits was not tried; leave it out")
-      for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")),
+    Option("fp8_param fp8_param_gather", "parameters themselves would have 8 bits, which no copy of a stage's state "
+           "carries; leave it out"),
+    Option("fp8_dot_product_attention fp8_multi_head_attention", "attention in 8 bits was not tried; leave it out"),
     Option("enable_autocast", "use bf16"),
     Option("mtp_standalone", "messages between stages would have another shape behind it; give the layout a last stage "
            "that has them and the loss (mL)", title="multi-token prediction on another stage than the loss"),
     Option("mtp_detach_heads", "their gradients would be clipped by a norm of their own; leave it off"),
     Option("cuda_graph_impl", _REPLAYED, lambda kind: kind not in (None, "none"), title="CUDA graphs"),
-    *(Option(name, _REPLAYED, title="CUDA graphs") for name in ("enable_cuda_graph", "external_cuda_graph")),
+    Option("enable_cuda_graph external_cuda_graph", _REPLAYED, title="CUDA graphs"),
     Option("variable_seq_lengths", "messages between stages have one shape; use one length for all micro-batches"),
     Option("num_microbatches_with_partial_activation_checkpoints", "leave it unset", _given),
     Option("fine_grained_activation_offloading", "a W that runs later would find its input moved away; leave it off"),
@@ -92,10 +89,10 @@ ANYWHERE = (
     # What follows changes no result.
     # Set to what it is: the distributed optimizer's buckets, which its checkpoints have, depend on it.
     Option("overlap_grad_reduce", "gradients are reduced when the plan says so", becomes=True),
-    *(Option(name, "parameters are gathered when a step is final", becomes=False)
-      for name in ("overlap_param_gather", "overlap_param_gather_with_optimizer_step")),
-    *(Option(name, "activations and gradients travel beside computation in any case", becomes=False)
-      for name in ("overlap_p2p_comm", "overlap_p2p_comm_warmup_flush")),
+    Option("overlap_param_gather overlap_param_gather_with_optimizer_step",
+           "parameters are gathered when a step is final", becomes=False),
+    Option("overlap_p2p_comm overlap_p2p_comm_warmup_flush",
+           "activations and gradients travel beside computation in any case", becomes=False),
     Option("defer_embedding_wgrad_compute", "the plan defers all weight gradients", becomes=False),
     Option("test_mode", "in each forward it compares norms of queries and keys with ranks that may be gone; "
            "--recycle-verify-every N (RECYCLE_VERIFY_EVERY) compares all that peers hold", becomes=False),
@@ -142,11 +139,10 @@ OF_THE_LOOP = (
            "disabled"),
     Option("error_injection_rate", "it tries re-runs, which are off", becomes=0),
     Option("log_max_attention_logit", "each worker would log that of the micro-batches it has computed", becomes=False),
-    *(Option(name, "each rank would write what it has computed itself, which depends on who is left", _given, None)
-      for name in ("save_wgrads_interval", "save_dgrads_interval", "save_activations_interval", "save_params_interval",
-                   "save_tokens_per_expert_interval")),
-    *(Option(name, "it is summed over ranks that may be gone", becomes=False)
-      for name in ("log_params_norm", "log_energy")),
+    Option("save_wgrads_interval save_dgrads_interval save_activations_interval save_params_interval "
+           "save_tokens_per_expert_interval", "each rank would write what it has computed itself, which depends on who "
+           "is left", _given, None),
+    Option("log_params_norm log_energy", "it is summed over ranks that may be gone", becomes=False),
     Option("log_straggler", "it gathers from ranks that may be gone; slow workers are reported by the plugin",
            becomes=False),
     Option("check_weight_hash_across_dp_replicas_interval", "it gathers from ranks that may be gone; "
@@ -198,8 +194,8 @@ _OF_V = (
            lambda kind: kind == "local"),
     Option("mtp_num_layers", "its copy of the embedding would be beside the embedding; leave chunks out",
            title="multi-token prediction"),
-    *(Option(name, "Megatron writes it on the last rank, which has no loss with chunks 2; leave it out")
-      for name in ("tensorboard_dir", "wandb_project")),
+    Option("tensorboard_dir wandb_project", "Megatron writes it on the last rank, which has no loss with chunks 2; "
+           "leave it out"),
 )
 """Of the loop, with this plugin's own chunks."""
 
@@ -212,16 +208,16 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
     """
     refused: dict[str, None] = {}
     changed: dict[str, None] = {}
-    for option in options:
+    for option, name in [(one, name) for one in options for name in one.names.split()]:
         for holder in settings:
-            value = getattr(holder, option.name, _MISSING)
+            value = getattr(holder, name, _MISSING)
             if value is _MISSING or not option.wrong(value):
                 continue
             if option.becomes is _MISSING:
-                refused[f"{option.title or _named(option.name, value)}: {option.then}"] = None
+                refused[f"{option.title or _named(name, value)}: {option.then}"] = None
                 continue
-            setattr(holder, option.name, option.becomes)
-            changed[f"{_named(option.name, value)} is off under recycle: {option.then}"] = None
+            setattr(holder, name, option.becomes)
+            changed[f"{_named(name, value)} is off under recycle: {option.then}"] = None
     return list(refused), list(changed)
 
 
