@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ def built_alike(layer: nn.Module, told: Layer) -> bool:
 
 def put(layer: nn.Module, piece: Piece, value: torch.Tensor) -> None:
     """Give the tensor of ``layer`` that ``piece`` names the bits of ``value``, and what else the other stage said."""
-    target = getattr_at(layer, piece.path)
+    target: torch.Tensor = attrgetter(piece.path)(layer)
     if target.dtype == value.dtype:
         target.data.copy_(value)  # with the strides that it was built with
     else:
@@ -127,13 +128,6 @@ def put_same(layer: nn.Module, path: str, tensor: torch.Tensor) -> None:
         module._buffers[name] = tensor
     else:
         setattr(module, name, tensor)
-
-
-def getattr_at(layer: nn.Module, path: str) -> torch.Tensor:
-    """The tensor of ``layer`` at ``path``."""
-    prefix, _, name = path.rpartition(".")
-    found: torch.Tensor = getattr(layer.get_submodule(prefix), name)
-    return found
 
 
 def differs(layer: nn.Module, told: Layer) -> str:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -36,7 +37,6 @@ from megatron_recycle.backends.deepspeed.moves import (
     built_alike,
     describe,
     differs,
-    getattr_at,
     groups_apart,
     ids,
     layer_weights,
@@ -251,7 +251,7 @@ def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, 
                     value = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device=device)
                     _receive(value, grid.pp_group[move.source], grid.get_pipe_parallel_group())
                 elif not unlike:
-                    value = getattr_at(built, piece.path).detach().to(getattr(torch, piece.dtype))
+                    value = attrgetter(piece.path)(built).detach().to(getattr(torch, piece.dtype))
                 if not unlike:
                     put(built, piece, value)
             if not unlike and not built_alike(built, move.layer):
@@ -273,7 +273,7 @@ def _share(moves: Sequence[Move], held: Mapping[str, nn.Module], wrong: list[str
     for move in moves if not wrong else ():
         for piece in move.layer.pieces:
             key, layer = (move.source, piece.same), held[move.layer.name]
-            tensor = getattr_at(layer, piece.path)
+            tensor = attrgetter(piece.path)(layer)
             if key in first and first[key] is not tensor:
                 put_same(layer, piece.path, first[key])
                 tensor = first[key]
@@ -310,7 +310,7 @@ def _follow(module: PipelineModule, moves: Sequence[Move], own: dict[str, nn.Mod
     order = list(module.parameters())
     come = {id(one): (one, piece.group, piece.called) for move in moves
             if move.target == module.stage_id != move.source for piece in move.layer.pieces
-            if piece.kind == PARAMETER and isinstance(one := getattr_at(held[move.layer.name], piece.path),
+            if piece.kind == PARAMETER and isinstance(one := attrgetter(piece.path)(held[move.layer.name]),
                                                       nn.Parameter)}
     left = {id(one) for layer in gone.values() for one in layer.parameters()} - set(map(id, order))
     groups.follow(left, list(come.values()), order)

@@ -116,18 +116,11 @@ def watch_groups(options: Options) -> None:
             keywords = {**keywords, "order": _SPREAD}
         returned = stock(*args, **keywords)
         if settings.enabled and settings.chunks > 1:
-            _place_chunks()
+            from megatron_recycle.backends.megatron import vshape
+            vshape.install()
         return returned
 
     rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
-
-
-def _place_chunks() -> None:
-    """Have two chunks built on each stage as those of a V."""
-    from megatron_recycle.backends.megatron import vshape
-    vshape.install()
-    for (module, name), function in vshape.bound().items():
-        rebind(module, name, function)
 
 
 def _judge(arguments: Any, chunks: int) -> list[str]:

@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import transformer_block, transformer_layer
 from megatron.core.utils import unwrap_model
 
-from megatron_recycle.backends.replacing import replace, replaced
+from megatron_recycle.backends.replacing import rebind, replace, replaced
 from megatron_recycle.errors import UnsupportedError
 
 CHUNKS = 2
@@ -50,16 +50,6 @@ def mirrored() -> AbstractContextManager[None]:
     return replaced(parallel_state, _MPU_PIPELINE_MODEL_PARALLEL_RANK=rank)
 
 
-def bound() -> dict[tuple[str, str], Callable[..., Any]]:
-    """By module and name, what takes the place of Megatron's functions that tell stages apart; each is given the
-    original one first. All ask about a chunk by its number within the stage (``vp_stage``)."""
-    return {
-        ("megatron.core.parallel_state", "is_pipeline_last_stage"): _is_last,
-        (transformer_layer.__name__, "get_transformer_layer_offset"): _of_chunk,
-        (transformer_block.__name__, "get_num_layers_to_build"): _of_chunk,
-    }
-
-
 def install() -> None:
     """Have models built so from now on, once Megatron has its groups. Raises UnsupportedError if there are not two
     chunks on each stage."""
@@ -75,6 +65,10 @@ def install() -> None:
     replace(DistributedOptimizer, "sharded_state_dict", _by_parameter)
     if (stock := sys.modules.get(_CHECKPOINTS)) is not None:
         replace(stock, "_load_base_checkpoint", _sharded)
+    # Megatron's functions that tell stages apart ask about a chunk by its number within the stage (``vp_stage``).
+    rebind("megatron.core.parallel_state", "is_pipeline_last_stage", _is_last)
+    rebind(transformer_layer.__name__, "get_transformer_layer_offset", _of_chunk)
+    rebind(transformer_block.__name__, "get_num_layers_to_build", _of_chunk)
 
 
 def wrong(models: Sequence[Any]) -> list[str]:
