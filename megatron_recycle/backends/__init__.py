@@ -28,7 +28,7 @@ BACKENDS: Mapping[str, str] = {
     "megatron.core.parallel_state": "megatron.hook:watch_groups",
     "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",
     "megatron.training.global_vars": "megatron.hook:watch_arguments",
-    "megatron.training.training": "megatron.setup:install",
+    "megatron.training.training": "megatron.training:install",
 }
 """A framework's module -> the function of a backend here (``module:function``) that takes it over as soon as it is
 loaded; called with `Options`, and perhaps again with others."""

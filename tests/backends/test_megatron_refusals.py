@@ -219,7 +219,7 @@ def test_megatron_lm_is_of_the_version_of_its_core(core, beside, said, tmp_path,
 def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_refused(core, tmp_path, monkeypatch):
     """The modules have none of the names that this plugin replaces."""
     from megatron_recycle.backends import Options
-    from megatron_recycle.backends.megatron import groups_of_optimizer, setup
+    from megatron_recycle.backends.megatron import groups_of_optimizer, training
     from megatron_recycle.backends.megatron import hook as megatron_hook
     from megatron_recycle.backends.megatron import version as megatron_version
     from megatron_recycle.config import RecycleConfig
@@ -232,7 +232,7 @@ def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_r
                    ModuleType("megatron.core.optimizer.distrib_optimizer")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(megatron_version, "installed", lambda: core)
-    for install in (setup.install, megatron_hook.watch_groups, groups_of_optimizer.watch):
+    for install in (training.install, megatron_hook.watch_groups, groups_of_optimizer.watch):
         install(Options(RecycleConfig()))
     judged: list[Any] = []
     variables: Any = ModuleType("megatron.training.global_vars")
@@ -248,12 +248,12 @@ def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_r
 @pytest.mark.parametrize("module", ["megatron.core.optimizer.distrib_optimizer", "megatron.training.training"])
 def test_a_version_that_is_not_supported_is_left_as_it_is(module, monkeypatch):
     """Nothing of it is touched, or looked for, before it is refused."""
-    from megatron_recycle.backends.megatron import groups_of_optimizer, setup
+    from megatron_recycle.backends.megatron import groups_of_optimizer, training
     from megatron_recycle.backends.megatron import version as megatron_version
 
     monkeypatch.setattr(megatron_version, "installed", lambda: "0.13.0")
     monkeypatch.setitem(sys.modules, module, ModuleType(module))  # without any of the names
-    setup.install(Options(RecycleConfig()))
+    training.install(Options(RecycleConfig()))
     groups_of_optimizer.watch(Options(RecycleConfig()))
     hook.watch_groups(Options(RecycleConfig()))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.backends.megatron import setup as megatron_setup
+from megatron_recycle.backends.megatron import training as megatron_setup
 from megatron_recycle.backends.megatron.training import LOOP
 from megatron_recycle.backends.options import Options
 from megatron_recycle.runtime.setup_record import SetUpRecorder, SetUpReplay

@@ -29,8 +29,7 @@ from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_T
 from megatron_recycle.backends.megatron.passed import Gaps
 from megatron_recycle.backends.megatron.refusing import refuse_or_tell
 from megatron_recycle.backends.megatron.saves import folder_of, forget_old_groups, writing
-from megatron_recycle.backends.megatron.setup import keep_timers_apart, load_once
-from megatron_recycle.backends.megatron.training import print_line
+from megatron_recycle.backends.megatron.training import keep_timers_apart, load_once, print_line
 from megatron_recycle.backends.megatron.version import check_version, release
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.releases import Release, release_of

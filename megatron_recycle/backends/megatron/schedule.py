@@ -22,7 +22,6 @@ from megatron.core.utils import get_model_config
 
 from megatron_recycle.backends.megatron import bridge, te
 from megatron_recycle.backends.megatron import groups as megatron_groups
-from megatron_recycle.backends.megatron import setup as megatron_setup
 from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.megatron.chunks import placement
 from megatron_recycle.backends.megatron.data import NoData, Shifted, source_of
@@ -249,8 +248,7 @@ class RecycleSchedule:
         if not bridge.trains():
             megatron_training.tell_validations()
         lends = self._settings.lend_layers if self._settings.lend == "auto" and _stages() > 1 else 0
-        alike = bridge.settings() if bridge.trains() else megatron_setup.settings()
-        self._stage = MegatronStage(models, optimizer, microbatches, alike, lends, v_shaped)
+        self._stage = MegatronStage(models, optimizer, microbatches, self._loop.settings(), lends, v_shaped)
         self._last = self._loop.last_checkpoint(
             self._settings.emergency_checkpoint, self._among_those_left, self._number, self._gaps,
             lambda: self._stage.scaling.skipped)
