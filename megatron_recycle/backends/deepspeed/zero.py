@@ -136,18 +136,21 @@ class ZeroOptimizer(WrappingOptimizer):
         base = {"state": {number: inner["state"][number * each + place] for number in range(len(self._groups))
                           if number * each + place in inner["state"]},
                 "param_groups": [{**group, "params": [number]} for number, group in enumerate(inner["param_groups"])]}
-        found = {"clip_grad": self.clip_grad, BASE: base, "partition_count": [shards.count] * len(self._groups),
-                 "ds_version": deepspeed.__version__, "param_slice_mappings": self._mappings(shard)}
         if self._bf16:
             last = shard == shards.count - 1
-            return {**found, MASTERS: [master.detach().clone().requires_grad_() for master in shards.masters(shard)],
-                    "group_paddings": paddings if last else [0] * len(paddings)}
-        return {**found, "loss_scaler": copy.copy(self.scaler), "dynamic_loss_scale": self.scaler.dynamic,
-                "overflow": self.overflow,
+            return {"clip_grad": self.clip_grad, BASE: base,
+                    MASTERS: [master.detach().clone().requires_grad_() for master in shards.masters(shard)],
+                    "group_paddings": paddings if last else [0] * len(paddings),
+                    "partition_count": [shards.count] * len(self._groups), "ds_version": deepspeed.__version__,
+                    "param_slice_mappings": self._mappings(shard)}
+        return {"loss_scaler": copy.copy(self.scaler), "dynamic_loss_scale": self.scaler.dynamic,
+                "overflow": self.overflow, "clip_grad": self.clip_grad, BASE: base,
                 MASTERS: [master.detach()[:master.numel() - padding]
-                          for master, padding in zip(shards.masters(shard), paddings)],
+                           for master, padding in zip(shards.masters(shard), paddings)],
                 "zero_stage": ZeroStageEnum.optimizer_states, "group_paddings": paddings,
-                "param_alignment_paddings": [[0] * len(group) for group in self._groups]}
+                "param_alignment_paddings": [[0] * len(group) for group in self._groups],
+                "partition_count": [shards.count] * len(self._groups), "ds_version": deepspeed.__version__,
+                "param_slice_mappings": self._mappings(shard)}
 
     def load_state_dict(self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True,
                         load_from_fp32_weights: bool = False, **_: Any) -> None:
