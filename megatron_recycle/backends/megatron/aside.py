@@ -53,7 +53,7 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
         return succeed(str(path).replace(written.part.name, written.place.name), *given, **keywords)
 
     with (replaced(stock.wandb_utils, on_save_checkpoint_success=on_save_checkpoint_success), opening(stock, open_),
-          nullcontext() if remote else _renamed(stock, folder, iteration, written.part.name)):
+          nullcontext() if remote else renamed(stock, folder, iteration, written.part.name)):
         yield
 
 
@@ -81,7 +81,7 @@ def opening(stock: Any, open_file: Callable[..., Any]) -> AbstractContextManager
     return replaced(stock, maybe_msc=_Files(stock.maybe_msc, open_file))
 
 
-def _renamed(stock: Any, folder: str, number: int, to: str) -> AbstractContextManager[None]:
+def renamed(stock: Any, folder: str, number: int, to: str) -> AbstractContextManager[None]:
     """Inside the block the checkpoint of iteration ``number`` in ``folder`` is under the name ``to`` for stock."""
     name_of, own = stock.get_checkpoint_name, place_of(folder, number).name
 
@@ -105,7 +105,7 @@ def read_from(stock: Any, folder: str, iteration: int, name: str) -> Iterator[No
     """Inside the block stock loads the checkpoint of ``iteration`` from the folder ``name`` in ``folder``, whichever is
     the newest."""
     with (replaced(stock, read_metadata=lambda *given, **keywords: (iteration, False)),
-          _renamed(stock, folder, iteration, name)):
+          renamed(stock, folder, iteration, name)):
         yield
 
 

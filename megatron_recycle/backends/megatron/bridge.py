@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_recycle.backends.megatron.aside import place_of, remove_parts
+from megatron_recycle.backends.megatron.aside import place_of, remove_parts, renamed
 from megatron_recycle.backends.megatron.last import Beginning, LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
 from megatron_recycle.backends.megatron.passed import Gaps
@@ -304,11 +304,6 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
     tells: list[str] = []
     later: list[Callable[[], None]] = []
 
-    def get_checkpoint_name(stock_name: Callable[..., str], directory: str, number: int, *given: Any,
-                            **keywords: Any) -> str:
-        return str(written.part) if (directory, number) == (folder, iteration) else stock_name(
-            directory, number, *given, **keywords)
-
     def of_newest(stock_name: Callable[..., str], directory: str, *given: Any, **keywords: Any) -> str:
         found = stock_name(directory, *given, **keywords)
         if directory != folder:
@@ -334,9 +329,9 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
     def told(succeed: Callable[..., Any], path: Any, *given: Any, **keywords: Any) -> Any:
         return succeed(str(path).replace(written.part.name, written.place.name), *given, **keywords)
 
-    with (_with(stock, get_checkpoint_name=get_checkpoint_name, get_checkpoint_train_state_filename=of_newest,
-                get_checkpoint_tracker_filename=of_newest, print_rank_0=print_rank_0,
-                cleanup_old_non_persistent_checkpoint=cleanup),
+    with (renamed(stock, folder, iteration, written.part.name),
+          _with(stock, get_checkpoint_train_state_filename=of_newest, get_checkpoint_tracker_filename=of_newest,
+                print_rank_0=print_rank_0, cleanup_old_non_persistent_checkpoint=cleanup),
           _with(stock.wandb_utils, on_save_checkpoint_success=told),
           _with(stock.mlflow_utils, on_save_checkpoint_success=told),
           _with(stock.comet_utils, on_save_checkpoint_success=told)):

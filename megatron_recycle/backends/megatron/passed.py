@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Collection
-from itertools import count
+from itertools import count, filterfalse, islice
 
 
 class PassedOver:
@@ -21,16 +21,10 @@ class PassedOver:
 
     def after(self, trained: int) -> int:
         """What the loop has counted when so many iterations were trained, and no other one has begun."""
-        if not trained:
-            return self._first
-        if not self._iterations:
+        if not trained or not self._iterations:
             return self._first + trained
-        left = trained
-        for iteration in count(self._first):
-            left -= iteration not in self._iterations
-            if not left:
-                return iteration + 1
-        raise AssertionError
+        ran = filterfalse(self._iterations.__contains__, count(self._first))
+        return next(islice(ran, trained - 1, None)) + 1
 
     def trained(self, iteration: int) -> int:
         """How many the loop has trained when it has counted to ``iteration``."""
