@@ -78,16 +78,16 @@ def install(options: Options) -> None:
     # its inference kernels use.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
-    def initialize(stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        given = dict(inspect.signature(stock).bind_partial(*arguments, **keywords).arguments)
-        model, config = given.get("model"), read_config(given)
+    def initialize(stock: Callable[..., Any], args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
+        given = dict(inspect.signature(stock).bind_partial(args, model, *rest, **keywords).arguments)
+        config = read_config(given)
         settings = options.resolve(config)
         if not settings.enabled:
             options.stay_off()
-            return stock(**given)
+            return stock(args, model, *rest, **keywords)
         if not isinstance(model, deepspeed.PipelineModule):
             warn_of_no_pipeline(model)
-            return stock(**given)
+            return stock(args, model, *rest, **keywords)
         check_not_too_late(settings)
         name_run(config)
         say_before_compiling(config, given.get("optimizer"))
@@ -96,9 +96,10 @@ def install(options: Options) -> None:
                 model, given.get("optimizer"), given.get("model_parameters"), options.setup)
         if (microbatches := Launched.read().microbatches) is not None:
             given = with_config(given, keep_batch(config, microbatches, model.topology().get_dim("data")))
+        changed = settings.chunks > 1 or microbatches is not None
         # The name that stock initialize() looks up when it builds the engine of a PipelineModule.
         with replaced(deepspeed, PipelineEngine=partial(RecyclePipelineEngine, settings, options)):
-            return stock(**given)
+            return stock(**given) if changed else stock(args, model, *rest, **keywords)
 
     watch_loaders()
     place(options)

@@ -123,7 +123,7 @@ class Evaluations:
 
 
 def evaluate_first(engine: PipelineEngine, running: Running, place: Place, data: Iterator[Any] | None,
-             microbatches: int) -> list[torch.Tensor]:
+                   microbatches: int) -> list[torch.Tensor]:
     """The losses of each pipeline's ``microbatches``, (microbatches,), on all workers, which call it together; data is
     read where the first chunk is.
 
