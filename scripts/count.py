@@ -36,21 +36,24 @@ EXTENSIONS: Mapping[str, tuple[str, ...]] = {
         "backends.megatron.lending"),
     "optimizer shards": (
         "membership.shards", "runtime.shard_moves", "runtime.shards", "runtime.comm.sharded_reduction",
-        "runtime.compute.sharded_optimizer", "runtime.compute.sharding_cost", "backends.deepspeed.zero"),
+        "runtime.compute.sharded_optimizer", "runtime.compute.sharding_cost", "backends.deepspeed.recut",
+        "backends.deepspeed.zero"),
     "bad micro-batches": ("membership.poison",),
     "other policies": ("membership.policies", "planner.baselines"),
     "user collectives": (
-        "backends.living", "runtime.collectives", "runtime.comm.living", "runtime.history", "runtime.missed",
+        "runtime.collectives", "runtime.comm.living", "runtime.history", "runtime.missed",
         "runtime.script_calls", "runtime.transfers"),
     "changes between iterations": (
         "backends.deepspeed.between", "runtime.between", "runtime.compute.edits", "runtime.compute.find_generators",
         "runtime.compute.modes"),
     "evaluation": (
-        "backends.deepspeed.evaluating", "backends.deepspeed.evaluation", "backends.deepspeed.first_evaluation",
-        "runtime.evaluation", "runtime.evaluation_pass"),
+        "backends.deepspeed.evaluating", "backends.deepspeed.evaluation", "runtime.evaluation",
+        "runtime.evaluation_pass"),
     "chunks, V-shaped stages": (
-        "backends.deepspeed.chunks", "backends.deepspeed.recut", "backends.deepspeed.regroup",
+        "backends.deepspeed.chunks", "backends.deepspeed.regroup",
         "backends.deepspeed.relayout", "backends.megatron.chunks", "backends.megatron.vshape", "runtime.chunked"),
+    "checks of peers and first forwards": ("runtime.equality", "runtime.first_forward"),
+    "registered state": ("runtime.registered",),
     "several coordinators": ("control.elected", "control.etcd"),
 }
 """Extension -> its modules, or the packages that hold them. A folder of `extensions/` is one without being named."""
