@@ -18,7 +18,6 @@ from typing import Any
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.report import Report
-from megatron_recycle.membership.resume import CHECKPOINTS as CHECKPOINTS
 from megatron_recycle.membership.resume import RESTART, Checkpoint, DeadEnd, Resume, parts_of, single
 from megatron_recycle.membership.shards import Shard, anew, copies_of, lost, told
 from megatron_recycle.membership.state import Event, State

@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.names import Process, in_order
-from megatron_recycle.membership.policies import policy
 from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.report import KeptReport, Report
 from megatron_recycle.membership.resume import Resume
@@ -26,7 +25,7 @@ from megatron_recycle.plan.action import Action
 def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     """The actions of the iteration ``resume.next`` that each worker has kept, in its order. Empty where the iteration
     is to begin anew."""
-    plain = policy(state).reroutes and state.tries.fallback is None and state.closing is None
+    plain = state.job.chosen.reroutes and state.tries.fallback is None and state.closing is None
     if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
             iteration == resume.next for iteration, _ in state.script.left_out) or _half_undone(state, resume):
         return {}
@@ -116,8 +115,11 @@ def closes(state: State) -> bool:
     """Whether scripts may leave an iteration before it is committed.
 
     A message is kept by its maker, and by its reader as what became of it. A host that has two stages may take both,
-    and scripts would have to run again what they have left: where that never happens (`left_for_good`), they wait.
+    and scripts would have to run again what they have left: where that never happens (`left_for_good`), they wait. So
+    they do where recoveries have failed: the rest of an iteration is not planned then.
     """
+    if state.tries.fallback is not None:
+        return False
     stages = defaultdict[str, set[int]](set)
     for name, member in state.members.items():
         stages[member.host].add(Process.parse(name).worker.stage)

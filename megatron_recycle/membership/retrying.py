@@ -1,8 +1,9 @@
 """A recovery that fails for a reason of its own: a bug, or no memory for a guest's micro-batch. Pure, like `machine`.
 
-It is tried once more in a new generation; then with a plan that leaves hit pipelines out (`policy: drop`); then the
-worker that it fails on is out, as if it had died. Where that would cost a stage its last worker the job ends, and its
-script may be started again (`--job-restarts`). A worker whose state may be torn is out at once.
+It is tried once more in a new generation; then with a plan that leaves hit pipelines out (`policy: drop`), unless
+scripts have left an iteration that would begin anew with it; then the worker that it fails on is out, as if it had
+died. Where that would cost a stage its last worker the job ends, and its script may be started again
+(`--job-restarts`). A worker whose state may be torn is out at once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from megatron_recycle.membership.decisions import MakePlan, Step
 from megatron_recycle.membership.extension import IN_FORCE, first
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Loss, Lost, PlanFailed, Raised
+from megatron_recycle.membership.redo import left_for_good
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Member, Phase, State
 
@@ -31,7 +33,8 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
     if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # what has failed is over already
         return state, (closing.answer(member, happened.number),)
     fallback = state.tries.fallback
-    if state.tries.retries and fallback is None:
+    closed = state.resume is not None and state.resume.closed
+    if state.tries.retries and fallback is None and not (closed and left_for_good(state)):
         fallback = first(each.fallback(state) for each in IN_FORCE)
     state = state.with_(retries=state.tries.retries + 1, fallback=fallback)
     event = {"event": "retried", "t": now, "generation": state.generation, "worker": member.worker,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_recycle.membership.guarding import CHECKPOINTS
 from megatron_recycle.membership.report import GuardReport
+from megatron_recycle.membership.resume import CHECKPOINTS
 from megatron_recycle.runtime.bundle import Head, Incoming, Lane, Outgoing, read
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import GUARD
@@ -73,6 +73,7 @@ class Guard:
         watched: whether there may be one, of which this worker does not know.
         back: the script has changed something since the end of the iteration before this one: to go back further would
             lose that.
+        first: the first iteration of this generation that all workers begin.
         midway: all are on their way back to a checkpoint, and this worker does not know that they have arrived.
     """
 
@@ -81,14 +82,16 @@ class Guard:
         self.watched = False
         self.back = -1
         self.midway = False
+        self.first = 0
         self.own: dict[int, StateCopy] = {}
         self.of: dict[int, dict[int, StateCopy]] = {}
         self._made = (0, -1)
         self._voided = False
 
     def due(self, generation: int, iteration: int, every: int) -> bool:
-        """Whether copies are made before ``iteration``: the first time in a generation, and before one of ``every``."""
-        return self._made[0] != generation or (iteration % every == 0 and self._made[1] != iteration)
+        """Whether copies are made before ``iteration``: the first of a generation, and then each of ``every``."""
+        return iteration >= self.first and (
+            self._made[0] != generation or (iteration % every == 0 and self._made[1] != iteration))
 
     @property
     def begins(self) -> bool:

@@ -47,6 +47,10 @@ class LastCopies(WorkerExtension):
     def source(self, meeting: Meeting) -> Source | None:
         return _WayBack() if meeting.resume.restored else None
 
+    def settle(self, meeting: Meeting) -> None:
+        """A closed stage does not come to the beginning of the iteration that others still make."""
+        meeting.site.trainable.guard.first = meeting.resume.next + bool(meeting.resume.closed)
+
     def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
         """Make copies if they are due; all workers do so at the same iteration. Not before an iteration was committed:
         what there is then, the script can make again."""

@@ -9,7 +9,7 @@ import pytest
 from megatron_recycle.membership import Process, Standing, StepMode, inputs
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.protocol import Carry
-from megatron_recycle.membership.redo import levelled
+from megatron_recycle.membership.redo import closes, levelled
 from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.standing import Epoch
 from megatron_recycle.plan.plan_file import PlanFile
@@ -271,3 +271,11 @@ def test_what_counts_of_what_the_parts_of_a_worker_have_done(parts: list[str], c
 ], ids=str)
 def test_nothing_counts_where_a_part_would_have_to_undo_a_sum(parts: list[str]):
     assert levelled([each.split() for each in parts]) == levelled([each.split() for each in reversed(parts)]) == ()
+
+
+def test_scripts_leave_no_iteration_early_while_plans_are_made_by_another_policy_for_recoveries_that_failed():
+    """Its rest is not planned then, and `exact` would not run again what they have left."""
+    cluster = stopped(reduction="exact")
+    assert closes(cluster.state)
+    assert not closes(cluster.state.with_(fallback="drop"))
+

@@ -83,13 +83,9 @@ def test_inputs_of_an_extension_that_is_not_there_change_nothing() -> None:
     assert cluster.state == before and before.phase is st.Phase.TRAINING
 
 
-LEFT = {("redo", "policies")}
-"""A function that stands with an extension, and that the core needs."""
-
-
 def test_the_core_imports_no_extension() -> None:
     modules = {type(each).__module__.rpartition(".")[2] for each in EXTENSIONS}
     core = [path for path in (ROOT / "membership").glob("*.py") if path.stem not in {*modules, "extensions"}]
     targets = {(path.stem, found.target.removeprefix("megatron_recycle.membership.").partition(".")[0])
                for path in core for found in imports_of(path.read_text(encoding="utf-8"), dotted(path), False)}
-    assert {(path, target) for path, target in targets if target in modules} == LEFT
+    assert not {(path, target) for path, target in targets if target in modules}

@@ -462,3 +462,10 @@ def test_a_checkpoint_that_nobody_can_read_ends_the_job_which_may_be_started_aga
     status, message, again = job.control.state.ended
     assert (status, again) == (1, True)
     assert "Input/output error" in message or "processes for it have failed" in message, message
+
+
+def test_no_copies_are_due_before_an_iteration_that_closed_stages_do_not_begin_any_more():
+    """The others still make its rest: their copies would be sent to keepers that never come to it."""
+    guard = Guard()
+    guard.first = 3
+    assert not guard.due(2, 2, every=1) and guard.due(2, 3, every=1)
