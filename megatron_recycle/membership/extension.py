@@ -145,5 +145,5 @@ def first(answers: Iterable[Answer | None]) -> Answer | None:
 
 
 def merged(fields: Iterable[Mapping[str, Answer]]) -> dict[str, Answer]:
-    """All fields that extensions add, of which no two add the same."""
+    """All fields that extensions add; of two of one name that of the later extension."""
     return {name: value for each in fields for name, value in each.items()}

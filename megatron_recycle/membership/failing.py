@@ -326,8 +326,10 @@ def _all_reported(state: State) -> bool:
 
 
 def _go(state: State, now: float) -> Step:
-    """Once reports and plan are there: where training goes on (`resume.decide`), recorded and announced."""
-    if state.round.plan is None or not _all_reported(state):
+    """Once reports and plan are there: where training goes on (an extension's answer, or `resume.decide`), recorded and
+    announced. Nowhere where the job has lost a stage for good, and its survivors only save what they hold."""
+    lost_for_good = state.closing is not None and state.closing.missing
+    if state.round.plan is None or not _all_reported(state) or lost_for_good:
         return state, ()
     incarnations = state.incarnations()
     holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.arrivals.unproven}

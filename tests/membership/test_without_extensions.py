@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from megatron_recycle.membership import inputs
+from megatron_recycle.membership import inputs, machine
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.extension import IN_FORCE, Extension
 from megatron_recycle.membership.extensions import EXTENSIONS
@@ -89,3 +89,9 @@ def test_the_core_imports_no_extension() -> None:
     targets = {(path.stem, found.target.removeprefix("megatron_recycle.membership.").partition(".")[0])
                for path in core for found in imports_of(path.read_text(encoding="utf-8"), dotted(path), False)}
     assert not {(path, target) for path, target in targets if target in modules}
+
+
+def test_every_input_is_handled_with_all_extensions() -> None:
+    """One that nobody handles changes nothing, so that a forgotten one would be waited for in silence."""
+    kinds = {*get_args(inputs.Input)}
+    assert kinds and not [kind for kind in kinds if machine._handler(kind) is machine._nothing]
