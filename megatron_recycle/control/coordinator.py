@@ -19,7 +19,7 @@ from megatron_recycle.control.asyncio_executor import AsyncioExecutor
 from megatron_recycle.control.clocks import Clocks, Timeouts
 from megatron_recycle.control.door import of_guests
 from megatron_recycle.control.elected import LeadLost
-from megatron_recycle.control.executor import Leader
+from megatron_recycle.control.executor import Leader, carry_out
 from megatron_recycle.control.measured import Conclusions
 from megatron_recycle.control.memory import Memory, Records
 from megatron_recycle.control.operators import Operators
@@ -29,8 +29,9 @@ from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import FOUND_S
 from megatron_recycle.control.telling import Telling
 from megatron_recycle.control.wire import GUEST
-from megatron_recycle.membership import commands, messages, moving
+from megatron_recycle.membership import commands, messages
 from megatron_recycle.membership.decisions import End, Improve
+from megatron_recycle.membership.extension import IN_FORCE
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import (
     Ending,
@@ -235,8 +236,8 @@ class Coordinator:
         state = self.state
         if state.phase is Phase.TRAINING and state.round.plan is not None:
             self._executor.improve(Improve(state.generation, state.failed, state.latest or state.round.plan))
-            for search in moving.seek(state):
-                self._executor.find_moves(search)
+            for search in (one for each in IN_FORCE for one in each.seek(state)):
+                carry_out(self._executor, search)
 
     # What comes in (called by the server)
 

@@ -13,7 +13,7 @@ from megatron_recycle.membership import commands, forming, messages, records
 from megatron_recycle.membership.decisions import Emit, Step, Tell
 from megatron_recycle.membership.description import Description, Model, difference
 from megatron_recycle.membership.extension import IN_FORCE, merged
-from megatron_recycle.membership.inputs import Holds, Leave, Ready, Received
+from megatron_recycle.membership.inputs import Holds, Leave, Ready, Received, StaysOut
 from megatron_recycle.membership.names import incomplete
 from megatron_recycle.membership.state import Member, State
 
@@ -38,6 +38,16 @@ def _no_place(state: State, member: Member) -> str | None:
         known = state.forming.ranks.get(member.worker, "no part of the job")
         return f"worker {member.worker} cannot join as rank {member.rank}: in this job it is {known}"
     return None
+
+
+def stays_out(state: State, happened: StaysOut, now: float) -> Step:
+    """A launcher will not start this rank again. It says so right after the end of its process: often before the
+    recovery from that, after which moves are sought anyway."""
+    name = next((name for name in state.absent.out if state.forming.ranks.get(name) == happened.rank), None)
+    if name is None or name in state.absent.given_up:
+        return state, ()
+    state = state.with_(given_up=state.absent.given_up | {name}, moves_due=True)
+    return state, (records.moves(state, ()), *(one for each in IN_FORCE for one in each.seek(state)))
 
 
 def waiting(state: State, incarnation: str) -> Member | None:

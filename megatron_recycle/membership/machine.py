@@ -104,6 +104,7 @@ _HANDLERS: Mapping[type, Handler] = {
     inputs.Adopted: training.adopted,
     inputs.Holds: joining.acknowledged,
     inputs.Leave: joining.leave,
+    inputs.StaysOut: joining.stays_out,
     inputs.Boundary: boundary.stands,
     inputs.Saved: closing.saved,
     inputs.SavedLate: closing.late,

@@ -17,7 +17,7 @@ from megatron_recycle.membership import commands, messages, records
 from megatron_recycle.membership.decisions import Decision, Emit, FindMoves, Step
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
-from megatron_recycle.membership.inputs import Exited, MovesFound, StaysOut
+from megatron_recycle.membership.inputs import Exited, MovesFound
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import by_stage, single
 from megatron_recycle.membership.state import Member, Phase, State
@@ -57,16 +57,6 @@ def _relief(state: State) -> tuple[tuple[str, str], ...]:
             workers.discard(mover)
             counts[donor] -= 1
     return tuple(found)
-
-
-def stays_out(state: State, happened: StaysOut, now: float) -> Step:
-    """A launcher will not start this rank again. It says so right after the end of its process: often before the
-    recovery from that, after which moves are sought anyway."""
-    name = next((name for name in state.absent.out if state.forming.ranks.get(name) == happened.rank), None)
-    if name is None or name in state.absent.given_up:
-        return state, ()
-    state = state.with_(given_up=state.absent.given_up | {name}, moves_due=True)
-    return state, (records.moves(state, ()), *seek(state))
 
 
 def begin(state: State, happened: MovesFound, now: float) -> Step:
@@ -154,7 +144,7 @@ def _moved(state: State) -> dict[str, FailureKind]:
 class Moves(Extension):
     """Workers move to stages that were hit too hard, where the planner finds that this pays off."""
 
-    handlers = MappingProxyType({MovesFound: begin, StaysOut: stays_out})
+    handlers = MappingProxyType({MovesFound: begin})
 
     def not_started(self, state: State, happened: Exited, now: float) -> Step:
         """Launchers tell of all ends again after a reconnect, so it may be any process that this rank has had."""

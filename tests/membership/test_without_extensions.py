@@ -79,8 +79,16 @@ def test_inputs_of_an_extension_that_is_not_there_change_nothing() -> None:
         before = cluster.state
         assert cluster.feed(inputs.MovesFound(1, {"0:1": "1:0"})) == []
         assert cluster.feed(inputs.Unlent("0:0/0", 1, 0, "changed")) == []
-        assert cluster.feed(inputs.StaysOut(2)) == []
     assert cluster.state == before and before.phase is st.Phase.TRAINING
+
+
+def test_a_rank_that_no_launcher_starts_again_is_given_up_without_moves() -> None:
+    """A stage that comes back is then asked of the coordinator, and not waited for."""
+    with only([]):
+        cluster = Cluster().train()
+        cluster.exit("0:1")
+        cluster.feed(inputs.StaysOut(cluster.state.forming.ranks["0:1"]))
+    assert cluster.state.absent.given_up == {"0:1"}
 
 
 def test_the_core_imports_no_extension() -> None:
