@@ -265,7 +265,7 @@ class Coordinator:
             self._telling.progress[incarnation] = message.progress
             self._clocks.watch.told(incarnation, message.progress, now)
         elif isinstance(message, Said):
-            self._telling.passed_on(incarnation, message.said.to_json(), self.state)
+            self._telling.passed_on(incarnation, message.said, self.state)
         elif isinstance(message, Stacks):
             if (member := self.state.known.get(incarnation)) is not None:
                 self._operators.stacks(member, message)

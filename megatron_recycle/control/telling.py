@@ -9,12 +9,13 @@ from typing import Any
 
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.told import Told
+from megatron_recycle.membership.detectors import SignOfLife
 from megatron_recycle.membership.inputs import Hinted
 from megatron_recycle.membership.protocol import EventTold, Explains
 from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import plain
-from megatron_recycle.plan.value import Value
+from megatron_recycle.membership.worker_events import Hint, WorkerEvent
 
 _KEPT = ("started", "suspected", "joined", "moving", "move_failed")
 """Events that a launcher is told again when it comes back: its closing table is made of them."""
@@ -23,12 +24,6 @@ _NOT_TOLD = ("stopped",)
 """Events that launchers make nothing of, and that are large."""
 
 Event = Mapping[str, Any]
-
-
-class _Handles(Value, frozen=True):
-    """Of a sign of life."""
-
-    sigterm: Any = False
 
 
 class Telling:
@@ -82,14 +77,14 @@ class Telling:
         """Events that a launcher which has just come may have missed."""
         return [brief(event) for event in self._kept]
 
-    def passed_on(self, incarnation: str, said: Mapping[str, Any], state: State) -> None:
+    def passed_on(self, incarnation: str, said: WorkerEvent | Hint, state: State) -> None:
         """A member's own event, checked; nobody else has a say."""
         if (event := event_of(state, incarnation, said, time.time())) is not None:
             self.event(event, state)
 
     def handled(self, state: State) -> bool:
         """Whether some script has said that it has a SIGTERM handler of its own."""
-        return any(_Handles.from_json(progress or {}).sigterm is True for incarnation, progress in self.progress.items()
+        return any(SignOfLife.from_json(progress or {}).sigterm is True for incarnation, progress in self.progress.items()
                    if incarnation in state.known and incarnation not in state.absent.fenced)
 
     def _count(self, told: Told) -> None:
@@ -117,8 +112,7 @@ class Telling:
         member = state.member(hint.incarnation)
         if member is not None and (key := (member.worker, hint.generation, hint.error)) not in self._hints:
             self._hints.add(key)
-            said = {"event": "hint", "generation": hint.generation, "error": hint.error}
-            self.passed_on(hint.incarnation, said, state)
+            self.passed_on(hint.incarnation, Hint(hint.generation, hint.error), state)
 
 
 def brief(event: Event) -> dict[str, Any]:

@@ -69,6 +69,14 @@ class ThreadState(str, Enum):
         return self.value
 
 
+class SignOfLife(Value, frozen=True):
+    """What the coordinator reads of a worker's sign of life: what its training thread is `doing`, and whether its
+    script has a handler of SIGTERM."""
+
+    doing: Any = None
+    sigterm: Any = False
+
+
 class Doing(Value, frozen=True):
     """The work or wait of a training thread, as its worker told it: `for_s` seconds of at most `limit_s` (None: no
     limit)."""
@@ -85,7 +93,7 @@ class Doing(Value, frozen=True):
     @classmethod
     def of(cls, progress: Mapping[str, Any] | None) -> Doing | None:
         """As a sign of life has it."""
-        return None if progress is None else cls.read(progress.get("doing"))
+        return None if progress is None else cls.read(SignOfLife.from_json(progress).doing)
 
     @classmethod
     def read(cls, told: Any) -> Doing | None:

@@ -59,8 +59,7 @@ class Kinds(Generic[Kind]):
         try:
             found: Kind = msgspec.convert(data, self._union, str_keys=True)
         except (ValueError, RecursionError) as error:  # also text that is no Unicode
-            named = data.get("type") if isinstance(data, Mapping) else data
-            raise WireError(f"{named!r:.60}: {error}") from error
+            raise WireError(f"{data!r:.60}: {error}") from error
         return found
 
 

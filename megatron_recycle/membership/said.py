@@ -7,23 +7,24 @@ from typing import Any
 
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.state import State
+from megatron_recycle.membership.worker_events import Corrupt, Healed, Hint, JoinRefused, WorkerEvent
 
 _LONGEST_TEXT = 500
-_RECORDED: Mapping[str, Mapping[str, Any]] = {
-    "corrupt": {"event": "suspected", "kind": FailureKind.CORRUPT, "removed": False},
-    "healed": {"kind": FailureKind.CORRUPT},
-    "refuses_itself": {"event": "join_failed"},
+_RECORDED: Mapping[type, Mapping[str, Any]] = {
+    Corrupt: {"event": "suspected", "kind": FailureKind.CORRUPT, "removed": False},
+    Healed: {"kind": FailureKind.CORRUPT},
+    JoinRefused: {"event": "join_failed"},
 }
 """Where an event of a worker's is recorded as more than its own words."""
 
 
-def event_of(state: State, incarnation: str, said: Mapping[str, Any], now: float) -> dict[str, Any] | None:
-    """The event of a member's words (`worker_events`). None: it is no member, and nobody
-    asks for its words. Who has said it, the coordinator knows better."""
+def event_of(state: State, incarnation: str, said: WorkerEvent | Hint, now: float) -> dict[str, Any] | None:
+    """The event of a member's words. None: it is no member, and nobody asks for its words. Who has said it, the
+    coordinator knows better."""
     member = state.member(incarnation)
     if member is None:
         return None
-    short = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in said.items()}
-    more = _RECORDED.get(said["event"])
+    short = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in said.to_json().items()}
+    more = _RECORDED.get(type(said))
     return {"t": now, "generation": state.generation, **short, "worker": member.worker,
             **({"rank": member.rank, "pid": member.pid, **more} if more is not None else {})}

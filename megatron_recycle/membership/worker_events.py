@@ -40,6 +40,13 @@ class Rebuilt(Value, frozen=True, tag_field="event", tag="rebuilt", forbid_unkno
     ms: float
 
 
+class Hint(Value, frozen=True, tag_field="event", tag="hint"):
+    """A worker has met an error of communication. The coordinator passes it on; no worker says it as an event."""
+
+    generation: int
+    error: str
+
+
 class JoinRefused(Value, frozen=True, tag_field="event", tag="refuses_itself", forbid_unknown_fields=True):
     """A process that wants to join finds that it cannot."""
 

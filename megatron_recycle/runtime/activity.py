@@ -35,7 +35,10 @@ COPY = "copy"
 CONNECT = "connect"
 """Building handles together with other workers; it has a limit of its own."""
 
-_PARTS = {**dict.fromkeys(("forward", "full forward", "backward", "weight", "data"), "actions"),
+ACTIONS = "actions"
+"""The part of an iteration that is its actions, see `part_of`."""
+
+_PARTS = {**dict.fromkeys(("forward", "full forward", "backward", "weight", "data"), ACTIONS),
           "full backward": "full backwards",
           **dict.fromkeys(("begin", "reduce", "reduced", "step"), "own")}
 _WAITS = {REDUCE: "reduction", "parameters": "reduction", "a verdict": "verdict", "the loss": "verdict",

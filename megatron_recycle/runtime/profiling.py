@@ -8,6 +8,7 @@ from statistics import median
 
 from megatron_recycle.environment import Launched
 from megatron_recycle.membership.protocol import Lags
+from megatron_recycle.runtime.activity import ACTIONS
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.memory_budget import announce_profile, profile
 from megatron_recycle.runtime.site import Site
@@ -70,9 +71,9 @@ def _spent(parts: Mapping[str, float], taken: Mapping[str, Sequence[float]], med
     kinds = [kind for kind in taken if kind.partition("/")[0] in ("F", "B", "W")]
     actions = [seconds for kind in kinds for seconds in taken[kind]]
     if actions and host:
-        whole = found.get("actions", 0.0) - more
+        whole = found.get(ACTIONS, 0.0) - more
         usual = sum(len(taken[kind]) * medians[kind] for kind in kinds)
         between = found["between"] = max(0.0, whole - sum(actions))
-        found["actions"] = whole + more - between
+        found[ACTIONS] = whole + more - between
         found["gap"] = max(0.0, whole - usual) / len(actions)
     return {name: round(seconds, 7) for name, seconds in found.items()}

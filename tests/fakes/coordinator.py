@@ -165,7 +165,7 @@ class InMemory:
         if isinstance(message, Fetch):
             self._parcels.fetch(incarnation, message, self._links[incarnation].told)
         elif isinstance(message, Said):
-            if event := event_of(self.state, incarnation, message.said.to_json(), self._clock()):
+            if event := event_of(self.state, incarnation, message.said, self._clock()):
                 self._tell(event)
         elif (happened := input_of(message)) is not None:
             self.feed(happened)

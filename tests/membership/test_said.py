@@ -93,8 +93,9 @@ def test_words_of_guests_and_outsiders_are_not_recorded_and_nobody_hears_them(tm
             with running._changed:
                 running.events.clear()
                 running.coordinator.server._refusals = RateLimit(60.0)
-        for name in OWN:  # at the coordinator's own door, behind the check
-            running.call(running.coordinator._telling.passed_on, "stranger", {"event": name}, running.coordinator.state)
+        for name, fields in RIGHT.items():  # at the coordinator's own door, behind the check
+            forged = EVENTS[name].from_json({**fields, "event": name})
+            running.call(running.coordinator._telling.passed_on, "stranger", forged, running.coordinator.state)
         agents[0].event(RolledBack(1, 2))
         running.await_event("rolled_back", worker="0:0")
         assert {event["event"] for event in running.events} <= {"rolled_back", "refused"}
