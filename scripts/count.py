@@ -51,7 +51,7 @@ EXTENSIONS: Mapping[str, tuple[str, ...]] = {
         "runtime.evaluation_pass"),
     "chunks, V-shaped stages": (
         "backends.deepspeed.chunks", "backends.deepspeed.regroup",
-        "backends.deepspeed.relayout", "backends.megatron.chunks", "backends.megatron.vshape", "runtime.chunked"),
+        "backends.deepspeed.relayout", "backends.megatron.chunks", "backends.megatron.vshape"),
     "checks of peers and first forwards": ("runtime.equality", "runtime.first_forward"),
     "registered state": ("runtime.registered",),
     "several coordinators": ("control.elected", "control.etcd"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Chunk, Forward, Tie, fingerprint
 
 CPU = torch.device("cpu")
 
@@ -40,7 +41,6 @@ class ToyStage:
     averaging: Averaging = "after"
     gradient_dtype: torch.dtype | None = None
     report_width = 0
-    lending = None
     settings: Mapping[str, Any] = {}
     tied_stages: tuple[tuple[int, ...], ...] = ()
     ties: Sequence[Tie] = ()
@@ -49,7 +49,7 @@ class ToyStage:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer,
                  loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, microbatches: int) -> None:
-        self.module = module
+        self.module, self.chunks = module, [Chunk(module)]
         self._optimizer, self._loss_fn, self._microbatches = optimizer, loss_fn, microbatches
         self._state = OptimizerState(module, optimizer)
         self._state.train(module.parameters())
@@ -59,6 +59,9 @@ class ToyStage:
 
     def look(self) -> bool:
         return False
+
+    def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         given = inputs or batch  # the first stage's inputs are the data

@@ -180,14 +180,23 @@ class Agent:
               learnt: Sequence[Mapping[str, Any]] = ()) -> None:
         """The engine is built. `description` must be equal on all workers; then `wait_go(1)`. `learnt` is what this
         process was told by others until now, for one that joins later."""
+        self._say(inputs.Ready(self.incarnation, description, report, tuple(map(dict, learnt))))
+
+    def enter_again(self, report: Report) -> Go | None:
+        """Say `ready` once more, of the same job, and `wait_taken_in`."""
+        assert self._ready is not None
+        self._say(replace(self._ready, report=report, learnt=()))
+        return self.wait_taken_in()
+
+    def _say(self, ready: inputs.Ready) -> None:
         self._heard = self.stop_generation
-        self._ready = inputs.Ready(self.incarnation, description, report, tuple(map(dict, learnt)))
-        self._link.send(self._ready)
+        self._ready = ready
+        self._link.send(ready)
 
     def wait_taken_in(self) -> Go | None:
         """Block until a generation has this process as a member, after `ready`.
 
-        Returns None if it was taken in and the generation is over again: say `ready` once more.
+        Returns None if it was taken in and the generation is over again: `enter_again`.
 
         Raises:
             JobEnded: as for `wait_go`.

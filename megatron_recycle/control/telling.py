@@ -84,8 +84,9 @@ class Telling:
 
     def handled(self, state: State) -> bool:
         """Whether some script has said that it has a SIGTERM handler of its own."""
-        return any(SignOfLife.from_json(progress or {}).sigterm is True for incarnation, progress in self.progress.items()
-                   if incarnation in state.known and incarnation not in state.absent.fenced)
+        told = [progress or {} for incarnation, progress in self.progress.items()
+                if incarnation in state.known and incarnation not in state.absent.fenced]
+        return any(SignOfLife.from_json(progress).sigterm is True for progress in told)
 
     def _count(self, told: Told) -> None:
         """Workers that are lost with the same generation have failed together."""

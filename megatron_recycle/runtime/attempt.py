@@ -18,7 +18,6 @@ from megatron_recycle.plan import Action, Message, Worker, is_read, results_in
 from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
-from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.losses import LossRelay
@@ -146,7 +145,8 @@ class Attempt:
         chunks, block = self._site.place.chunks, self._program.plan.problem.block
         apart = reduction.apart if isinstance(reduction, ShardedReduction) else reduction
         if isinstance(apart, ChunkedReduction):
-            return apart.sums(layout, chunks_of(self._site.stage), lambda chunk, own, place: (
+            modules = [chunk.module for chunk in self._site.stage.chunks]
+            return apart.sums(layout, modules, lambda chunk, own, place: (
                 self._shared.loans.sums(chunks[chunk:chunk + 1], own, place, block)))
         return self._shared.loans.sums(chunks, layout, reduction.place, block)
 
@@ -269,7 +269,7 @@ class Attempt:
         held = site.meters.memory.forward(action[1:], inputs) if metered else nullcontext()
         site.framework.generators.seed(
             seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.chunks[chunk]))
-        with (self._generation.groups.together(), layers, running_chunk(site.stage, place, chunk),
+        with (self._generation.groups.together(), layers, site.stage.running_chunk(chunk),
               self._running(action), measured, held):
             return site.stage.forward(inputs, batch)
 
@@ -342,7 +342,7 @@ class Attempt:
         queue = WeightQueue()
         later = queue if self._program.plan.problem.split_backward else None
         with (site.framework.splitter.into(later, forward.roots), self._generation.groups.together(),
-              running_chunk(site.stage, site.place, action.chunk), self._running(action),
+              site.stage.running_chunk(action.chunk), self._running(action),
               self._measured(action)):
             for_inputs = site.stage.backward(forward, gradients)
         self._keeping.torn = True
@@ -356,7 +356,7 @@ class Attempt:
         self._keeping.torn = True
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (site.framework.splitter.whole(), self._generation.groups.together(),
-              running_chunk(site.stage, site.place, action.chunk), self._running(action),
+              site.stage.running_chunk(action.chunk), self._running(action),
               self.computed.sums.of(action.chunk).lent(pipeline, microbatch)):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(action, for_inputs, WeightQueue())

@@ -7,7 +7,6 @@ import torch
 from megatron_recycle.membership.description import Description, Lendable
 from megatron_recycle.plan import Costs
 from megatron_recycle.policy import POLICIES
-from megatron_recycle.runtime.chunked import lendings_of
 from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.equality import compares
 from megatron_recycle.runtime.lent.layers import offer
@@ -25,8 +24,8 @@ def _lendable(site: Site) -> tuple[Lendable | None, ...] | None:
     """Of each of the stage's chunks, the layers that their neighbours may run; None: there are none."""
     if site.config.lend == "off" or not POLICIES[site.config.policy].reroutes:
         return None
-    found = tuple(None if lending is None else offer(lending, site.config.lend_layers)
-                  for lending in lendings_of(site.stage, site.place).values())
+    found = tuple(None if each.lending is None else offer(each.lending, site.config.lend_layers)
+                  for each in site.trainable.neighbours.of.values())
     return found if any(found) else None
 
 

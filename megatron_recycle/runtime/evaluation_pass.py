@@ -7,7 +7,6 @@ import torch
 from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Message, Microbatch, results_in
 from megatron_recycle.runtime.actions import execute
-from megatron_recycle.runtime.chunked import running_chunk
 from megatron_recycle.runtime.compute.data import DataSource, read_everywhere
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.evaluation import Shared, loss_report
@@ -47,7 +46,7 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
         site.phases.activity.work("evaluate")
         site.framework.generators.seed(
             seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.chunks[chunk]))
-        with groups.together(), running_chunk(site.stage, place, chunk):
+        with groups.together(), site.stage.running_chunk(chunk):
             made = site.stage.forward(inputs, batch)
         if last:
             reports[pipeline, microbatch] = made.report or loss_report(made.loss)

@@ -45,17 +45,10 @@ _LONGEST_ABSENCE = 3.0  # of the coordinator, in times that any failure takes to
 def join(site: Site, stepper: Stepper) -> Generation:
     """Take part in the first generation: say that the model is built, and wait for all others. A worker that joins a
     running job waits to be taken in."""
-    learnt = site.framework.setup.close() if site.framework.setup is not None else ()
-    if site.agent.outside:
-        return _follow(site, stepper, enter(site, stepper.standing))
-    site.agent.ready(description(site), _report(site, stepper.standing), learnt)
-    return _follow(site, stepper, site.agent.wait_go(1))
-
-
-def enter(site: Site, standing: Standing) -> Go | None:
-    """Say that the model is built, and wait for a generation with this worker in it; None if one came and went."""
-    site.agent.ready(description(site), _report(site, standing))
-    return site.agent.wait_taken_in()
+    agent, setup = site.agent, site.framework.setup
+    learnt, joins = setup.close() if setup is not None else (), agent.outside
+    agent.ready(description(site), _report(site, stepper.standing), () if joins else learnt)
+    return _follow(site, stepper, agent.wait_taken_in() if joins else agent.wait_go(1))
 
 
 def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
@@ -171,7 +164,8 @@ def report(site: Site, stepper: Stepper) -> Go | None:
         if site.place.parts > 1:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
                                  "that one is replaced", site.place.me, site.place.name)
-        return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
+        # Or it came in with the last generation, and that is over before it counted.
+        return site.agent.enter_again(_report(site, standing))
     generation = site.agent.stop_generation
     closed = None
     if held is not None and standing.closed == held.iteration:

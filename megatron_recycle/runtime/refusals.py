@@ -6,7 +6,6 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError, UnsupportedError
 from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime import shards
-from megatron_recycle.runtime.chunked import check_chunks
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.site import Framework
 
@@ -28,4 +27,19 @@ def check(framework: Framework, place: Place, config: RecycleConfig) -> None:
         raise ConfigError(f"policy {config.policy} is not there with tensor parallelism, whose parts would go on from "
                           "different places: give policy rollback, or leave it out")
     shards.check(framework.stage, place, config)
-    check_chunks(framework.stage, place, config)
+    _check_chunks(place, config)
+
+
+def _check_chunks(place: Place, config: RecycleConfig) -> None:
+    """Refuse what stages with several chunks cannot have yet. Raises UnsupportedError."""
+    if not place.placement:
+        if config.chunks > 1:
+            raise UnsupportedError(f"chunks {config.chunks}, and this framework's stages have one each: leave it out, "
+                                   "DeepSpeed's PipelineModule and Megatron's GPTModel are cut into V-shaped stages")
+        return
+    found = [what for what, there in {
+        "moves of workers to other stages": config.moves,
+        f"policy {config.policy}": not POLICIES[config.policy].reroutes}.items() if there]
+    if found:
+        raise UnsupportedError(f"stages with several chunks cannot have {' or '.join(found)} yet: leave that out, or "
+                               "give each stage one chunk (Megatron: no virtual pipelines)")

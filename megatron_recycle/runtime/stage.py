@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -60,6 +61,15 @@ def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
     return f"{len(parameters)} parameters of {numbers} numbers, shapes {zlib.crc32(shapes.encode()):08x}"
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model that a stage holds: its ``module``, and the layers of it that neighbours may run, and it some
+    of theirs (``lending``; None: neither)."""
+
+    module: nn.Module
+    lending: Lending | None = None
+
+
 class Stage(Protocol):
     """One stage of the model with its optimizer, at home on this worker; implemented by the backends."""
 
@@ -78,15 +88,21 @@ class Stage(Protocol):
     settings: Mapping[str, Any]
     """The settings of the framework's loop that all workers must have alike, by the names that its users know, for
     JSON."""
-    lending: Lending | None
-    """The stage's layers, for neighbours that may run some of them, and it some of theirs; None: neither may be."""
     shards: ShardedOptimizer | None
     """The optimizer, if its state is cut into shards: `step` then steps those that this worker has, with gradients
     that count for these alone, and `state` has the parameters only."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Parameters that get gradients, in the same order on all peers; others only after `look` said so."""
+        """Parameters that get gradients, in the same order on all peers; others only after `look` said so. Of several
+        chunks one's stand behind the other's; one that both have (tied embeddings) is among those of the first."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """Those of the stage, in the order of the model's layers. Most stages have one."""
+
+    def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
+        """Inside the block forwards and backwards are those of this chunk, counted within the stage."""
 
     def look(self) -> bool:
         """An iteration begins: take in what the script has changed since the last one, which is final if that changes

@@ -20,7 +20,6 @@ from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import recovery, refusals
 from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
 from megatron_recycle.runtime.between import Between
-from megatron_recycle.runtime.chunked import lendings_of
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call
@@ -91,9 +90,9 @@ class StageWorker:
                 generation = recovery.join(self.site, self.stepper)
             announce(self.site, generation.plan)
             if self.site.config.lend == "auto" and self.site.place.me.pipeline == 0 and self.site.place.part == 0:
-                for chunk, lending in lendings_of(self.site.stage, self.site.place).items():
+                for chunk, neighbours in self.site.trainable.neighbours.of.items():
                     get_logger().info("megatron-recycle: %s %d: %s", "chunk" if self.site.place.placement else "stage",
-                                      chunk, said(lending, self.site.config.lend_layers))
+                                      chunk, said(neighbours.lending, self.site.config.lend_layers))
 
     def has_done(self, iteration: int) -> bool:
         """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""
@@ -427,4 +426,5 @@ def _neighbours(framework: Framework, place: Place, config: RecycleConfig) -> Ne
         framework.splitter.adopt(module)
         framework.generators.adopt("a lent layer", module)
 
-    return Neighbourhood(lendings_of(framework.stage, place), place.stage_of, adopt, config.lend == "auto")
+    lendings = {chunk: each.lending for chunk, each in zip(place.chunks, framework.stage.chunks, strict=True)}
+    return Neighbourhood(lendings, place.stage_of, adopt, config.lend == "auto")

@@ -19,7 +19,7 @@ from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, Slot, even
 from megatron_recycle.runtime.lent.layers import lendable
-from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Chunk, Forward, Tie, fingerprint
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 2, 3
 DROPOUT = 0.1
@@ -207,16 +207,16 @@ class SmallStage:
         blocks = blocks or max(1, cut - 2)
         self.part, self.parts = part, parts
         own = [chunk for chunk, at in enumerate(placement or range(stages)) if at == stage]
-        self.chunks = [self._chunk(cut, chunk, tied, blocks) for chunk in own]
+        self.modules = [self._chunk(cut, chunk, tied, blocks) for chunk in own]
         ends = (placement[0], placement[-1]) if placement else (0, stages - 1)
         if tied and ends == (stage, stage) and placement:
-            self.chunks[-1][-1].out.weight = self.chunks[0][0].token.weight
-        self.module = nn.Sequential(*self.chunks) if placement else self.chunks[0]
+            self.modules[-1][-1].out.weight = self.modules[0][0].token.weight
+        self.module = nn.Sequential(*self.modules) if placement else self.modules[0]
         at = [None, *(placement or range(stages)), None]
         layers = [Layers(self, each, _share(blocks + 2, cut, chunk)[0], tuple(
             beside in (None, stage) for beside in (at[chunk], at[chunk + 2])))
-            for each, chunk in zip(self.chunks, own, strict=True)]
-        self.lending, self.lendings = (None, layers) if placement else (layers[0], ())
+            for each, chunk in zip(self.modules, own, strict=True)]
+        self.chunks = list(map(Chunk, self.modules, layers))
         self._layers = layers
         self._running = 0
         self._ends = [chunk == cut - 1 for chunk in own]
@@ -233,7 +233,7 @@ class SmallStage:
         self.tied_stages = (ends,) if tied and ends[0] != ends[1] else ()
         self.ties: list[Tie] = []
         if self.tied_stages and stage in ends:
-            inner = self.chunks[0][0].token if stage == ends[0] else self.chunks[-1][-1].out
+            inner = self.modules[0][0].token if stage == ends[0] else self.modules[-1][-1].out
             self.ties = [Tie(inner.weight, ends)]
         self.references: dict[str, Any] = {}
 
@@ -248,7 +248,7 @@ class SmallStage:
 
     @contextmanager
     def running_chunk(self, chunk: int) -> Iterator[None]:
-        """As `runtime.stage.Chunked`."""
+        """As `runtime.stage.Stage`."""
         self._running = chunk
         try:
             yield

@@ -58,7 +58,7 @@ def limits(shape: Shape) -> list[tuple[int, int]]:
         made = SmallStage(stages=shape.stages, stage=stage, pipelines=1, microbatches=1, blocks=shape.blocks,
                           placement=shape.placement)
         own = [chunk for chunk, at in enumerate(shape.placement or range(shape.stages)) if at == stage]
-        found.update(zip(own, made.lendings or [made.lending], strict=True))
+        found.update(zip(own, [chunk.lending for chunk in made.chunks], strict=True))
     return [found[chunk].lendable for chunk in range(len(found))]
 
 
@@ -271,7 +271,7 @@ def test_a_worker_moves_to_the_hit_stage_while_layers_are_lent(seed, lends):
 
 
 def test_a_layer_without_matrices_takes_as_much_as_the_others() -> None:
-    lending = SmallStage(stages=2, stage=0, pipelines=1, microbatches=1, blocks=4).lending
+    lending = SmallStage(stages=2, stage=0, pipelines=1, microbatches=1, blocks=4).chunks[0].lending
     flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="", beside=(),
                            like=0, refused="")
     assert offer(flat, 2).share == 0.5

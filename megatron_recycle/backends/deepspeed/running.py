@@ -87,7 +87,9 @@ class Running:
     @contextmanager
     def chunk(self, chunk: int) -> Iterator[None]:
         """A block in which the stage is this chunk of it alone."""
-        assert self._chunks is not None
+        if self._chunks is None:
+            yield
+            return
         module: PipelineModule = self._engine.module
         layers, start = self.layers(chunk), self.ranges[chunk].start
         with (replaced(self, _chunk=chunk, _whole=module.forward_funcs), replaced(module, _local_start=start),

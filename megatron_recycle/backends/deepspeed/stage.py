@@ -41,7 +41,7 @@ from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.edits import copied
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.lent.layers import Lending
-from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Chunk, Forward, Tie, fingerprint
 
 _REFERENCES = ("lr_scheduler", "batch_fn")
 """Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
@@ -84,10 +84,9 @@ class DeepSpeedStage:
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self.running = Running(engine)
         """What runs of each micro-batch."""
-        lendings = lendings_of(engine, self.running, settings.lend_layers) if settings.lend == "auto" else []
-        self.lendings: Sequence[Lending] = lendings
-        """As `runtime.chunked.Chunked`'s."""
-        self.lending: Lending | None = lendings[0] if len(lendings) == 1 else None
+        self._lendings: Sequence[Lending | None] = [None] * len(self.running.ranges)
+        if settings.lend == "auto":
+            self._lendings = lendings_of(engine, self.running, settings.lend_layers)
         self._use(self._found())
         self._clipping = Clipping(engine, keeper, settings.clip_norm == "global")
         optimizer = torch_optimizer(engine)
@@ -148,12 +147,10 @@ class DeepSpeedStage:
         return self.running.backward(forward, gradients, None if scaled is None else scaled.loss_scale)
 
     @property
-    def chunks(self) -> Sequence[nn.Module]:
-        """As `runtime.chunked.Chunked`."""
-        return self.running.modules
+    def chunks(self) -> Sequence[Chunk]:
+        return list(map(Chunk, self.running.modules, self._lendings))
 
     def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
-        """As `runtime.chunked.Chunked`."""
         return self.running.chunk(chunk)
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:

@@ -46,8 +46,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
-from megatron_recycle.runtime.lent.layers import Lending
-from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Chunk, Forward, Tie, fingerprint
 
 _KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
 
@@ -62,7 +61,7 @@ ForwardStep = Callable[[Any, Any], Any]
 
 
 class MegatronStage:
-    """The runtime's view of one stage (`runtime.stage.Stage`, with virtual pipelines `runtime.chunked.Chunked`).
+    """The runtime's view of one stage (`runtime.stage.Stage`).
 
     Args:
         models: the stage, in Megatron's DistributedDataParallel, whose own reduction is taken out of use; several with
@@ -81,7 +80,7 @@ class MegatronStage:
         self.result: tuple[Any, ...] = (True, None, None)
         """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
         self._chunks = Chunks(models, v_shaped)
-        self.chunks, self.module = self._chunks.modules, self._chunks.module
+        self.module = self._chunks.module
         self._config = get_model_config(models[0])
         self.microbatches = microbatches
         """Of a pipeline in the iteration that is to be trained."""
@@ -107,10 +106,10 @@ class MegatronStage:
         if not v_shaped:
             self._find_ties()
         self._tensor_group = TensorGroup(self.module)
-        self.lendings: Sequence[Lending] = [BlockLayers(
+        self.chunks: Sequence[Chunk] = [Chunk(module, BlockLayers(
             get_attr_wrapped_model(model, "pre_process", return_model_obj=True), lends, self.gradient_dtype,
-            self._tensor_group.adopt) for model in models if lends]
-        self.lending: Lending | None = self.lendings[0] if len(self.lendings) == 1 else None
+            self._tensor_group.adopt) if lends else None)
+            for model, module in zip(models, self._chunks.modules, strict=True)]
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         for model in models:
             model.param_to_bucket_group.clear()
@@ -139,7 +138,6 @@ class MegatronStage:
         return False
 
     def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
-        """As `runtime.chunked.Chunked`."""
         return self._chunks.running(chunk)
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:

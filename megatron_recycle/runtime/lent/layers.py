@@ -59,7 +59,7 @@ class Lending(Protocol):
 
     def running(self, layers: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
         """Inside the block the stage's forwards and backwards run these in place of the chunk's own. Entered inside
-        `Chunked.running_chunk`."""
+        `Stage.running_chunk`."""
 
 
 def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple[int, int]:
