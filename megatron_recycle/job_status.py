@@ -50,7 +50,7 @@ class JobStatus:
         return bool(self.missing)
 
     @property
-    def speaks(self) -> bool:
+    def is_logging_rank(self) -> bool:
         """Whether this is the first of the live workers: the one to say what is said once in a job. With tensor
         parallelism all its parts are."""
         return self.live[:1] == (self.worker,)

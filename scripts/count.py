@@ -27,34 +27,34 @@ PACKAGE = "megatron_recycle"
 
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "last copies, checkpoints": (
-        "checkpoint_period", "membership.guarding", "membership.restoring", "membership.surviving",
+        "checkpoint_period", "membership.guarding", "membership.stage_restore", "membership.partial_checkpoint",
         "runtime.checkpoint_clock", "runtime.copies", "runtime.guard", "runtime.last_checkpoint", "runtime.saving"),
-    "moves": ("control.moves", "membership.moving", "membership.vacancies"),
+    "moves": ("control.moves", "membership.moving", "membership.open_positions"),
     "lent layers": (
-        "control.lending", "membership.lending", "membership.unlending", "plan.lending", "planner.lending",
-        "planner.lent", "planner.simultaneous", "planner.worth", "runtime.lent", "backends.deepspeed.lending",
-        "backends.megatron.lending"),
+        "control.lending_costs", "membership.lendable", "membership.lending_withdrawn", "plan.crossings",
+        "planner.crossing_flow", "planner.lent_schedules", "planner.simultaneous", "planner.lending_gain",
+        "runtime.lent", "backends.deepspeed.lent_layers", "backends.megatron.lent_layers"),
     "optimizer shards": (
         "membership.shards", "runtime.shard_moves", "runtime.shards", "runtime.comm.sharded_reduction",
-        "runtime.compute.sharded_optimizer", "runtime.compute.sharding_cost", "backends.deepspeed.recut",
+        "runtime.compute.sharded_optimizer", "runtime.compute.sharding_cost", "backends.deepspeed.reshard",
         "backends.deepspeed.zero"),
-    "bad micro-batches": ("membership.poison",),
+    "bad micro-batches": ("membership.bad_microbatch",),
     "other policies": ("membership.policies", "planner.baselines"),
     "user collectives": (
-        "runtime.collectives", "runtime.comm.living", "runtime.history", "runtime.missed",
-        "runtime.script_calls", "runtime.transfers"),
+        "runtime.script_collectives", "runtime.comm.user_collectives", "runtime.iteration_history",
+        "runtime.missed_calls", "runtime.script_calls", "runtime.script_transfers"),
     "changes between iterations": (
-        "backends.deepspeed.between", "runtime.between", "runtime.compute.edits", "runtime.compute.find_generators",
-        "runtime.compute.modes"),
+        "backends.deepspeed.edit_refusals", "runtime.user_edits", "runtime.compute.edits",
+        "runtime.compute.find_generators", "runtime.compute.modes"),
     "evaluation": (
-        "backends.deepspeed.evaluating", "backends.deepspeed.evaluation", "runtime.evaluation",
+        "backends.deepspeed.evaluation_passes", "backends.deepspeed.evaluation_data", "runtime.evaluation",
         "runtime.evaluation_pass"),
     "chunks, V-shaped stages": (
         "backends.deepspeed.chunks", "backends.deepspeed.regroup",
         "backends.deepspeed.relayout", "backends.megatron.chunks", "backends.megatron.vshape"),
-    "checks of peers and first forwards": ("runtime.equality", "runtime.first_forward"),
+    "checks of peers and first forwards": ("runtime.replica_check", "runtime.first_forward"),
     "registered state": ("runtime.registered",),
-    "several coordinators": ("control.elected", "control.etcd"),
+    "several coordinators": ("control.leader_election", "control.etcd"),
 }
 """Extension -> its modules, or the packages that hold them. A folder of `extensions/` is one without being named."""
 

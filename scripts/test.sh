@@ -8,7 +8,7 @@
 #   scripts/test.sh --core 0.19.2                    what is to work with each megatron-core, with this one; writes
 #                                                    docs/versions.json (MEGATRON_LM=checkout of its tag); likewise
 #                                                    --torch 2.6.0, --deepspeed 0.19.6, and several at once
-#   scripts/test.sh --night --ordered tests/backends under NCCL's rules of order, without a GPU (docs/gpu.md)
+#   scripts/test.sh --night --nccl-rules tests/backends under NCCL's rules of order, without a GPU (docs/gpu.md)
 #
 # One test more runs at a time than there are cores, since jobs also wait: each has its own folder, ports and network.
 # PROCESSES=0 runs one after the other, for a debugger.

@@ -18,7 +18,7 @@ import pytest
 
 from tests.backends.stories import Recorder, commit
 from tests.labels import MAY_START
-from tests.ordered.rules import JOBS
+from tests.nccl_rules.rules import JOBS
 
 SHARED = "SUITE_FOLDER"
 """Variable that names a folder of this run of the suite, the same in all of its processes (`tests.references`)."""
@@ -30,7 +30,7 @@ hypothesis.settings.register_profile("night", _PATIENT)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ordered", action="store_true", help="all jobs under NCCL's rules of order (tests/ordered)")
+    parser.addoption("--nccl-rules", action="store_true", help="all jobs under NCCL's rules of order")
     parser.addoption("--night", action="store_true", help="run the tests that are marked night too")
     parser.addoption("--stories", type=Path, help="write what came of the stories of versions into this file")
 
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     other = config.getoption("--night") or config.getoption("--hypothesis-seed", None) is not None
     hypothesis.settings.load_profile("night" if other else "day")
-    if config.getoption("--ordered"):
+    if config.getoption("--nccl-rules"):
         os.environ.update(JOBS.environment())
     stories = config.getoption("--stories")
     if stories is not None and not hasattr(config, "workerinput"):  # once, and not in xdist's processes
@@ -101,7 +101,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left_out = {mark for mark, wanted in (("night", config.getoption("--night")),
-                                          ("gloo", not config.getoption("--ordered"))) if not wanted}
+                                          ("gloo", not config.getoption("--nccl-rules"))) if not wanted}
     without = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
     if without:
         config.hook.pytest_deselected(items=without)

@@ -31,15 +31,15 @@ from torch.distributed import TCPStore
 
 from megatron_recycle.control import Coordinator, Timeouts
 from megatron_recycle.control.journal import Journal
-from megatron_recycle.control.measured import Conclusions, Profiles
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.control.profiles import Conclusions, Profiles
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership.protocol import Measured
 from megatron_recycle.membership.state import Member, State
 from tests.labels import check_label
 from tests.moments import Arrivals, Moment
+from tests.nccl_rules.rules import Rules
 from tests.network.hosts import enter
-from tests.ordered.rules import Rules
 
 _EXIT = os._exit  # the plugin's waits for the other workers
 LIMIT = 100.0
@@ -102,7 +102,7 @@ def _child(body: Callable[..., Any], rules: Rules | None, rank: int, size: int, 
         os.environ.update({"RECYCLE_COORDINATOR": coordinator, "RECYCLE_TOKEN": token})
     torch.set_num_threads(1)
     if rules is not None:
-        from tests.ordered import jobs  # loads both frameworks
+        from tests.nccl_rules import jobs  # loads both frameworks
 
         jobs.install(rules)
     try:
@@ -138,7 +138,7 @@ class Job:
     address: str = "127.0.0.1"
     """What the coordinator and torch's store listen on."""
     rules: Rules | None = field(default_factory=Rules.of_all)
-    """Of the ordered backend that tensors travel over (tests/ordered); None: over gloo."""
+    """Of the ordered backend that tensors travel over (tests/nccl_rules); None: over gloo."""
 
     def __enter__(self) -> Job:
         check_label()

@@ -12,7 +12,7 @@ import pytest
 
 def seeds(usual: int) -> list[Any]:
     """``usual``, and more at night; or CAMPAIGN_SEEDS if that is set: ``CAMPAIGN_SEEDS=5000 scripts/test.sh
-    tests/memory``."""
+    tests/in_memory_job``."""
     if chosen := os.environ.get("CAMPAIGN_SEEDS"):
         return [*range(int(chosen))]
     return [*range(usual), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(usual, 6 * usual))]

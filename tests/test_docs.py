@@ -84,7 +84,7 @@ def test_docstrings_name_modules_that_are_there():
     rooms = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
     gone = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        for name in re.findall(rf"`((?:{rooms})\.[a-z_]+)[.\w]*(?:\(\))?`", file.read_text(encoding="utf-8")):
+        for name in re.findall(rf"`((?:{rooms})\.[a-z0-9_]+)[.\w]*(?:\(\))?`", file.read_text(encoding="utf-8")):
             place = PACKAGE / name.replace(".", "/")
             exported = place.parent / "__init__.py"
             known = place.is_dir() or place.with_suffix(".py").exists() or name.split(".")[1] in exported.read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.tools.pictures import COLOURS, KINDS, figure
+from megatron_recycle.tools.picture_style import COLOURS, KINDS, figure
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -55,7 +55,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "backends": frozenset({"plan", "membership", "control", "runtime"}),
     "usage": frozenset(),
     "launch": frozenset({"usage", "plan", "measure", "planner", "membership", "control", "observe"}),
-    "tools.simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period", "tools.pictures"}),
+    "tools.simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period",
+                                 "tools.picture_style"}),
     "tools.chaos": frozenset({"plan", "membership", "control", "runtime", "observe", "launch"}),
 }
 """Package (or a module or a part of it that differs: a command is a front end) -> packages it may import beside itself
@@ -70,7 +71,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "deepspeed": frozenset({"backends"}),
     "megatron": frozenset({"backends"}),
     "ortools": frozenset({"planner.cpsat"}),
-    "matplotlib": frozenset({"tools.timeline", "tools.pictures"}),
+    "matplotlib": frozenset({"tools.timeline", "tools.picture_style"}),
 }
 """Third-party package -> packages or modules that may import it."""
 

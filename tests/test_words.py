@@ -12,20 +12,20 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_recycle"
 
 PLAIN = frozenset(re.findall(r"\w+", """
-access account acknowledgements activity adam adapters addition addresses allocation allreduce apex api arrivals
-asyncio averages await background bamboo base baselines breakdown bridge broadcast budget bw cache callback candidate
-chain charts child cli client clipping clock cluster conclusions config constants cpsat cuda current cycle dashes
-dataset dead deadlock deaths deep deepspeed default deferred delayed described description detached detectors dice
-director draw dropping durations embedded emit engine entry environment estimate examples exporter factory facts
-figures findings finished form formatter ft gather given gloo grads hang heal health hello here hidden hook ideal
-improve inbox incoming item iterators kernel kind layout lazy lead legacy level limit link main map mapped master
-measurements merge metric middle mirror monitors mutations native noise now numpy objects observe oobleck option
-outcome outgoing output pair parser persistent phase pictures planned plugin policies ports preemption price private
-profile program progress python quickstart raised re reachability rebind rebuilt reconciliation redone refused registry
-relay resizing reuse role rooms row rules runbook runtime sampler scaled scatter schema sealed setup shifted shutdown
-slowness slurm spec speed splitter stacks standalone stateful status stopwatch stream stuck style summary support
-surviving target task te template terminal terminate text timeline timeouts too topology tracker unfinished unlent
-unreadable unsupported unwritten ups usage validate version vshape welcome world wrapping
+access account acknowledgements activity adam adapters addition addresses allocation allreduce apex api arrivals asyncio
+averages await background bamboo base baselines breakdown bridge broadcast budget bw cache callback candidate chain
+charts child cli client clipping clock cluster conclusions config constants cpsat cuda current cycle dashes dataset dead
+deadlock deaths deep deepspeed default deferred delayed described description detached detectors dice director draw
+dropping durations embedded emit engine entry environment estimate examples exporter factory facts figures findings
+finished form formatter ft gather given gloo grads hang heal health hello here hidden hook ideal improve inbox incoming
+item iterators kernel kind layout lazy lead legacy level limit link main map mapped master measurements merge metric
+microbatch middle mirror monitors mutations native noise now numpy objects observe oobleck option outcome outgoing
+output p2p pair patching parser persistent phase pictures planned plugin policies ports preemption price private profile
+program progress python quickstart raised re reachability rebind rebuilt reconciliation redone refused registry relay
+resizing reuse role rooms row rules runbook runtime sampler scaled scatter schema sealed setup shifted shutdown slowness
+slurm spec speed splitter stacks standalone stateful status stopwatch stream stuck style summary support surviving
+target task te template terminal terminate text timeline timeouts too topology tracker unfinished unlent unreadable
+unsupported unwritten ups usage validate version vshape welcome world wrapping
 """))
 """Words that need no explanation: of English in their usual meaning, of Python, of torch, of the trade; and names."""
 

@@ -29,18 +29,19 @@ from megatron_recycle.environment import Launched
 from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, SaveError, UnsupportedError
 from megatron_recycle.job_status import HERE, JobStatus
 from megatron_recycle.membership import Fault
-from megatron_recycle.membership.ending import BY_ITSELF
+from megatron_recycle.membership.finish import BY_ITSELF
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.policy import POLICIES
+from megatron_recycle.runtime.admit import refuse_itself
 from megatron_recycle.runtime.comm.comm import failing_ends
 from megatron_recycle.runtime.comm.handles import Groups, is_broken
-from megatron_recycle.runtime.comm.living.calls import Call
-from megatron_recycle.runtime.comm.living.exchange import Group
-from megatron_recycle.runtime.comm.living.script_groups import Asks, ScriptGroups, UnderWay
 from megatron_recycle.runtime.comm.network import TorchNetwork
 from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.comm.threads import keep_some
+from megatron_recycle.runtime.comm.user_collectives.calls import Call
+from megatron_recycle.runtime.comm.user_collectives.exchange import Group
+from megatron_recycle.runtime.comm.user_collectives.script_groups import Asks, ScriptGroups, UnderWay
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.compute.split import Deferring
@@ -50,11 +51,10 @@ from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.registered import THINGS, Registered
 from megatron_recycle.runtime.saving import Save, Write
+from megatron_recycle.runtime.script_transfers import Message
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.start import connect
-from megatron_recycle.runtime.taking_in import refuse_itself
-from megatron_recycle.runtime.transfers import Message
 from megatron_recycle.runtime.worker import StageWorker
 
 Restore = Callable[[Groups, str, str], None]
@@ -318,7 +318,7 @@ class Session:
         others have done all that belongs to it."""
         if self._worker is None:
             return is_joining()
-        entered = self._worker.standing.entered
+        entered = self._worker.standing.joined_after
         return entered is not None and entered >= self.iteration
 
     def settle(self) -> None:
@@ -347,7 +347,7 @@ class Session:
                          live=tuple(map(str, live)), missing=tuple(self.missing()), last_copies=few,
                          lives=agent.members)
 
-    def speaks(self, which: int = 0) -> bool:
+    def is_logging_rank(self, which: int = 0) -> bool:
         """Whether this worker says what is said once in a job: it is the first one that is left, or, where a framework
         logs on its last rank, which has the loss, the last one of those that compute it (``which`` -1)."""
         if self._worker is None:

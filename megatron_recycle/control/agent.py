@@ -34,6 +34,7 @@ from megatron_recycle.membership.protocol import (
     Go,
     Heartbeat,
     Lags,
+    LogsNow,
     Measured,
     Message,
     Noted,
@@ -42,7 +43,6 @@ from megatron_recycle.membership.protocol import (
     Part,
     Profiled,
     Said,
-    SpeaksNow,
     Stacks,
     Stop,
     There,
@@ -54,7 +54,7 @@ from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.worker_events import WorkerEvent
 from megatron_recycle.observe.stacks import stacks
 
-_EXPENDABLE = (Said, Heartbeat, Measured, SpeaksNow, Stacks)
+_EXPENDABLE = (Said, Heartbeat, Measured, LogsNow, Stacks)
 """Messages that the job can do without."""
 _GLANCE = 0.5
 """Seconds between looks at the connection while the training thread waits."""
@@ -265,9 +265,9 @@ class Agent:
         """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""
         self._link.send(Said(event))
 
-    def speaks(self, offset: int) -> None:
+    def logs_from(self, offset: int) -> None:
         """This process writes the job's log from now on; `offset`: bytes that its own log has already."""
-        self._link.send(SpeaksNow(offset))
+        self._link.send(LogsNow(offset))
 
     def measured(self, iterations: Sequence[Mapping[str, float]], lags: Sequence[Lags],
                  memory: Profiled | None) -> None:

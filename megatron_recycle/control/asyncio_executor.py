@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 
 from megatron_recycle.control.clocks import Clocks
-from megatron_recycle.control.memory import Memory
+from megatron_recycle.control.event_feed import EventFeed
 from megatron_recycle.control.searches import Searches
 from megatron_recycle.control.server import Server
-from megatron_recycle.control.telling import Telling
+from megatron_recycle.control.write_ahead import WriteAhead
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import EndLate, NoLoss, PlaceLate, ReportsLate, SavedLate
 from megatron_recycle.membership.next_life import NextLife, Shape, node_of, plan_life
+from megatron_recycle.membership.open_positions import failed_too_often, plain
 from megatron_recycle.membership.protocol import End
 from megatron_recycle.membership.state import State
-from megatron_recycle.membership.vacancies import failed_too_often, plain
 
 
 class AsyncioExecutor:
     """An `Executor` in the running event loop, which never waits: writes are buffered, and a peer that does not read is
     cut off. What a part of the coordinator does just as it is decided is that part's method."""
 
-    def __init__(self, server: Server, clocks: Clocks, searches: Searches, telling: Telling, memory: Memory,
+    def __init__(self, server: Server, clocks: Clocks, searches: Searches, telling: EventFeed, memory: WriteAhead,
                  state: State, restarts: bool) -> None:
         self._ended: asyncio.Future[do.End] | None = None
         self.last_word: End | None = None
@@ -47,7 +47,7 @@ class AsyncioExecutor:
         if after.generation != before.generation:
             self._searches.cancel()
             self._clocks.new_generation(after)
-            self._server.shelf.forget(after.generation - 2)
+            self._server.store.forget(after.generation - 2)
         elif (after.arrivals.joiners, after.absent.stranded) != (before.arrivals.joiners, before.absent.stranded):
             self._clocks.watch_all(after)
 

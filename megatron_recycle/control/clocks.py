@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_recycle.control.elected import LEASE_S
+from megatron_recycle.control.leader_election import LEASE_S
 from megatron_recycle.control.sockets import FOUND_S
 from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.detectors import Doing, HangUps, Heartbeats, Hosts, Stalls

@@ -2,8 +2,8 @@
 done.
 
 The pieces: `server` has the connections, `clocks` the detectors and limits of time, `searches` the planner's threads,
-`telling` the events, `memory` the journal; `asyncio_executor` does what is decided with them, and `executor.Leader`
-drives it. One event loop owns the state. It never waits for a plan and never for a peer.
+`event_feed` the events, `write_ahead` the journal; `asyncio_executor` does what is decided with them, and
+`executor.Leader` drives it. One event loop owns the state. It never waits for a plan and never for a peer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
+from megatron_recycle.control.admission import of_guests
 from megatron_recycle.control.asyncio_executor import AsyncioExecutor
 from megatron_recycle.control.clocks import Clocks, Timeouts
-from megatron_recycle.control.door import of_guests
-from megatron_recycle.control.elected import LeadLost
+from megatron_recycle.control.event_feed import EventFeed
 from megatron_recycle.control.executor import Leader, carry_out
-from megatron_recycle.control.measured import Conclusions
-from megatron_recycle.control.memory import Memory, Records
+from megatron_recycle.control.leader_election import LeadLost
 from megatron_recycle.control.operators import Operators
+from megatron_recycle.control.profiles import Conclusions
+from megatron_recycle.control.rendezvous_store import RendezvousStore
 from megatron_recycle.control.searches import Plans, Searches
 from megatron_recycle.control.server import Connection, Server
-from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import FOUND_S
-from megatron_recycle.control.telling import Telling
 from megatron_recycle.control.wire import GUEST
+from megatron_recycle.control.write_ahead import Records, WriteAhead
 from megatron_recycle.membership import commands, messages
 from megatron_recycle.membership.decisions import End, Improve
 from megatron_recycle.membership.extension import IN_FORCE
@@ -50,21 +50,21 @@ from megatron_recycle.membership.inputs import (
     WorkerHello,
 )
 from megatron_recycle.membership.next_life import JobLife
+from megatron_recycle.membership.open_positions import Offered, Reservations, free_places, promised_before
 from megatron_recycle.membership.protocol import (
     EventTold,
     Explains,
     Heartbeat,
     Interrupt,
     Join,
+    LoggingRank,
+    LogsNow,
     Measured,
     Order,
     Said,
-    Speaks,
-    SpeaksNow,
     Stacks,
 )
 from megatron_recycle.membership.state import Member, Phase, State
-from megatron_recycle.membership.vacancies import Offered, Reservations, free_places, promised_before
 
 Measure = Callable[[State, Member, Measured], "Conclusions | None"]
 """(state, member, measured message) -> what follows from it; called in the event loop."""
@@ -93,7 +93,7 @@ class Coordinator:
         told: the events it has told.
         host: where this is, as workers there name their host.
         life: which of the job's lives this is.
-        shelf: the content of torch's store.
+        store: the content of torch's store.
         follows: whether another coordinator has led the job before, to which its processes may have told something.
         before: the number of the host whose coordinator has led before, if its lease has ended.
         leads: whether nobody else can lead by now; what happens meanwhile is decided when that is known again.
@@ -116,21 +116,21 @@ class Coordinator:
         told: Iterable[Mapping[str, Any]] = (),
         host: str = "",
         life: JobLife = JobLife(),  # noqa: B008 - it cannot change
-        shelf: Shelf | None = None,
+        store: RendezvousStore | None = None,
         follows: bool = False,
         before: str = "",
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         timeouts = timeouts or Timeouts()
         state = (State(size=size) if state is None else state).with_(host=host, shape=life.shape)
-        memory = Memory(journal)
-        self.server = Server(size, token, timeouts.hello_timeout, self, shelf)
+        memory = WriteAhead(journal)
+        self.server = Server(size, token, timeouts.hello_timeout, self, store)
         self._listener = listener
         self._launched = launched
         self._measure = measure
         self._emit = emit
         self._places = None if offered is None else Reservations(offered)
-        self._telling = Telling(emit, self.server, told)
+        self._telling = EventFeed(emit, self.server, told)
         self._operators = Operators(self.server, self._telling, self.feed)
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
         self._searches = Searches(plans, self.feed, lambda: self.state)
@@ -174,10 +174,10 @@ class Coordinator:
         return address
 
     def _gather(self) -> None:
-        """Whoever has not told the shelf what it knows when it would be declared out has nothing to tell."""
-        state, shelf = self.state, self.server.shelf
-        shelf.gather([one.rank for one in state.members.values()] or range(state.size))
-        asyncio.get_running_loop().call_later(self._clocks.timeouts.detection, shelf.gathered)
+        """Whoever has not told the store what it knows when it would be declared out has nothing to tell."""
+        state, store = self.state, self.server.store
+        store.gather([one.rank for one in state.members.values()] or range(state.size))
+        asyncio.get_running_loop().call_later(self._clocks.timeouts.detection, store.gathered)
 
     async def wait_ended(self) -> End:
         """Wait for the end of the job, and return it. Raises LeadLost if another coordinator leads it to its end."""
@@ -269,8 +269,8 @@ class Coordinator:
         elif isinstance(message, Stacks):
             if (member := self.state.known.get(incarnation)) is not None:
                 self._operators.stacks(member, message)
-        elif isinstance(message, SpeaksNow):
-            self._speaks(incarnation, message.offset)
+        elif isinstance(message, LogsNow):
+            self._logs_now(incarnation, message.offset)
         elif isinstance(message, Measured):
             self._measured(incarnation, message)
         elif isinstance(message, Ending) and message.fault is None:
@@ -329,10 +329,10 @@ class Coordinator:
             log = f"worker-{member.rank}.log in the run's folder" if self._launched else ""
             self.feed(Exited(member.rank, member.pid, None, since, log))
 
-    def _speaks(self, incarnation: str, offset: int) -> None:
+    def _logs_now(self, incarnation: str, offset: int) -> None:
         """From here on this process writes the job's log."""
         if (member := self.state.known.get(incarnation)) is not None:
-            self.server.tell_launchers(Speaks(member.rank, member.pid, offset))
+            self.server.tell_launchers(LoggingRank(member.rank, member.pid, offset))
 
     def _measured(self, incarnation: str, message: Measured) -> None:
         """Costs for the planner; the slow are reported, or declared out where the user asks for it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from megatron_recycle.control.journal import JournalError
-from megatron_recycle.control.memory import Memory
+from megatron_recycle.control.write_ahead import WriteAhead
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import Input, Interrupted
 from megatron_recycle.membership.protocol import Offer, TooLarge
@@ -66,7 +66,7 @@ _METHODS: Mapping[type, str] = {
 
 
 def carry_out(executor: Executor, decision: do.Decision) -> None:
-    """Do what was decided. A `Record` is on disk already: see `Memory.step`."""
+    """Do what was decided. A `Record` is on disk already: see `WriteAhead.step`."""
     if not isinstance(decision, do.Record):
         getattr(executor, _METHODS[type(decision)])(decision)
 
@@ -81,7 +81,7 @@ class Leader:
             machine ends the job.
     """
 
-    def __init__(self, state: State, memory: Memory, executor: Executor, clock: Callable[[], float] = time.time,
+    def __init__(self, state: State, memory: WriteAhead, executor: Executor, clock: Callable[[], float] = time.time,
                  tolerant: bool = True) -> None:
         self.state = state
         self.memory = memory

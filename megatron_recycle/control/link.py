@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from megatron_recycle.control.sockets import SILENT_S, targets, watch_peer
-from megatron_recycle.control.wire import Session
+from megatron_recycle.control.wire import SecureChannel
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.protocol import (
     TO_NEWCOMER,
@@ -170,7 +170,7 @@ class Link:
         """One connection from its greeting to its end."""
         watch_peer(connection, max(_UNANSWERED, 10 * self._interval))
         connection.setblocking(False)
-        session = Session.client(self._token)
+        session = SecureChannel.client(self._token)
         unsent = bytearray()
         due, heard = 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
@@ -200,7 +200,7 @@ class Link:
                 if time.monotonic() - heard > self._silent(session):
                     raise ConnectionResetError("no sign of life: another one may lead")
 
-    def _seal(self, session: Session, message: Message) -> bytes:
+    def _seal(self, session: SecureChannel, message: Message) -> bytes:
         try:
             return session.seal(message)
         except TooLarge as error:
@@ -209,13 +209,13 @@ class Link:
                 self._unsent(message, str(error))
             return b""
 
-    def _silent(self, session: Session) -> float:
+    def _silent(self, session: SecureChannel) -> float:
         """Seconds without a word after which the next address is tried, if there is one."""
         if len(self._targets) == 1:
             return math.inf
         return SILENT_S if session.open else _TURN_TIMEOUT
 
-    def _receive(self, connection: socket.socket, session: Session) -> bytes:
+    def _receive(self, connection: socket.socket, session: SecureChannel) -> bytes:
         """Hands on what has come in; returns the first frames to send if the greeting was part of it."""
         data = connection.recv(1 << 16)
         if not data:

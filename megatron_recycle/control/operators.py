@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from megatron_recycle.control.event_feed import EventFeed
 from megatron_recycle.control.server import Connection, Server
-from megatron_recycle.control.telling import Telling
-from megatron_recycle.membership import closing
+from megatron_recycle.membership import job_end
 from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Input, Interrupted, Loss, Lost
@@ -32,7 +32,7 @@ class Operators:
         feed: gets the inputs that orders lead to.
     """
 
-    def __init__(self, server: Server, telling: Telling, feed: Callable[[Input], None]) -> None:
+    def __init__(self, server: Server, telling: EventFeed, feed: Callable[[Input], None]) -> None:
         self._server = server
         self._telling = telling
         self._feed = feed
@@ -91,7 +91,7 @@ class Operators:
             self._answer(connection, "it is uncertain whether a checkpoint can be written: the script has saved none "
                          "in this run yet, so nobody but it may know where to. If emergency_checkpoint is set, or "
                          "Megatron's --save, give --anyway")
-        elif saves and (why := closing.why_not(state, ())) is not None:
+        elif saves and (why := job_end.why_not(state, ())) is not None:
             nothing = state.progress.committed < 0
             why = why or ("nothing is committed yet" if nothing else "emergency_checkpoint is none")
             self._answer(connection, f"no checkpoint can be written: {why}. Without --checkpoint `recycle stop` ends "

@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.control.lending import copy_price, with_lending
+from megatron_recycle.control.event_fields import EventFields
+from megatron_recycle.control.lending_costs import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.resizing import resized
-from megatron_recycle.control.told import Told
 from megatron_recycle.measure.measurements import Measured, Measurements
 from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.description import Job
-from megatron_recycle.membership.lending import allows
+from megatron_recycle.membership.lendable import allows
 from megatron_recycle.plan import Action, Costs, Plan, Problem, Worker, borrowings, overfull, pairs
 from megatron_recycle.plan.plan_file import PlanFile
-from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth
+from megatron_recycle.planner import Cache, ConnectionPrice, ahead, improve, lent_schedules, plan_for, recosted, worth
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.redo import redo
 
@@ -68,11 +68,11 @@ def problem_of(job: Job, failed: frozenset[str], measured: Measured | None = Non
     )
 
 
-def partner_price(job: Job, measured: Measured | None) -> PartnerPrice:
+def partner_price(job: Job, measured: Measured | None) -> ConnectionPrice:
     """The price of a pair of workers that have not talked yet. It is known in seconds, so that it counts only among
     plans whose durations are measured."""
     in_seconds = measured is not None and not job.costs
-    return PartnerPrice(1e6 * job.partner_cost if in_seconds else 0.0, job.horizon)
+    return ConnectionPrice(1e6 * job.partner_cost if in_seconds else 0.0, job.horizon)
 
 
 class Planning:
@@ -124,7 +124,7 @@ class Planning:
                 del self._lent[next(iter(self._lent))]
         return plan.to_file()
 
-    def _made(self, problem: Problem, before: Problem, seed: int, price: PartnerPrice) -> Plan:
+    def _made(self, problem: Problem, before: Problem, seed: int, price: ConnectionPrice) -> Plan:
         """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
         better, all partners paid, since the communicator is made anew, and still has the memory."""
         fresh = before != problem and problem not in self._cache
@@ -154,7 +154,7 @@ class Planning:
 
     def resume(self, job: Job, failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
-        profiled = [event for event in told if Told.from_json(event).event == "profiled"]
+        profiled = [event for event in told if EventFields.from_json(event).event == "profiled"]
         with self._lock:
             self._measure(job, failed)
             if profiled:
@@ -217,7 +217,8 @@ class Planning:
         seed = job.seed
         used, plain = Plan.from_file(plan), problem
         lending = with_lending(problem, job, self._measurements.known)
-        if lent.helps(lending) or used.crossings:  # what is lent to a slow worker's peers is too much once it is fast
+        # Layers lent to the peers of a slow worker are too many once it is fast again.
+        if lent_schedules.helps(lending) or used.crossings:
             problem = lending
         replaced = plan_for(plain, work=0) if used.crossings and not problem.lends else None
         incumbent = replaced or recosted(problem, used)

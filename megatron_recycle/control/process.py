@@ -26,21 +26,21 @@ from typing import IO, Any, TypeVar
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts
 from megatron_recycle.control.coordinator_spec import DEPOSED, CoordinatorSpec
-from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.etcd import Access, Etcd, Place, StoreRefused, StoreUnreachable
-from megatron_recycle.control.measured import Profiles
-from megatron_recycle.control.memory import Records
+from megatron_recycle.control.event_fields import EventFields
+from megatron_recycle.control.leader_election import Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import joined, listen, reserve
+from megatron_recycle.control.profiles import Profiles
+from megatron_recycle.control.rendezvous_store import RendezvousStore
 from megatron_recycle.control.searches import Plans
-from megatron_recycle.control.shelf import Shelf
-from megatron_recycle.control.told import Told
+from megatron_recycle.control.write_ahead import Records
 from megatron_recycle.environment import TOKEN
+from megatron_recycle.membership.open_positions import Offered
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
-from megatron_recycle.membership.vacancies import Offered
 from megatron_recycle.observe import schema
 from megatron_recycle.observe.events import EventLog, read_events
 from megatron_recycle.observe.output import spare_output
@@ -131,7 +131,7 @@ async def _stand_by(spec: CoordinatorSpec, token: str, starter: IO[str]) -> tupl
 def _told(run_dir: Path) -> list[dict[str, Any]]:
     """The events so far. The file is expendable: without it some events are told twice."""
     try:
-        return [event for event in read_events(run_dir / EVENTS) if Told.understood(event)]
+        return [event for event in read_events(run_dir / EVENTS) if EventFields.understood(event)]
     except (OSError, ValueError) as error:
         logger.warning("recycle: the events so far cannot be read: %s", error)
         return []
@@ -152,7 +152,7 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
     log, life = EventLog(run_dir / EVENTS, ticks=schema.TICKS), spec.life
 
     def emit(event: Mapping[str, Any]) -> None:
-        log.emit(**{**event, **({"v": schema.VERSION} if Told.from_json(event).event == "started" else {})})
+        log.emit(**{**event, **({"v": schema.VERSION} if EventFields.from_json(event).event == "started" else {})})
 
     if life.number and not spec.resume:
         emit({"event": "started_again", "t": time.time(), "restart": life.number, "of": life.most,
@@ -178,7 +178,7 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
         told=(*past.told, *past.untold),
         host="" if spec.store else socket.gethostname() + ("" if spec.embedded else f"/{spec.node}"),
         life=life,
-        shelf=None if elected is None else Shelf(elected.term, leads=elected.leads),
+        store=None if elected is None else RendezvousStore(elected.term, leads=elected.leads),
         follows=spec.resume or (elected is not None and elected.term > 1),
         before="" if elected is None else elected.before,
         leads=(lambda: True) if elected is None else elected.leads,

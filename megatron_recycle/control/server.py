@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from msgspec.structs import replace
 
-from megatron_recycle.control.door import Door, Guests, Strangers, of_guests, part
+from megatron_recycle.control.admission import AcceptQueue, GuestPermissions, Unauthenticated, of_guests, part
 from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.ports import joined
-from megatron_recycle.control.shelf import Shelf
+from megatron_recycle.control.rendezvous_store import RendezvousStore
 from megatron_recycle.control.sockets import SIGN_S, watch_peer
-from megatron_recycle.control.wire import GUEST, Session, encode
+from megatron_recycle.control.wire import GUEST, SecureChannel, encode
 from megatron_recycle.membership import messages
 from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.detectors import RateLimit
@@ -111,25 +111,25 @@ class Server:
         size: number of workers.
         token: the job's token.
         hello_timeout: seconds that a connection has to say hello.
-        shelf: the content of torch's store; without one, a new one.
+        store: the content of torch's store; without one, a new one.
 
     Attributes:
         workers: the connection of each process, by incarnation.
         launchers: the connections of launchers.
-        shelf: the content of torch's store.
+        store: the content of torch's store.
         parcels: large messages.
     """
 
     def __init__(self, size: int, token: str, hello_timeout: float, hearer: Hearer,
-                 shelf: Shelf | None = None) -> None:
+                 store: RendezvousStore | None = None) -> None:
         self.token = token
         self.hello_timeout = hello_timeout
         self.workers: dict[str, Connection] = {}
         self.launchers: set[Connection] = set()
-        self.strangers: Strangers[Connection] = Strangers(_room(size))
-        self.shelf = Shelf() if shelf is None else shelf
+        self.strangers: Unauthenticated[Connection] = Unauthenticated(_room(size))
+        self.store = RendezvousStore() if store is None else store
         self.parcels = Parcels()
-        self._guests = Guests()
+        self._guests = GuestPermissions()
         self._size = size
         self._hearer = hearer
         self._connections: set[Connection] = set()
@@ -137,12 +137,12 @@ class Server:
         self._quiet = asyncio.Event()
         self._met: set[str] = set()
         self._meeting = asyncio.Event()
-        self._door: Door | None = None
+        self._door: AcceptQueue | None = None
 
     async def start(self, listener: socket.socket | None) -> str:
         """Listen, without a ``listener`` on any free port of 127.0.0.1; returns "host:port"."""
         listener = listener or socket.create_server(("127.0.0.1", 0))
-        self._door = Door(listener, _room(self._size), lambda: Connection(self), self._turned_away)
+        self._door = AcceptQueue(listener, _room(self._size), lambda: Connection(self), self._turned_away)
         self._door.open()
         host, port = listener.getsockname()[:2]
         return joined(host, port)
@@ -191,7 +191,7 @@ class Server:
         """Say each second that this coordinator lives, to whoever would turn to another one if it did not."""
         sign = encode(Lives())
         while True:
-            waiting = self.shelf.waiting
+            waiting = self.store.waiting
             for connection in tuple(self._connections):
                 if connection in waiting or connection.role in ("worker", "launcher"):
                     connection.send_encoded(sign)
@@ -218,7 +218,7 @@ class Server:
         self._connections.discard(connection)
         self.strangers.gone(connection)
         self.launchers.discard(connection)
-        self.shelf.gone(connection)
+        self.store.gone(connection)
         self.parcels.gone(connection)
         if connection.role == "operator":
             self._hearer.operator_gone(connection)
@@ -245,7 +245,7 @@ class Server:
         elif isinstance(message, NewcomerHello):
             connection.send(messages.learnt(self._hearer.state, message.rank))
         elif isinstance(message, StoreHello):
-            connection.send(Welcome(self.shelf.name))
+            connection.send(Welcome(self.store.name))
         elif isinstance(message, Ask):
             self._ask(connection, message)
         elif isinstance(message, Order):
@@ -269,12 +269,12 @@ class Server:
             elif why := self._guests.refusal(message, part(state), self._there):
                 connection.send(Found(error=why))
                 return
-        self.shelf.ask(connection, message, connection.send)
+        self.store.ask(connection, message, connection.send)
 
     def _there(self, key: str) -> bool:
-        """Whether the shelf has a value for this key."""
+        """Whether the store has a value for this key."""
         found: list[Found] = []
-        self.shelf.ask(None, Ask("check", (key,)), found.append)
+        self.store.ask(None, Ask("check", (key,)), found.append)
         return bool(found and found[0].number)
 
     def _from_launcher(self, connection: Connection, message: FromLauncher) -> None:
@@ -322,7 +322,7 @@ class Connection(asyncio.Protocol):
         self.heard = time.monotonic()
         self.source = "?"
         self._server = server
-        self._session = Session.server(server.token)
+        self._session = SecureChannel.server(server.token)
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 

@@ -6,7 +6,7 @@ token and the nonces of this very connection, and carries a count. So a frame re
 refused on every other one, a repeated or dropped frame is refused on its own, and the token never travels.
 
 A host that joins may have a lesser secret, made from the token: it opens connections on which less is allowed (see
-`Session.guest`), and does not tell the token.
+`SecureChannel.guest`), and does not tell the token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from megatron_recycle.membership.protocol import Message, TooLarge, WireError
 from megatron_recycle.plan.value import Value
 
-VERSION = 6
+VERSION = 7
 _KEYS = "1"
 """In the keys of every version: so two versions understand that they differ, and say so."""
 MAX_PAYLOAD = 4 * 1024 * 1024
@@ -99,12 +99,12 @@ def opened(payload: bytes) -> dict[str, Any]:
     return found
 
 
-class Session:
+class SecureChannel:
     """One end of one connection: bytes in, messages out, and the other way round.
 
-    Make it with `Session.server` or `Session.client`. A server's `greeting` is to be sent first. A client may
-    call `seal` only when `open` is true, that is after it was fed the greeting. Every error is final: close
-    the connection.
+    Make it with `SecureChannel.server` or `SecureChannel.client`. A server's `greeting` is to be sent first. A client
+    may call `seal` only when `open` is true, that is after it was fed the greeting. Every error is final: close the
+    connection.
 
     Attributes:
         guest: whether the client has proved the secret of those that join, and not the job's token. A client with that
@@ -127,11 +127,11 @@ class Session:
         self._send_key: bytes | None = None
 
     @classmethod
-    def server(cls, token: str) -> Session:
+    def server(cls, token: str) -> SecureChannel:
         return cls(token, server=True)
 
     @classmethod
-    def client(cls, token: str) -> Session:
+    def client(cls, token: str) -> SecureChannel:
         return cls(token, server=False)
 
     def _greeting_key(self) -> bytes:

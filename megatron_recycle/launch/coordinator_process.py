@@ -128,7 +128,7 @@ class Service:
 
     def stand_by(self, limit: float, say: Callable[[str], None]) -> str:
         """Wait until the coordinators of all hosts will listen; returns where, "host:port,host:port". Who holds the
-        lease in their shared store leads; see `control.elected`.
+        lease in their shared store leads; see `control.leader_election`.
 
         Raises:
             RecycleError: it did not start, or the other hosts do not come within ``limit`` seconds. It is ended then.

@@ -40,12 +40,12 @@ from megatron_recycle.membership.protocol import (
     Heartbeat,
     LauncherHello,
     Lives,
+    LoggingRank,
     Message,
     Ordered,
     Out,
     Places,
     Progress,
-    Speaks,
     Start,
     Terminate,
     ToLauncher,
@@ -289,8 +289,8 @@ class Launcher:
                 self._coordinator.progress()
         elif (worker := self.processes.mine(command.rank, command.pid)) is None:
             return
-        elif isinstance(command, Speaks):
-            self._follower.speaks(worker.rank, command.offset)
+        elif isinstance(command, LoggingRank):
+            self._follower.logs_from(worker.rank, command.offset)
         elif isinstance(command, Out):
             self._declared_out(worker, command)
         elif worker.lives:  # it joined; told again after the coordinator's return, it may have died since

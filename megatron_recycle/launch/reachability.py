@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_recycle.control.ports import listen
 from megatron_recycle.control.sockets import targets
-from megatron_recycle.control.wire import Session, WireError
+from megatron_recycle.control.wire import SecureChannel, WireError
 from megatron_recycle.errors import ConfigError, RecycleError
 
 _CONNECT_LIMIT = 5.0
@@ -143,7 +143,7 @@ def _knock(target: tuple[str, int], token: str) -> str | None:
         with socket.create_connection(target, _CONNECT_LIMIT) as connection:
             if connection.getsockname() == connection.getpeername():  # it would keep the port from whoever is to listen
                 return "nobody listens there"
-            session = Session.client(token)
+            session = SecureChannel.client(token)
             until = time.monotonic() + _CONNECT_LIMIT
             while not session.open:
                 connection.settimeout(max(0.001, until - time.monotonic()))

@@ -37,7 +37,7 @@ class Follower:
         self._begun = False
         self._speaker: int | None = None
 
-    def speaks(self, rank: int, offset: int) -> None:
+    def logs_from(self, rank: int, offset: int) -> None:
         """From now on `rank` writes the log lines, in its file from byte `offset` on."""
         if self._show == "first":
             self._speaker = rank

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from megatron_recycle.membership import closing, ending, failing, messages, records
+from megatron_recycle.membership import failing, finish, job_end, messages, records
 from megatron_recycle.membership.decisions import Decision, Step, Tell
 from megatron_recycle.membership.extension import IN_FORCE, merged
 from megatron_recycle.membership.failure_kinds import FailureKind
@@ -47,10 +47,10 @@ def switch(state: State, now: float) -> Step:
     if not _all_stand(state):
         return state, ()
     leavers = _going(state)
-    if (text := _stage_left(state, leavers)) and closing.wanted(state):
-        return ending.leave(state, Closing(text, again=True), now)
+    if (text := _stage_left(state, leavers)) and job_end.wanted(state):
+        return finish.leave(state, Closing(text, again=True), now)
     if text:
-        return closing.end(state, 1, text, now, again=True)
+        return job_end.end(state, 1, text, now, again=True)
     reason = None if leavers or entering(state) else _GIVE
     return failing.next_generation(state, leavers, now, now, joined=entering(state), reason=reason)
 

@@ -15,10 +15,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from megatron_recycle.membership import (
-    closing,
     commands,
     faults,
     forming,
+    job_end,
     joining,
     messages,
     records,
@@ -38,12 +38,12 @@ from megatron_recycle.membership.decisions import (
 from megatron_recycle.membership.extension import IN_FORCE, first, merged
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.holding import lost_with
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Redone, Reported, ReportsLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.protocol import Go, Out
 from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, decide
+from megatron_recycle.membership.sole_holders import lost_with
 from megatron_recycle.membership.state import Closing, Event, Member, Phase, State
 
 # Who is lost
@@ -158,7 +158,7 @@ def next_generation(
     """
     joined = joined or {}
     if state.closing is not None:
-        if not closing.goes_on(state, lost):
+        if not job_end.goes_on(state, lost):
             return _closed_without(state, lost, since, reason, now)
         to_close = Closing(state.closing.message, state.closing.status)
     removed = [state.members[name] for name in in_order(lost)]
@@ -170,7 +170,7 @@ def next_generation(
     ]
     told_out = _told_out(state, [member for member in removed if member not in planned], lost)
     if (why := first(each.ends(state, lost) for each in IN_FORCE)) is not None:
-        state, ending = closing.end(state, 1, f"{why}. {closing.last(state)} {RESTART}", now, again=True)
+        state, ending = job_end.end(state, 1, f"{why}. {job_end.last(state)} {RESTART}", now, again=True)
         return state, (*map(Command, told_out), *map(Emit, of_each), *ending)
     before, state = state, state.next_generation(
         phase=Phase.RECOVERING,
@@ -208,7 +208,7 @@ def _closed_without(state: State, lost: Mapping[str, FailureKind], since: float,
     told: tuple[Decision, ...] = tuple(map(Command, _told_out(state, removed, lost)))
     told += tuple(Emit(suspected(state, member, lost[member.worker], since, now)) for member in removed)
     why = faults.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
-    state, ending = closing.end(state, 1, why, now)
+    state, ending = job_end.end(state, 1, why, now)
     return state, (*told, *ending)
 
 
@@ -271,7 +271,7 @@ def stage_gone(state: State) -> str | None:
 def end_without(state: State, text: str, now: float) -> Step:
     """The job is over for the lack of a stage, which may be started again."""
     answer = first(each.instead_of_end(state, text, now) for each in IN_FORCE)
-    return closing.end(state, 1, text, now, again=True) if answer is None else answer
+    return job_end.end(state, 1, text, now, again=True) if answer is None else answer
 
 
 # Reports, the plan, and the go
@@ -317,7 +317,7 @@ def plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
     out = ", ".join(in_order(state.absent.out)) or "nobody"
-    return closing.end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now,
+    return job_end.end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now,
                        again=True)
 
 
@@ -339,7 +339,7 @@ def _go(state: State, now: float) -> Step:
         state.stages, holding, state.round.reports, announced=announced, joined=in_order(state.arrivals.unproven),
         hosts={name: member.host for name, member in state.members.items()}, leaving=_leaving(state))
     if isinstance(resume, DeadEnd):
-        return end_without(state, resume.message, now) if stage_gone(state) is not None else closing.end(
+        return end_without(state, resume.message, now) if stage_gone(state) is not None else job_end.end(
             state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.arrivals.unproven)))
     if state.round.redo is None and (done := redo.done(state, resume)):
@@ -392,9 +392,9 @@ def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
     after a last checkpoint of the iteration before if there can be one."""
     text = (f"iteration {iteration} cannot be made to its end: a failure has lost what its rest needs of it, and "
             f"scripts have left it, for which reduction exact does not run it again; {why} {RESTART}")
-    if not closing.possible(state, ()):
-        return closing.end(state, 1, f"{closing.sentence(text)} {closing.last(state)}", now, again=True)
-    return next_generation(state, {}, now, now, reason=closing.LAST, to_close=Closing(text, again=True))
+    if not job_end.possible(state, ()):
+        return job_end.end(state, 1, f"{job_end.sentence(text)} {job_end.last(state)}", now, again=True)
+    return next_generation(state, {}, now, now, reason=job_end.LAST, to_close=Closing(text, again=True))
 
 
 # Events

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.holding import lost_with
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.sole_holders import lost_with
 from megatron_recycle.membership.state import Member, Said, State
 
 _REMEMBERED = 64

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_recycle.membership import closing, commands, messages, records
+from megatron_recycle.membership import commands, job_end, messages, records
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step
 from megatron_recycle.membership.description import Description, Job, difference
 from megatron_recycle.membership.extension import IN_FORCE, first
+from megatron_recycle.membership.failure_domains import judge
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
 from megatron_recycle.membership.names import Process, in_order
@@ -17,7 +18,6 @@ from megatron_recycle.membership.protocol import MOST_BYTES
 from megatron_recycle.membership.resume import parts_of
 from megatron_recycle.membership.shards import tables
 from megatron_recycle.membership.state import Member, Phase, State
-from megatron_recycle.membership.survival import judge
 from megatron_recycle.plan.grid import Grid
 
 _ACTION_BYTES = 7
@@ -37,7 +37,7 @@ def hello(state: State, member: Member, now: float) -> Step:
         return state, (messages.refuse(member, text),)
     state = state.with_(known={**state.known, member.incarnation: member})
     if state.forming.gone:
-        return closing.end(state, 1, _left_early(min(state.forming.gone), 0, ""), now)
+        return job_end.end(state, 1, _left_early(min(state.forming.gone), 0, ""), now)
     return state, ()
 
 
@@ -56,7 +56,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
                 f"worker {other} has {name} = {ours} but worker {member.worker} has {theirs}: give all "
                 f"workers the same configuration and the same model"
             )
-            return closing.end(state, 1, text, now)
+            return job_end.end(state, 1, text, now)
     state = state.with_(
         descriptions=put(state.forming.descriptions, member.worker, happened.description),
         reports=put(state.round.reports, member.worker, happened.report),
@@ -84,13 +84,13 @@ def _form(state: State, now: float) -> Step:
             + (f" x {parts} parts" if parts > 1 else "") + ", but the workers are "
             f"{', '.join(in_order(state.forming.descriptions))}: start {len(wanted)} processes"
         )
-        return closing.end(state, 1, text, now)
+        return job_end.end(state, 1, text, now)
     if text := _too_large(grid):
-        return closing.end(state, 1, text, now)
+        return job_end.end(state, 1, text, now)
     if text := _ties_apart(state.forming.descriptions):
-        return closing.end(state, 1, text, now)
+        return job_end.end(state, 1, text, now)
     if state.shape is not None and grid.total != state.shape.microbatches:
-        return closing.end(state, 1, _another_batch(grid, state.shape), now)
+        return job_end.end(state, 1, _another_batch(grid, state.shape), now)
     state = state.with_(
         phase=Phase.RECOVERING,
         generation=1,
@@ -172,11 +172,11 @@ def exited_early(state: State, member: Member | None, happened: Exited, now: flo
     if not well or (member is None and state.known):
         text = _left_early(happened.rank, happened.status, happened.log, happened.said)
         killed = not happened.said and (happened.status is None or happened.status < 0)
-        return closing.end(state, 1, text, now, again=killed)
+        return job_end.end(state, 1, text, now, again=killed)
     state = state.with_(gone=state.forming.gone | {happened.rank})
     if len(state.forming.gone) < state.size:
         return state, ()
-    return closing.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
+    return job_end.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
 
 
 def _left_early(rank: int, status: int | None, log: str, said: str = "") -> str:

@@ -2,9 +2,9 @@
 is lost. Pure, like `machine`.
 
 While a stage has one worker, every worker copies its own state between two iterations now and then, and another stage's
-worker takes the copy of that stage too. A stage that is lost gets a new process (`restoring`), with the state that its
-keeper has; all others go back to their own copies of the same iteration. Where no copy is as new as the newest whole
-checkpoint of this run, all load that one instead (`guard: checkpoint`). So they do where nobody has a shard of an
+worker takes the copy of that stage too. A stage that is lost gets a new process (`stage_restore`), with the state that
+its keeper has; all others go back to their own copies of the same iteration. Where no copy is as new as the newest
+whole checkpoint of this run, all load that one instead (`guard: checkpoint`). So they do where nobody has a shard of an
 optimizer's state any more, with no new process: those that are left of its stage load all shards between them.
 """
 
@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.membership.extension import Extension
+from megatron_recycle.membership.failure_domains import exposed, exposed_shards
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.resume import RESTART, Checkpoint, DeadEnd, Resume, parts_of, single
 from megatron_recycle.membership.shards import Shard, anew, copies_of, lost, told
 from megatron_recycle.membership.state import Event, State
-from megatron_recycle.membership.survival import exposed, exposed_shards
 from megatron_recycle.plan.grid import Worker
 
 

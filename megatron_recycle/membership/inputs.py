@@ -26,10 +26,10 @@ from megatron_recycle.membership.protocol import (
     Join,
     Kinds,
     LauncherHello,
+    LogsNow,
     Measured,
     Message,
     Said,
-    SpeaksNow,
     Stacks,
 )
 from megatron_recycle.membership.report import Report
@@ -411,7 +411,7 @@ Input = (
 
 FromWorker = (
     WorkerHello | Heartbeat | Ready | Reported | Holds | Resumed | Committed | Adopted | Unlent | Finished | Leave
-    | Boundary | Hinted | Raised | Ending | Saved | Written | Unreadable | Unwritten | Said | Measured | SpeaksNow
+    | Boundary | Hinted | Raised | Ending | Saved | Written | Unreadable | Unwritten | Said | Measured | LogsNow
     | Fetch | Fetched | Stacks
 )
 FROM_WORKER: Kinds[FromWorker] = Kinds(FromWorker)

@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from megatron_recycle.membership import (
     boundary,
     checkpoints,
-    closing,
-    ending,
+    coordinator_restart,
     failing,
+    finish,
     forming,
     inputs,
+    job_end,
     joining,
     messages,
     reconnect,
-    retrying,
-    returning,
+    recovery_retry,
     script_errors,
     training,
 )
@@ -71,7 +71,7 @@ def _hello(state: State, happened: Hello, now: float) -> Step:
     if member.incarnation in state.absent.fenced:
         return state, (messages.fence(state, member),)
     if state.member(member.incarnation) is not None:
-        return returning.member(state, happened, now)
+        return coordinator_restart.member(state, happened, now)
     if member in state.absent.stranded.values():
         return state, (Tell((member.incarnation,), messages.stop(state)),)
     if state.phase is Phase.FORMING:
@@ -86,14 +86,14 @@ def _ready(state: State, happened: Ready, now: float) -> Step:
 _HANDLERS: Mapping[type, Handler] = {
     inputs.Hello: _hello,
     inputs.Ready: _ready,
-    inputs.Restarted: returning.coordinator,
+    inputs.Restarted: coordinator_restart.coordinator,
     inputs.Lost: failing.lost,
     inputs.Exited: failing.exited,
     inputs.Raised: script_errors.raised,
     inputs.Reported: failing.reported,
     inputs.ReportsLate: failing.reports_late,
     inputs.Planned: failing.planned,
-    inputs.PlanFailed: retrying.no_plan,
+    inputs.PlanFailed: recovery_retry.no_plan,
     inputs.Redone: failing.redone,
     inputs.Hinted: reconnect.hinted,
     inputs.NoLoss: reconnect.no_loss,
@@ -106,11 +106,11 @@ _HANDLERS: Mapping[type, Handler] = {
     inputs.Leave: joining.leave,
     inputs.StaysOut: joining.stays_out,
     inputs.Boundary: boundary.stands,
-    inputs.Saved: closing.saved,
-    inputs.SavedLate: closing.late,
+    inputs.Saved: job_end.saved,
+    inputs.SavedLate: job_end.late,
     inputs.Written: checkpoints.written,
     inputs.Unwritten: checkpoints.unwritten,
-    inputs.Finished: ending.finished,
-    inputs.Interrupted: ending.interrupted,
-    inputs.EndLate: ending.late,
+    inputs.Finished: finish.finished,
+    inputs.Interrupted: finish.interrupted,
+    inputs.EndLate: finish.late,
 }

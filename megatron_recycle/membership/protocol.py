@@ -257,7 +257,7 @@ class Progress(Message, frozen=True, tag="progress"):
     """An iteration was committed: services that have died before may die again."""
 
 
-class Speaks(Message, frozen=True, tag="speaks"):
+class LoggingRank(Message, frozen=True, tag="speaks"):
     """This process writes the job's log from now on; its own has ``offset`` bytes already."""
 
     rank: int
@@ -282,7 +282,7 @@ class Places(Message, frozen=True, tag="places"):
     again_s: float = 0.0
 
 
-Ordered = Begun | Terminate | Out | Joined | Start | Drop | Progress | Speaks
+Ordered = Begun | Terminate | Out | Joined | Start | Drop | Progress | LoggingRank
 """Commands; see `commands`."""
 ToLauncher = Ordered | EventTold | Lives | Places | End
 TO_LAUNCHER: Kinds[ToLauncher] = Kinds(ToLauncher)
@@ -327,7 +327,7 @@ class Measured(Message, frozen=True, tag="measured"):
     memory: Profiled | None
 
 
-class SpeaksNow(Message, frozen=True, tag="speaks"):
+class LogsNow(Message, frozen=True, tag="speaks"):
     """This process writes the job's log from now on; its own has ``offset`` bytes already."""
 
     offset: int
@@ -410,7 +410,7 @@ FROM_NEWCOMER: Kinds[FromNewcomer] = Kinds(FromNewcomer)
 TO_NEWCOMER: Kinds[Learnt] = Kinds(Learnt)
 
 
-# The job's store: one ask at a time (`control.shelf`)
+# The job's store: one ask at a time (`control.rendezvous_store`)
 
 
 class StoreHello(Message, frozen=True, tag="hello", omit_defaults=True):
@@ -433,7 +433,7 @@ class Ask(Message, frozen=True, tag="ask"):
 class Welcome(Message, frozen=True, tag="welcome"):
     """The name of the store that answers."""
 
-    shelf: str
+    store: str
 
 
 class Found(Message, frozen=True, tag="answer"):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron_recycle.membership import closing, failing
+from megatron_recycle.membership import failing, job_end
 from megatron_recycle.membership.decisions import AwaitLoss, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.holding import lost_with
 from megatron_recycle.membership.inputs import THE_END, Hinted, NoLoss, Stuck
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.membership.resume import RESTART
+from megatron_recycle.membership.sole_holders import lost_with
 from megatron_recycle.membership.state import Phase, State
 
 _TRIES, _BUILDINGS = 2, 3
@@ -55,7 +55,7 @@ def stuck(state: State, happened: Stuck, now: float) -> Step:
 def _again(state: State, reason: str, since: float, now: float, ended: Sequence[str] = ()) -> Step:
     """A new generation with the same members, for this reason."""
     if _worn_out(state):
-        return closing.end(state, 1, _given_up(state, reason, ended), now, again=True)
+        return job_end.end(state, 1, _given_up(state, reason, ended), now, again=True)
     return failing.next_generation(state.with_(mended=state.tries.mended + 1), {}, since, now, reason=reason)
 
 

@@ -6,7 +6,7 @@ job ends: after a last checkpoint, if there can be one.
 
 from __future__ import annotations
 
-from megatron_recycle.membership import closing, failing, faults, joining, retrying
+from megatron_recycle.membership import failing, faults, job_end, joining, recovery_retry
 from megatron_recycle.membership.decisions import Emit, Step
 from megatron_recycle.membership.extension import IN_FORCE, first
 from megatron_recycle.membership.failure_kinds import FailureKind
@@ -23,20 +23,20 @@ def raised(state: State, happened: Raised, now: float) -> Step:
     if state.phase is Phase.FORMING and not fault.refused:
         return failing.exited(state, Exited(who.rank, who.pid, None, happened.since, said=said), now)
     if state.phase is Phase.FORMING:
-        return closing.end(state, 1, fault.text, now)
+        return job_end.end(state, 1, fault.text, now)
     if joining.waiting(state, who.incarnation) is not None:
         return joining.lost(state, who.incarnation, said, now)
     member = state.member(who.incarnation)
     if member is not None and faults.repeated(state, member, happened.number):
-        return state, (closing.answer(member, happened.number),)
+        return state, (job_end.answer(member, happened.number),)
     state = faults.remembered(state, who, fault, happened.number)
     if member is not None and fault.whole and state.closing is not None:
-        return state, (closing.answer(member, happened.number),)
+        return state, (job_end.answer(member, happened.number),)
     if member is not None and (answer := first(
             each.raised(state, member, happened, now) for each in IN_FORCE)) is not None:
         return answer
     if member is not None and state.closing is None and fault.recovery and not fault.refused:
-        return retrying.raised(state, member, happened, now)
+        return recovery_retry.raised(state, member, happened, now)
     if member is None or state.closing is not None or (text := faults.fatal(state, member, fault)) is None:
         return failing.lost(state, Lost((Loss(who.incarnation, FailureKind.EXIT),), happened.since), now)
     return end_with(state, member, happened, text, now)
@@ -50,13 +50,13 @@ def end_with(state: State, member: Member, happened: Raised, text: str, now: flo
     stays = failing.suspected(state, member, FailureKind.EXIT, happened.since, now, removed=False)
     told = () if fault.refused else (Emit(stays),)
     again = faults.may_go_well(state, member, fault)
-    why_not = "" if fault.refused and not fault.whole else closing.why_not(state, lost)
+    why_not = "" if fault.refused and not fault.whole else job_end.why_not(state, lost)
     if why_not is not None:
         if why_not or not fault.refused:
             none = f" No checkpoint was written: {why_not}." if why_not else ""
-            text = f"{closing.sentence(text)}{none} {closing.last(state)}"
-        state, ending = closing.end(state, 1, text, now, again)
+            text = f"{job_end.sentence(text)}{none} {job_end.last(state)}"
+        state, ending = job_end.end(state, 1, text, now, again)
         return state, (*told, *ending)
     state, decisions = failing.next_generation(
-        state, lost, happened.since, now, reason=closing.LAST, to_close=Closing(text, again=again))
-    return state, (*decisions, *((closing.answer(member, happened.number), *told) if fault.whole else ()))
+        state, lost, happened.since, now, reason=job_end.LAST, to_close=Closing(text, again=again))
+    return state, (*decisions, *((job_end.answer(member, happened.number), *told) if fault.whole else ()))

@@ -96,7 +96,8 @@ class Standing:
         verdict, before: of the last two committed iterations, as far as this worker was there.
         closed: the last iteration whose stage was found closed (`runtime.comm.acknowledgements`), for good or not; -1
             for none.
-        entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
+        joined_after: the last one that was committed when this worker came in, or came in again; None if it began with
+            all.
         verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
         unverified: whether they are still to be compared, since a recovery.
         passes: the number of the last pass of evaluation, or checkpoint, that the script has asked for; numbers are by
@@ -124,7 +125,7 @@ class Standing:
     verdict: Verdict | None = None
     before: Verdict | None = None
     closed: int = -1
-    entered: int | None = None
+    joined_after: int | None = None
     verified: int = -1
     unverified: bool = False
     passes: int = 0
@@ -330,7 +331,7 @@ class Standing:
         """All that a peer has is here too: this worker stands where the peer stood, after ``verdict.iteration``."""
         self.verdict, self.mode = verdict, mode
         if verdict.iteration > self.committed:  # else it has missed nothing: what it had was not right, say
-            self.entered = verdict.iteration
+            self.joined_after = verdict.iteration
         self.stand_at(verdict.iteration + 1)
 
     def go_on(self, resume: Resume) -> None:

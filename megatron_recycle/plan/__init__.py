@@ -2,7 +2,7 @@
 library only."""
 
 from megatron_recycle.plan.blocks import Piece, pieces
-from megatron_recycle.plan.lending import Lent, borrowed, borrowings, lent
+from megatron_recycle.plan.crossings import Lent, borrowed, borrowings, lent
 from megatron_recycle.plan.messages import (
     Message,
     channels,

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from megatron_recycle.plan.messages import channels
 
+from .crossings import lent
 from .grid import Worker
-from .lending import lent
 from .plan import Plan
 
 Pair = tuple[Worker, Worker]

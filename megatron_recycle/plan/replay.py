@@ -9,7 +9,7 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import NamedTuple
 
-from megatron_recycle.plan.lending import borrowed, lent
+from megatron_recycle.plan.crossings import borrowed, lent
 
 from .action import PASSES_ON, Action
 from .cycles import cycle_mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_recycle.plan.lending import borrowings
+from megatron_recycle.plan.crossings import borrowings
 from megatron_recycle.plan.messages import surplus
 
 from .action import Action

@@ -2,10 +2,10 @@
 
 from .api import improve, plan_for, quick, recosted
 from .cache import Cache, ahead
+from .connection_price import ConnectionPrice
+from .lending_gain import CopyPrice, worth
 from .normalise import Prices, normalise
-from .partners import PartnerPrice
 from .redo import redo
-from .worth import CopyPrice, worth
 
-__all__ = ["Cache", "CopyPrice", "PartnerPrice", "Prices", "ahead", "improve", "normalise", "plan_for", "quick",
+__all__ = ["Cache", "ConnectionPrice", "CopyPrice", "Prices", "ahead", "improve", "normalise", "plan_for", "quick",
            "recosted", "redo", "worth"]

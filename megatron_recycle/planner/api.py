@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_recycle.planner import lent, search_process
+from megatron_recycle.planner import lent_schedules, search_process
 from megatron_recycle.planner.alignment import aligned
 from megatron_recycle.planner.routing import route
 from megatron_recycle.planner.timing import timed
@@ -48,7 +48,7 @@ def _quick(problem: Problem, seed: int) -> Plan:
     if not (any(problem.message) and overfull(plan)):
         return plan
     found = [*_sparing(plan, begin, seed, lend=True)]
-    if lent.helps(problem):  # lending is to be no worse than without, here too
+    if lent_schedules.helps(problem):  # lending is to be no worse than without, here too
         found += _sparing(_listed(problem, {}, begin, seed, lend=False), begin, seed, lend=False)
     return min(found, key=lambda plan: plan.objective_value) if found else _one_by_one(problem, begin, seed)
 
@@ -109,8 +109,8 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
         if not found:
             first = time.perf_counter() - begin
         found.append(timed(instance, table, trace))
-    if lend and lent.helps(problem) and instance.actions <= LENDING_MOST:
-        found += filter(None, [lent.first(instance, LENDING).best])
+    if lend and lent_schedules.helps(problem) and instance.actions <= LENDING_MOST:
+        found += filter(None, [lent_schedules.first(instance, LENDING).best])
     best = min(found, key=partial(goal, problem))
     return _quick_plan(instance, adjoined(instance, best), first, seed)
 
@@ -196,8 +196,8 @@ def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, 
     if plan.objective_value > plan.lower_bound and work:
         instance = build(form.problem)
         found = search(instance, work, seed, cancelled)
-        if lent.helps(form.problem):
-            lending = lent.search(instance, work, seed, cancelled)
+        if lent_schedules.helps(form.problem):
+            lending = lent_schedules.search(instance, work, seed, cancelled)
             best = min((one.best for one in (found, lending) if one.best is not None),
                        key=partial(goal, form.problem), default=None)
             found = Found(best, found.trials + lending.trials, found.cut or lending.cut)

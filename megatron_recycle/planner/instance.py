@@ -9,7 +9,7 @@ from functools import cached_property
 from megatron_recycle.planner.merge_bw import merged
 
 from ..plan import STEP, Action, Plan, Problem, Worker
-from .lending import Crossings
+from .crossing_flow import Crossings
 
 KINDS = "FBW"
 _NUMBERS = {"F": (0,), "B": (1,), "W": (2,), "FB": (1, 2)}

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import Problem, lower_bound
-from . import cpsat, lent
+from . import cpsat, lent_schedules
+from .crossing_flow import Crossings
 from .instance import Instance, Schedule, build, spanned
-from .lending import Crossings
 from .portfolio import Found, goal, search
 from .timing import timed
 
@@ -124,9 +124,9 @@ class _Search:
         """Search until the bound is met, the work is done or the clock says so."""
         small = self.instance.actions <= CPSAT_ACTIONS
         share = 0.4 if small else 0.5  # of the budget; the rest is CP-SAT's, and a reserve
-        if lent.helps(self.instance.problem) and self.best > self.floor:
+        if lent_schedules.helps(self.instance.problem) and self.best > self.floor:
             work = int(LENT_RATE * self.budget * 0.8)
-            self._note(lent.search(self.instance, work, self.seed, self._over, self._keep))
+            self._note(lent_schedules.search(self.instance, work, self.seed, self._over, self._keep))
             share /= 8  # orders without lent layers are seldom the best ones then
         if self.best > self.floor:
             self._note(search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep))

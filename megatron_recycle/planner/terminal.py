@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..plan import Plan, Timeline, Worker, replay
-from .worth import lent_layers
+from .lending_gain import lent_layers
 
 _LETTERS = {"FB": "D"}
 #: of a stage's second chunk and those after it: the letters before F, B, W and D, so to say

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..plan.cycles import cycle_mean
+from .crossing_flow import Crossings
 from .instance import Instance, Schedule, spanned
-from .lending import Crossings
 
 
 class Clock:

@@ -33,10 +33,10 @@ from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.first_forward import first_forward
 from megatron_recycle.runtime.generation import Exchanges, Generation, Program
-from megatron_recycle.runtime.kept import Keeping, Kept
 from megatron_recycle.runtime.lent.loans import Loans, acceptable
 from megatron_recycle.runtime.lent.terms import Span
 from megatron_recycle.runtime.phases import OF_ACTION
+from megatron_recycle.runtime.resumable_attempt import AttemptLog, ResumableAttempt
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
@@ -120,7 +120,7 @@ class Attempt:
             kept = site.current.kept[iteration] = kept.levelled(counted, site.place, site.meters.memory)
         if counted != (() if kept is None else kept.done):
             raise AssertionError(f"{site.place.me} goes on after {counted}, and has kept {kept}")
-        self._keeping = Keeping(standing.attempt if carried is None else carried.chain,
+        self._keeping = AttemptLog(standing.attempt if carried is None else carried.chain,
                                 _may_keep(site, generation, program, iteration),
                                 generation.groups.world.backend.host)
         if kept is None:
@@ -150,7 +150,7 @@ class Attempt:
                 self._shared.loans.sums(chunks[chunk:chunk + 1], own, place, block)))
         return self._shared.loans.sums(chunks, layout, reduction.place, block)
 
-    def _take_up(self, kept: Kept) -> None:
+    def _take_up(self, kept: ResumableAttempt) -> None:
         """Go on where an earlier attempt stood. Messages that an action still to run reads are sent again. Raises
         GenerationOver: what is kept can be taken up once more."""
         if not kept.computed.under_way:  # the next iteration may have been, which begins anew
@@ -180,7 +180,7 @@ class Attempt:
             self._levelling.stand()
         if keeping.wanted and not keeping.torn and given_up:
             problem = self._program.plan.problem
-            kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
+            kept = ResumableAttempt(self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
                         self._generation.transport.metas, max(problem.grid.microbatches), problem.block,
                         self._program.plan.digest if self._program.terms.crossings else "")
             if keeping.used is not None:  # a backward that has come to nothing

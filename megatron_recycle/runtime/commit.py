@@ -31,7 +31,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import COMMITS
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
-from megatron_recycle.runtime.halting import Halt
+from megatron_recycle.runtime.quiesce import Halt
 
 _LONGEST_CLOSE = 5.0
 """Seconds that the end waits for a thread that waits for a verdict."""

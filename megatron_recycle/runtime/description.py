@@ -8,8 +8,8 @@ from megatron_recycle.membership.description import Description, Lendable
 from megatron_recycle.plan import Costs
 from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.comm.backend import BACKENDS
-from megatron_recycle.runtime.equality import compares
 from megatron_recycle.runtime.lent.layers import offer
+from megatron_recycle.runtime.replica_check import compares
 from megatron_recycle.runtime.site import Site
 
 _SETTINGS = frozenset({

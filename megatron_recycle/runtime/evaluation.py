@@ -19,7 +19,7 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Grid, Microbatch, Plan
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.history import History, Rows
+from megatron_recycle.runtime.iteration_history import History, Rows
 
 Reports = dict[tuple[int, int], tuple[float, ...]]
 """(pipeline, micro-batch) -> what the last stage reports of it."""

@@ -10,7 +10,7 @@ import torch
 from megatron_recycle.membership import StepMode, Verdict
 from megatron_recycle.plan.value import Value
 from megatron_recycle.runtime.evaluation import Evaluated
-from megatron_recycle.runtime.history import Rows
+from megatron_recycle.runtime.iteration_history import Rows
 
 
 class Past(Value, frozen=True):

@@ -19,12 +19,12 @@ from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import Reduction, reduction_of
-from megatron_recycle.runtime.comm.reuse import Rested
+from megatron_recycle.runtime.comm.reuse import ReusableGroups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts, ShardedReduction, sharded
 from megatron_recycle.runtime.comm.trained_alike import Agreement
-from megatron_recycle.runtime.kept import Carried, Kept
 from megatron_recycle.runtime.lent.loans import Loans
 from megatron_recycle.runtime.lent.terms import Terms, terms_of
+from megatron_recycle.runtime.resumable_attempt import ResumableAttempt, ResumedIteration
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -114,10 +114,10 @@ class Scope:
 
     left_out: Sequence[tuple[int, str]] = ()
     without: frozenset[int] = frozenset()
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[ResumedIteration, ...] = ()
     closes: bool = True
 
-    def carried_in(self, iteration: int) -> Carried | None:
+    def carried_in(self, iteration: int) -> ResumedIteration | None:
         """What of ``iteration`` goes on where it stood."""
         return next((carried for carried in self.carried if carried.iteration == iteration), None)
 
@@ -267,7 +267,7 @@ class Current:
 
     Attributes:
         last: the one in force, between two the one before, with its members and its plan; None before the first.
-        rested: communicators of older ones that whoever builds the next may go on with.
+        reusable: communicators of older ones that whoever builds the next may go on with.
         kept: by iteration, attempts that may be taken up again: of the one that is not committed, and of the next one.
         torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
         owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
@@ -278,8 +278,8 @@ class Current:
         self._lock = threading.Lock()
         self._in_force: Generation | None = None
         self.last: Generation | None = None
-        self.rested: Rested | None = None
-        self.kept: dict[int, Kept] = {}
+        self.reusable: ReusableGroups | None = None
+        self.kept: dict[int, ResumableAttempt] = {}
         self.torn = False
         self.owed: Sequence[tuple[int, Worker, Worker]] = ()
         self.had: Cuts | None = None

@@ -118,7 +118,7 @@ class _WayBack(Source):
             if groups.me == min(member for member in groups.members if member not in meeting.joined):
                 for worker in meeting.joined:
                     send(groups.control, groups.control_ranks[worker], StateCopy.of({}, past))
-        site.trainable.brought = None
+        site.trainable.initial_state = None
         site.trainable.lay_out()
         if checkpoint is None:
             give(groups, meeting.joined, stage_tensors(site.stage), meeting.stepper.facts())

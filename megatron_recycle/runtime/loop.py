@@ -18,14 +18,14 @@ from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime import worker_extensions as extensions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY
 from megatron_recycle.runtime.attempt import Attempt, opened
-from megatron_recycle.runtime.between import Between
-from megatron_recycle.runtime.draining import drain
 from megatron_recycle.runtime.generation import Generation
-from megatron_recycle.runtime.partners import connect_partners
+from megatron_recycle.runtime.p2p_warmup import connect_partners
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.quiesce import drain
 from megatron_recycle.runtime.rejoining import rejoin
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
+from megatron_recycle.runtime.user_edits import UserEdits
 
 _POLL_SECONDS = 0.001
 
@@ -45,7 +45,7 @@ class Loop:
         between: what the script does between two iterations.
     """
 
-    def __init__(self, site: Site, standing: Standing, stepper: Stepper, between: Between) -> None:
+    def __init__(self, site: Site, standing: Standing, stepper: Stepper, between: UserEdits) -> None:
         self.site, self.standing, self.stepper = site, standing, stepper
         self._between = between
         self._asked_apart = False
@@ -56,7 +56,7 @@ class Loop:
         # More than one iteration to run: a failure has undone a step that train() had already returned from.
         while self.standing.stepped < iteration:
             generation = self._at_boundary(self.standing.stepped + 1)
-            self.site.trainable.brought = None  # training goes on from it
+            self.site.trainable.initial_state = None  # training goes on from it
             with Attempt(self.site, self.stepper, generation) as attempt:
                 attempt.run()
                 attempt.close()

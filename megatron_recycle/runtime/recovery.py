@@ -21,19 +21,19 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import worker_extensions as extensions
 from megatron_recycle.runtime.activity import CONNECT
+from megatron_recycle.runtime.admit import take_in
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.levelling import Levelling
-from megatron_recycle.runtime.comm.reuse import Rested
+from megatron_recycle.runtime.comm.reuse import ReusableGroups
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
-from megatron_recycle.runtime.kept import Carried
-from megatron_recycle.runtime.partners import connect_partners
+from megatron_recycle.runtime.p2p_warmup import connect_partners
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.resumable_attempt import ResumedIteration
 from megatron_recycle.runtime.shards import cuts
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper
-from megatron_recycle.runtime.taking_in import take_in
 from megatron_recycle.runtime.worker_extension import PEERS, Meeting
 
 _POLL_SECONDS = 0.001
@@ -127,19 +127,19 @@ def uninstall(site: Site, given_up: Callable[[], bool] = lambda: True) -> None:
     ``given_up()`` as in `Groups.park`."""
     old = site.current.take()
     if old is not None:
-        site.current.rested = old.groups.park(given_up)
+        site.current.reusable = old.groups.park(given_up)
 
 
 def dismantle(site: Site) -> None:
     """Nothing is done on any groups any more: tear down what there is."""
     uninstall(site)
-    _forget_rested(site)
+    _forget_reusable(site)
 
 
-def _forget_rested(site: Site) -> None:
-    rested, site.current.rested = site.current.rested, None
-    if rested is not None:
-        rested.retire()
+def _forget_reusable(site: Site) -> None:
+    reusable, site.current.reusable = site.current.reusable, None
+    if reusable is not None:
+        reusable.retire()
 
 
 def install(site: Site, standing: Standing, generation: Generation) -> Generation:
@@ -186,12 +186,12 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     begun, standing = time.monotonic(), stepper.standing
     standing.join(go.generation)
     if go.tries:  # nobody is gone, and yet they could not go on: it may be the communicators
-        _forget_rested(site)
+        _forget_reusable(site)
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout,
-                      site.current.rested)
-    site.current.rested = None
+                      site.current.reusable)
+    site.current.reusable = None
     scope = Scope(go.left_out, frozenset(go.without),
-                  tuple(Carried.read(each) for each in (go.carried, go.ahead) if each is not None), go.closes)
+                  tuple(ResumedIteration.read(each) for each in (go.carried, go.ahead) if each is not None), go.closes)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
                                Plan.from_file(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
@@ -222,16 +222,16 @@ def renew(site: Site, standing: Standing, old: Generation) -> Generation:
 
 
 def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: Sequence[Worker],
-             patience: float, rested: Rested | None = None) -> Groups:
+             patience: float, reusable: ReusableGroups | None = None) -> Groups:
     """The groups of the epoch that ``standing`` is in. ``patience``: seconds that the members may take to come to the
-    store. ``rested``: communicators that may be used again."""
+    store. ``reusable``: communicators that may be used again."""
     config, epoch = site.config, standing.epoch
     connect = connect_limit(config, len(members) * site.place.parts, tries)
     with site.phases.working(CONNECT):  # these limits hold, and none that has been learnt
         groups = site.network.connect(
             generation=epoch.generation, prefix=store_prefix(prefix, epoch), place=site.place, members=members,
             limits=Limits(config.transport_timeout, connect, max(patience, connect)),
-            interrupted=lambda: site.interrupted(standing), before=rested)
+            interrupted=lambda: site.interrupted(standing), before=reusable)
     if groups.siblings is not None and groups.siblings.backend.host and site.keeps_messages:
         groups.levelling = Levelling(groups.siblings, groups.ending.threads, config.report_timeout / 2)
     return groups

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from megatron_recycle.membership import Standing
+from megatron_recycle.runtime.admit import refuse_itself
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper
-from megatron_recycle.runtime.taking_in import refuse_itself
 from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 

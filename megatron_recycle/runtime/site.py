@@ -14,7 +14,6 @@ from megatron_recycle.control import Agent
 from megatron_recycle.membership import Standing
 from megatron_recycle.policy import POLICIES
 from megatron_recycle.runtime.checkpoint_clock import CheckpointClock
-from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import Network
@@ -28,14 +27,15 @@ from megatron_recycle.runtime.evaluation import Evaluations
 from megatron_recycle.runtime.facts import Past
 from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.grids import Grids
-from megatron_recycle.runtime.history import History
+from megatron_recycle.runtime.iteration_history import History
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.registered import Registered
+from megatron_recycle.runtime.script_collectives import Collectives
+from megatron_recycle.runtime.script_transfers import Transfers
 from megatron_recycle.runtime.setup_record import SetUp
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.trainable import Trainable
-from megatron_recycle.runtime.transfers import Transfers
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from megatron_recycle.runtime.comm.tags import HELD, SHARD_HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.facts import Facts
-from megatron_recycle.runtime.halting import Halt
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
+from megatron_recycle.runtime.quiesce import Halt
 from megatron_recycle.runtime.shards import cuts, gather, keep_only, views
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.undo import Undo

@@ -20,7 +20,7 @@ class Trainable:
     Attributes:
         layout: of the flat gradient.
         trained: which parameters that are, to be compared with the peers'.
-        brought: the tensors and counters that this worker came in with, until it trains.
+        initial_state: the tensors and counters that this worker came in with, until it trains.
         shards: those of the optimizer's state that it came in with, likewise.
         gathered: where the optimizer is cut into shards, the iteration whose step all parameters are of; None: some may
             not be.
@@ -32,7 +32,7 @@ class Trainable:
         self._stage = stage
         self.neighbours = neighbours
         self.guard = Guard()
-        self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
+        self.initial_state: tuple[Mapping[str, torch.Tensor], Any] | None = None
         self.shards: Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]] = {}
         self.gathered: int | None = None
         self.lay_out()

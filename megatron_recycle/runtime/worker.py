@@ -19,19 +19,18 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import recovery, refusals
 from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
-from megatron_recycle.runtime.between import Between
-from megatron_recycle.runtime.collectives import Collectives
+from megatron_recycle.runtime.admit import compare_later
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.living.calls import Call
-from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
+from megatron_recycle.runtime.comm.user_collectives.calls import Call
+from megatron_recycle.runtime.comm.user_collectives.exchange import Group
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.evaluation_pass import evaluate
 from megatron_recycle.runtime.generation import Current
-from megatron_recycle.runtime.history import History
+from megatron_recycle.runtime.iteration_history import History
 from megatron_recycle.runtime.lent.layers import said
 from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
 from megatron_recycle.runtime.loop import Loop
@@ -40,11 +39,12 @@ from megatron_recycle.runtime.phases import Observer, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Tries, Write, save
 from megatron_recycle.runtime.script_calls import share_registered
+from megatron_recycle.runtime.script_collectives import Collectives
+from megatron_recycle.runtime.script_transfers import Message, Transfers, raise_if_lost
 from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper
-from megatron_recycle.runtime.taking_in import compare_later
 from megatron_recycle.runtime.trainable import Trainable
-from megatron_recycle.runtime.transfers import Message, Transfers, raise_if_lost
+from megatron_recycle.runtime.user_edits import UserEdits
 
 
 class StageWorker:
@@ -75,7 +75,7 @@ class StageWorker:
             asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
                         Collectives(place), Transfers(place), History()))
         self.stepper = Stepper(self.site, self.standing)
-        self._between = Between(self.site, self.stepper)
+        self._between = UserEdits(self.site, self.stepper)
         self._loop = Loop(self.site, self.standing, self.stepper, self._between)
         agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
 
@@ -212,7 +212,7 @@ class StageWorker:
         def run() -> None:
             self._loop.stand_again()
             site.phases.tell_resumed()  # after a failure: the next action may be far away
-            entered = self.standing.entered
+            entered = self.standing.joined_after
             if entered is not None and entered >= after:  # a part that was without another one: the others went on
                 collectives.pass_over()
                 return
@@ -251,7 +251,7 @@ class StageWorker:
         with self._inside():
             self.settle()
             message = transfers.begin(group, peer, tensor, tag, sends)
-            entered = self.standing.entered
+            entered = self.standing.joined_after
             if entered is not None and entered >= after:
                 message.done = True
             else:
@@ -354,7 +354,7 @@ class StageWorker:
     @property
     def comes_in(self) -> bool:
         """Whether it has come into the running job, and not trained since."""
-        return self.site.trainable.brought is not None
+        return self.site.trainable.initial_state is not None
 
     def live(self) -> tuple[Worker, ...]:
         """The live workers, in the order of their ranks; between two generations, those of the last one."""
@@ -409,7 +409,7 @@ class StageWorker:
         """The loss of an iteration that was over when this worker came in; its script learns what others were told."""
         loss, summary = self.stepper.told(iteration)
         self.site.stage.recall(summary)
-        if iteration == self.standing.entered:
+        if iteration == self.standing.joined_after:
             compare_later(self.site, self.stepper)
         return loss
 

@@ -6,10 +6,10 @@ compared before their state is copied; nothing comes after the last checkpoint.
 
 from __future__ import annotations
 
-from megatron_recycle.runtime.equality import PeerCheck
 from megatron_recycle.runtime.first_forward import FirstForwards
 from megatron_recycle.runtime.guard import LastCopies
 from megatron_recycle.runtime.last_checkpoint import LastCheckpoint
+from megatron_recycle.runtime.replica_check import PeerCheck
 from megatron_recycle.runtime.script_calls import RegisteredState, ScriptCalls
 from megatron_recycle.runtime.shard_moves import ShardMoves
 from megatron_recycle.runtime.worker_extension import WorkerExtension

@@ -26,9 +26,9 @@ from megatron_recycle import config, nccl_settings
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import SHORTEST_TOKEN, Launched
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.membership.failure_domains import judge
 from megatron_recycle.membership.placement import placement
 from megatron_recycle.membership.shards import anew
-from megatron_recycle.membership.survival import judge
 from megatron_recycle.tools.job_check import Check, check_job
 from megatron_recycle.usage import Parser
 

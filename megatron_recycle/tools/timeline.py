@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import Process
 from megatron_recycle.plan import Plan, PlanError, Timeline, Worker, check, replay
-from megatron_recycle.tools.pictures import GREEN, INK, ORANGE, PURPLE, SKY, WIDTH, YELLOW, looks
+from megatron_recycle.tools.picture_style import GREEN, INK, ORANGE, PURPLE, SKY, WIDTH, YELLOW, looks
 
 if TYPE_CHECKING:
     from megatron_recycle.tools.operate.iteration import Iteration

@@ -53,7 +53,7 @@ def worker(rank: int, size: int, file: str, repeat: int, pipe: Connection) -> No
     grid, pipelines = Grid(STAGES, (1,) * (size // STAGES)), size // STAGES
     ranks = {place: (place.stage * pipelines + place.pipeline,) for place in grid.workers()}
     me = next(place for place, (number,) in ranks.items() if number == rank)
-    network, last, rested = TorchNetwork(), Worker(pipelines - 1, STAGES - 1), None
+    network, last, reusable = TorchNetwork(), Worker(pipelines - 1, STAGES - 1), None
     for generation in range(KINDS * repeat):
         members = [place for place in ranks if generation % KINDS == 0 or place != last]
         dist.barrier()
@@ -64,8 +64,8 @@ def worker(rank: int, size: int, file: str, repeat: int, pipe: Connection) -> No
             # As the first of a job: one with all positions filled again has one more communicator.
             groups = network.connect(generation=1, prefix=str(generation), place=Place(me, grid, ranks, "gloo"),
                                      members=members, limits=LIMITS, interrupted=lambda: False,
-                                     before=rested)
-            rested = None
+                                     before=reusable)
+            reusable = None
             row = {"seconds": time.perf_counter() - begun, "count": len(groups.all())}
         dist.barrier()
         if takes_part:
@@ -73,7 +73,7 @@ def worker(rank: int, size: int, file: str, repeat: int, pipe: Connection) -> No
         dist.barrier()
         if takes_part and generation % KINDS == 0 and me != last:
             groups.abort()
-            rested = groups.park()
+            reusable = groups.park()
         elif takes_part:
             groups.retire()
         pipe.send(row)

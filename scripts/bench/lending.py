@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, check, lower_bound
-from megatron_recycle.planner import lent, plan_for, quick
+from megatron_recycle.planner import lent_schedules, plan_for, quick
 from megatron_recycle.planner.instance import build, plan_of
 from megatron_recycle.planner.normalise import moved as moved_workers
 from megatron_recycle.planner.normalise import normalise
@@ -146,7 +146,7 @@ def moved(shape: Shape, failed: Sequence[Worker], work: int) -> tuple[Plan, tupl
 def searched(problem: Problem, known: Plan, work: int) -> Plan:
     """The best plan with lent layers that so much work finds, or the one that is known where none is better."""
     instance = build(problem)
-    found = lent.search(instance, work).best
+    found = lent_schedules.search(instance, work).best
     if found is None or found.period >= known.period:
         return known
     return plan_of(instance, found, lower_bound(problem), "portfolio")

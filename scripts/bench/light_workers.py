@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.control import Coordinator, Journal, Timeouts, searches
-from megatron_recycle.control.wire import Session
+from megatron_recycle.control.wire import SecureChannel
 from megatron_recycle.membership import Process
 from megatron_recycle.membership.standing import Standing
 
@@ -107,7 +107,7 @@ class Client(asyncio.Protocol):
         self.generation = 0
         self.dead = False
         self.came = asyncio.Event()
-        self._session = Session.client(TOKEN)
+        self._session = SecureChannel.client(TOKEN)
         self._transport: asyncio.Transport | None = None
         self._latest: dict[str, dict[str, Any]] = {}
         self._digest = ""
@@ -131,7 +131,7 @@ class Client(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._session = Session.client(TOKEN)
+        self._session = SecureChannel.client(TOKEN)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
@@ -261,7 +261,7 @@ class Clients:
 class Launcher:
     """A connection that reports exits, as a host's launcher does; ``bytes`` have come to it."""
 
-    def __init__(self, session: Session, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, session: SecureChannel, writer: asyncio.StreamWriter) -> None:
         self.bytes = 0
         self._session = session
         self._writer = writer
@@ -270,7 +270,7 @@ class Launcher:
     @classmethod
     async def come(cls, address: tuple[str, int], host: str) -> Launcher:
         while True:
-            session = Session.client(TOKEN)
+            session = SecureChannel.client(TOKEN)
             with contextlib.suppress(OSError):
                 reader, writer = await asyncio.open_connection(*address)
                 while not session.open and (data := await reader.read(1 << 16)):

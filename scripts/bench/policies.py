@@ -67,7 +67,7 @@ def drawn(count: int, iterations: int, seed: int) -> list[Failure]:
 
 
 @dataclass
-class Seen:
+class JobHistory:
     """What the events of a run tell."""
 
     commits: list[tuple[float, int]] = field(default_factory=list)
@@ -110,7 +110,7 @@ def run(policy: str, failures: Sequence[Failure], save_every: int, args: argpars
                 "policy": "reroute" if policy == "exact" else policy}
     if policy != "restart":
         settings["max_restarts"] = str(len(failures))
-    seen, due = Seen(), list(failures)
+    seen, due = JobHistory(), list(failures)
     with Job("gpt_deepspeed.py", [str(word) for word in words], folder, PIPELINES * STAGES, settings, args.limit,
              restarts=max(1, len(failures)) if policy == "restart" else 0) as job:
         for event in job.events():

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.tools.pictures import (
+from megatron_recycle.tools.picture_style import (
     BLUE,
     GREEN,
     INK,

@@ -32,7 +32,7 @@ _PLANNED = "all transfers are posted in one planned order (plan/transfers.py)"
 _ABORT = "an abort frees whoever waits, and its result never counts (runtime/comm)"
 _WATCHDOG = "the settings that the launcher makes (megatron_recycle/nccl_settings.py)"
 _CONNECT = "communicators are connected where nobody waits for them, in a thread that can be left behind"
-_PAIRS = "pairs are connected before anything depends on them (runtime/comm/first_transfers.py)"
+_PAIRS = "pairs are connected before anything depends on them (runtime/p2p_warmup.py)"
 _OPEN = "what a transfer that raised has left open is ended at once (`unwind` in runtime/comm/backend.py)"
 _UNBOUND = "a default group that is bound to a device does not keep ours back (runtime/comm/rendezvous.py)"
 _SLOW = 60.0
@@ -72,7 +72,7 @@ CHECKS = (
     Check(ends.connecting_is_left_behind, "ends", _CONNECT, size=3, limit=30, judged=(0, 1)),
     Check(ends.abort_while_enqueuing_locked, "ends", "a lock around what is enqueued", limit=_SLOW),
     Check(ends.abort_while_enqueuing, "ends", "whether that lock is needed", limit=_SLOW, on_cpu=False),
-    Check(ends.left_and_drained, "ends", "a wrong guess aborts nothing (runtime/draining.py)"),
+    Check(ends.left_and_drained, "ends", "a wrong guess aborts nothing (runtime/quiesce.py)"),
     Check(ends.dead_peer, "ends", _WATCHDOG, limit=40, judged=(1,)),
     Check(ends.transfer_after_an_error, "ends", _OPEN, size=3, limit=40, judged=(1, 2), on_cpu=False),
     Check(ends.transfer_after_an_error_left_open, "wrong", _OPEN, size=3, limit=40, judged=(1,), on_cpu=False),

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from nccl_rank import SMALL, Rank, since, text
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.cancellation import CancelToken
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import WORLD
-from megatron_recycle.runtime.comm.waits import WayOut
 
 
 def abort(at: Rank) -> None:
@@ -364,7 +364,7 @@ def left_and_drained(at: Rank) -> None:
         return
     tensors = [at.tensor(SMALL, -1.0) for _ in range(4)]
     void = [comm.receive(tensor, 0, 0) for tensor in tensors[:2]]
-    threading.Timer(0.2, comm.exits.way_out.take).start()
+    threading.Timer(0.2, comm.cancellation.cancel_token.take).start()
     begun = time.monotonic()
     try:
         void[0].wait()
@@ -372,7 +372,7 @@ def left_and_drained(at: Rank) -> None:
     except GenerationOver:
         at.tell(left=True, left_after_s=round(since(begun) - 0.2, 3))
     at.meet("left")
-    comm.exits.way_out = WayOut()
+    comm.cancellation.cancel_token = CancelToken()
     for pending in [*void, *(comm.receive(tensor, 0, 0) for tensor in tensors[2:])]:
         pending.wait()
     at.sync()

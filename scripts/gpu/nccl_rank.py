@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.runtime.comm.backend import BACKENDS, Backend
+from megatron_recycle.runtime.comm.cancellation import Cancellation, Wait
 from megatron_recycle.runtime.comm.rendezvous import new_group
-from megatron_recycle.runtime.comm.waits import Exits, Wait
 
 SMALL = 1 << 10
 """Bytes of a message that fits the library's buffers."""
@@ -79,7 +79,7 @@ class OnCpu:
     large = 2 << 20
 
     def __init__(self) -> None:
-        from tests.ordered import backend, group, rules
+        from tests.nccl_rules import backend, group, rules
 
         class Ordered(backend.Ordered):
             """Groups that torch does not know, with a communicator per pair until they are connected."""
@@ -150,7 +150,7 @@ class Rank:
 
     def wait(self, work: Any) -> None:
         """Until ``work`` is over, as the runtime waits."""
-        self.library.backend.wait(work, None, Wait(Exits()), False)
+        self.library.backend.wait(work, None, Wait(Cancellation()), False)
 
     def transfer(self, group: Any, tensor: torch.Tensor, sender: int = 0) -> None:
         """One message between ranks 0 and 1, from ``sender``, waited for."""

@@ -34,7 +34,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, Session, for_joining, seal
+from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, SecureChannel, for_joining, seal
 from megatron_recycle.membership.inputs import FromLauncher, FromWorker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +90,7 @@ def too_large(target: Target, greeted: bytes) -> bytes:
 
 
 def first(greeted: bytes, token: str, message: dict[str, Any] | None = None) -> bytes:
-    session = Session.client(token)
+    session = SecureChannel.client(token)
     with contextlib.suppress(ValueError):
         session.feed(greeted)
     if not session.open:  # the greeting is of another token
@@ -126,8 +126,8 @@ def cut(target: Target, greeted: bytes) -> bytes:
 
 
 def opened(target: Target, greeted: bytes, token: str | None = None, hello: dict[str, Any] | None = None
-           ) -> tuple[Session, bytes]:
-    session = Session.client(token or target.token)
+           ) -> tuple[SecureChannel, bytes]:
+    session = SecureChannel.client(token or target.token)
     session.feed(greeted)
     return session, session.seal(hello or HELLO)
 
@@ -141,7 +141,7 @@ def disordered(target: Target, greeted: bytes) -> bytes:
 
 def malformed(target: Target, greeted: bytes) -> bytes:
     """An authentic message with a field that is missing or is something else; or depth, or a second hello."""
-    session = Session.client(target.token)
+    session = SecureChannel.client(target.token)
     session.feed(greeted)
     kind = target.dice.choice(("hello", "field", "second", "deep", "unknown", "order"))
     if kind == "hello":
@@ -192,7 +192,7 @@ KINDS: Sequence[Callable[[Target, bytes], bytes]] = (
 
 
 @dataclass
-class Seen:
+class JobHistory:
     """What came of it: how many of each kind were `sent` and not `hung_up` on; how long who has the token waited."""
 
     sent: Counter[str] = field(default_factory=Counter)
@@ -203,7 +203,7 @@ class Seen:
     took: Counter[str] = field(default_factory=Counter)
 
 
-async def attack(target: Target, kind: Callable[[Target, bytes], bytes], seen: Seen) -> None:
+async def attack(target: Target, kind: Callable[[Target, bytes], bytes], seen: JobHistory) -> None:
     """One connection with one message, which the coordinator is to end."""
     try:
         reader, writer = await target.connect()
@@ -247,7 +247,7 @@ async def idle(target: Target, count: int, over: asyncio.Event) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def newcomers(target: Target, seen: Seen, over: asyncio.Event) -> None:
+async def newcomers(target: Target, seen: JobHistory, over: asyncio.Event) -> None:
     """Every now and then one with the token asks for places, and is to be told so."""
     while not over.is_set():
         began = time.monotonic()
@@ -284,10 +284,10 @@ async def data(reader: asyncio.StreamReader) -> bytes:
 
 
 async def assault(target: Target, messages: int, crowd: int = 0, limit: float = float("inf"), at_once: int = 64
-                  ) -> Seen:
+                  ) -> JobHistory:
     """All of it, but for the newcomers, with a ``crowd`` of idle connections in this very process; what has not been
     sent within ``limit`` seconds is left out."""
-    seen, over, until = Seen(), asyncio.Event(), time.monotonic() + limit
+    seen, over, until = JobHistory(), asyncio.Event(), time.monotonic() + limit
     reader, writer = await target.connect()
     target.recorded = first(await greeting(reader), target.token)
     writer.close()
@@ -317,7 +317,7 @@ async def until_set(over: Any, what: Callable[[asyncio.Event], Coroutine[Any, An
 
 def coming(target: Target, over: Any, told: Any) -> None:
     """Newcomers in a process of their own, which the attackers do not slow down, until ``over`` is set."""
-    seen = Seen()
+    seen = JobHistory()
     asyncio.run(until_set(over, lambda end: newcomers(target, seen, end)))
     told.put((seen.answered, seen.unanswered))
 
@@ -330,7 +330,7 @@ def crowding(target: Target, count: int, over: Any) -> None:
     asyncio.run(until_set(over, lambda end: idle(target, count, end)))
 
 
-def faults(seen: Seen) -> list[str]:
+def faults(seen: JobHistory) -> list[str]:
     """What went wrong at the door."""
     late = [wait for wait in seen.answered if wait > LATE]
     return [text for text, true in (

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from megatron_recycle.backends.deepspeed import engine as engines
-from megatron_recycle.backends.deepspeed import evaluation
+from megatron_recycle.backends.deepspeed import evaluation_data
 from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
-from megatron_recycle.backends.deepspeed.evaluation import EvaluationData
+from megatron_recycle.backends.deepspeed.evaluation_data import EvaluationData
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.compute.loader_passes import watch_loaders
@@ -87,8 +87,8 @@ class Left:
         self.me, self.members, self.control = me, sorted(members), SimpleNamespace(size=len(members), group=None)
         self.others: list[Any] = []
         """What the others tell."""
-        monkeypatch.setattr(evaluation, "count", lambda comm, *flags: [int(flag) for flag in flags])
-        monkeypatch.setattr(evaluation.dist, "all_gather_object", self._gather)
+        monkeypatch.setattr(evaluation_data, "count", lambda comm, *flags: [int(flag) for flag in flags])
+        monkeypatch.setattr(evaluation_data.dist, "all_gather_object", self._gather)
 
     def _gather(self, told: list[Any], own: Any, group: Any) -> None:
         told[:] = [own, *self.others]
@@ -109,7 +109,7 @@ def batches(pipeline: int) -> list[torch.Tensor]:
 
 
 def told(pipeline: int, own: list[torch.Tensor], handed_out: bool = False) -> Any:
-    return evaluation._Told(pipeline, tuple(map(digest, own)), {
+    return evaluation_data._Told(pipeline, tuple(map(digest, own)), {
         (pipeline, number): batch for number, batch in enumerate(own) if handed_out})
 
 
@@ -161,9 +161,9 @@ def test_data_that_ends_is_told_to_all_and_the_next_evaluation_has_its_own(monke
 def test_the_mean_is_over_micro_batches_and_then_over_pipelines():
     tables = [torch.tensor([[float(pipeline + number), 0.0] for pipeline, number in GRID.items()]),
               torch.tensor([[float(10 * pipeline), 0.0] for pipeline, _ in GRID.items()])]
-    own = evaluation.by_pipeline(tables, GRID, 3)
+    own = evaluation_data.by_pipeline(tables, GRID, 3)
     assert [one.tolist() for one in own] == [[0, 1, 0], [1, 2, 10], [2, 3, 20]]
-    assert evaluation.mean(own).item() == pytest.approx((1 / 3 + 13 / 3 + 25 / 3) / 3)
+    assert evaluation_data.mean(own).item() == pytest.approx((1 / 3 + 13 / 3 + 25 / 3) / 3)
     assert passes(GRID, 3) == 2 and passes(GRID, 2) == 1
 
 
@@ -172,6 +172,6 @@ def test_who_comes_in_after_an_evaluation_of_fewer_micro_batches_is_told_no_smal
     places = list(GRID.items())
     table = torch.tensor([[1.0 + pipeline, 0.0] if number == 0 else [0.0, 0.0] for pipeline, number in places],
                          dtype=torch.float64)
-    asked = evaluation.by_pipeline([evaluation.filled(table, GRID)], GRID, max(GRID.microbatches))
-    once = evaluation.by_pipeline([table], GRID, 1)
-    assert evaluation.mean(asked) == evaluation.mean(once) > 0
+    asked = evaluation_data.by_pipeline([evaluation_data.filled(table, GRID)], GRID, max(GRID.microbatches))
+    once = evaluation_data.by_pipeline([table], GRID, 1)
+    assert evaluation_data.mean(asked) == evaluation_data.mean(once) > 0

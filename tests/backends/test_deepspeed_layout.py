@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import Chunks, v_placement
-from megatron_recycle.backends.deepspeed.moves import (
+from megatron_recycle.backends.deepspeed.layer_moves import (
     Move,
     Told,
     describe,

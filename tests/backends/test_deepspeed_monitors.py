@@ -18,13 +18,13 @@ class Worker:
     """One of a job's, at one step of the script."""
 
     def __init__(self, rank: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.speaks = rank == 0
+        self.is_logging_rank = rank == 0
         self.busy = False
         config = DeepSpeedMonitorConfig(csv_monitor={"enabled": True, "output_path": str(folder), "job_name": "job"})
         with patch.context() as built:
             for module in (monitor, tensorboard, csv_monitor, wandb, comet):
                 built.setattr(module, "dist", SimpleNamespace(get_rank=lambda: rank))
-            self.monitors = Monitors(monitor.MonitorMaster(config), lambda: self.speaks, lambda: self.busy)
+            self.monitors = Monitors(monitor.MonitorMaster(config), lambda: self.is_logging_rank, lambda: self.busy)
 
 
 def rows(folder: Path, name: str) -> list[list[str]]:
@@ -37,7 +37,7 @@ def test_when_the_writer_dies_the_next_one_writes_on_into_the_same_file(tmp_path
     for samples in (8, 16):
         for worker in (first, second):
             worker.monitors.write([("Train/Samples/train_loss", 1 / samples, samples)])
-    second.speaks = True  # the other one is gone
+    second.is_logging_rank = True  # the other one is gone
     for samples in (24, 32):
         second.monitors.write([("Train/Samples/train_loss", 1 / samples, samples)])
     assert rows(tmp_path, "Train_Samples_train_loss") == [["step", "train_loss"], *(

@@ -61,7 +61,7 @@ def test_a_worker_killed_in_a_collective_of_the_script_leaves_the_values_of_all_
 
 
 def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
-    """Other positions and moments, two deaths at once, and one in the recovery from the other: tests/memory. The
+    """Other positions and moments, two deaths at once, and one in the recovery from the other: tests/in_memory_job. The
     script gives an iterator over a data loader, and asks for timers, whose lines the next worker goes on with."""
     timed = {"engine_settings": {"wall_clock_breakdown": True, "steps_per_print": 1}}
     dies = Hold("0:0", "backward", KILLED_IN, 1)

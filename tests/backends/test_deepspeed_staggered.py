@@ -51,7 +51,7 @@ def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting():
 @pytest.mark.processes
 @pytest.mark.night
 def test_a_worker_killed_while_stages_are_a_step_apart():
-    """And every step is wrong. All other moments: tests/memory."""
+    """And every step is wrong. All other moments: tests/in_memory_job."""
     key, hold = (2, 4, ALWAYS), Hold("1:1", "step", 1)
     with Job(gpt_job.train, 8, arguments(*key), [hold]) as job:
         job.wait_held()

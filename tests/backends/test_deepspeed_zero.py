@@ -1,4 +1,5 @@
-"""ZeRO-1: the optimizer's state is cut into shards, each on two workers. More deaths: tests/memory/test_shards.py."""
+"""ZeRO-1: the optimizer's state is cut into shards, each on two workers. More deaths:
+tests/in_memory_job/test_shards.py."""
 
 from __future__ import annotations
 

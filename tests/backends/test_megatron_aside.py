@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_recycle.backends.megatron.aside import TRACKER, aside, opener, place_of, remove_parts
+from megatron_recycle.backends.megatron.atomic_checkpoint import TRACKER, aside, opener, place_of, remove_parts
 from megatron_recycle.errors import GenerationOver
 
 

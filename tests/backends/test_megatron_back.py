@@ -12,8 +12,8 @@ import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_recycle.backends.megatron import back
-from megatron_recycle.backends.megatron.last import Beginning
+from megatron_recycle.backends.megatron import restore
+from megatron_recycle.backends.megatron.final_checkpoint import Beginning
 from megatron_recycle.errors import RecycleError
 
 
@@ -58,10 +58,10 @@ class Stock:
 def test_what_is_the_loop_s_own_is_as_before_and_what_no_longer_has_its_name_is_read_where_it_is(tmp_path: Path):
     stock = Stock(tmp_path)
     place, before = f"{tmp_path}/iter_0000006", dict(vars(stock.arguments))
-    assert back.possible(stock.arguments)
-    assert back.load(stock, stock, stock.beginning, place, "g3.1") == 6
+    assert restore.possible(stock.arguments)
+    assert restore.load(stock, stock, stock.beginning, place, "g3.1") == 6
     (tmp_path / ".iter_0000006.g3.1").mkdir()  # who was to name it has died
-    assert back.load(stock, stock, stock.beginning, place, "g3.1") == 6
+    assert restore.load(stock, stock, stock.beginning, place, "g3.1") == 6
     assert stock.read == [f"{place}/mp_rank_00", f"{tmp_path}/.iter_0000006.g3.1/mp_rank_00"]
     assert vars(stock.arguments) == before and stock.loaded_iteration == 0 and stock.counted == [96, 96]
     assert stock.optimizer.param_groups[0]["lr"] == 0.5
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_whatever_stock_raises(tmp_
     stock = Stock(tmp_path)
     stock.error, before = error, dict(vars(stock.arguments))
     with pytest.raises((RecycleError, RuntimeError), match=says):
-        back.load(stock, stock, stock.beginning, f"{tmp_path}/iter_0000006", "g3.1")
+        restore.load(stock, stock, stock.beginning, f"{tmp_path}/iter_0000006", "g3.1")
     assert vars(stock.arguments) == before
 
 
@@ -86,9 +86,9 @@ def test_what_all_ranks_have_in_common_is_looked_for_where_the_version_has_it(tm
     checkpoint.save({"weight": torch.zeros(3), **inside}, storage_writer=checkpoint.FileSystemWriter(place),
                     no_dist=True)
     (place / "metadata.json").write_text("{}")
-    assert (back._unreadable(stock, str(tmp_path), 4) is None) == bool(inside)
+    assert (restore._unreadable(stock, str(tmp_path), 4) is None) == bool(inside)
     (place / "common.pt").write_bytes(b"x")
-    assert back._unreadable(stock, str(tmp_path), 4) is None
+    assert restore._unreadable(stock, str(tmp_path), 4) is None
 
 
 @pytest.mark.parametrize("given", [
@@ -96,4 +96,4 @@ def test_what_all_ranks_have_in_common_is_looked_for_where_the_version_has_it(tm
 def test_checkpoints_without_all_that_training_needs_are_not_gone_back_to(tmp_path: Path, given):
     stock = Stock(tmp_path)
     vars(stock.arguments).update(given)
-    assert not back.possible(stock.arguments)
+    assert not restore.possible(stock.arguments)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.backends.megatron import saves as background
-from megatron_recycle.backends.megatron.saves import Background
+from megatron_recycle.backends.megatron import checkpoint_hooks as background
+from megatron_recycle.backends.megatron.checkpoint_hooks import Background
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.saving import Written

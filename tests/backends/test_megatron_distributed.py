@@ -1,5 +1,5 @@
 """Megatron's distributed optimizer: its state is cut into shards, each on two workers. More deaths:
-tests/memory/test_shards.py; checkpoints: tests/backends/test_megatron_lm.py."""
+tests/in_memory_job/test_shards.py; checkpoints: tests/backends/test_megatron_lm.py."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_habits_that_would_train_something_else_are_refused_at_that_moment(habit
 
 
 def stage() -> Any:
-    from megatron_recycle.backends.megatron.predicting import Predictions
+    from megatron_recycle.backends.megatron.mtp_losses import Predictions
     from megatron_recycle.backends.megatron.stage import MegatronStage
 
     found: Any = object.__new__(MegatronStage)

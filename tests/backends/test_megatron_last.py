@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_recycle.backends.megatron import last as megatron_last
-from megatron_recycle.backends.megatron.last import LastCheckpoint, beginning_of, remember
-from megatron_recycle.backends.megatron.passed import Gaps
+from megatron_recycle.backends.megatron import final_checkpoint as megatron_last
+from megatron_recycle.backends.megatron.final_checkpoint import LastCheckpoint, beginning_of, remember
+from megatron_recycle.backends.megatron.skipped_iterations import Gaps
 from megatron_recycle.errors import RecycleError
 
 BATCH = 16

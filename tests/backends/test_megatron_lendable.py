@@ -35,7 +35,7 @@ def stage(spec: Any = None, kind: type | None = None, layers: int = 4, **options
 
 
 def lending(model: Any) -> Any:
-    from megatron_recycle.backends.megatron.lending import BlockLayers
+    from megatron_recycle.backends.megatron.lent_layers import BlockLayers
 
     return BlockLayers(model, 2, torch.float32, lambda module: None)
 

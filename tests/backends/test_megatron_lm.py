@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from megatron_recycle.control.ports import listen
-from tests.ordered.rules import Rules
+from tests.nccl_rules.rules import Rules
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = {(0, 16): "core_v0.16.1", (0, 17): "core_v0.16.1", (0, 18): "core_v0.18.2", (0, 19): "core_v0.18.2"}
@@ -76,7 +76,7 @@ def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str],
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",
                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     under_rules = "megatron_recycle.cli" in launcher and Rules.of_all() is not None
-    over = [str(ROOT / "tests" / "ordered" / "script.py"), "megatron"] if under_rules else []
+    over = [str(ROOT / "tests" / "nccl_rules" / "script.py"), "megatron"] if under_rules else []
     command = [sys.executable, "-W", "ignore", "-m", *launcher, *over, *FIRST,
                str(ROOT / "scripts" / "megatron_cpu.py"), *through, str(checkout / "pretrain_gpt.py"), *ARGUMENTS,
                *arguments]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_recycle.backends.megatron.data import Shifted
-from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
+from megatron_recycle.backends.megatron.skipped_iterations import Gaps, PassedOver
 
 
 def test_micro_batches_are_those_of_a_loop_that_reads_and_drops_what_it_passes_over():

@@ -43,7 +43,7 @@ def test_a_step_made_again_has_its_own_learning_rate_and_leaves_the_loops_latest
 
 
 def test_a_late_norm_waits_only_when_it_is_looked_at() -> None:
-    from megatron_recycle.backends.megatron.late import LateNumber
+    from megatron_recycle.backends.megatron.lazy_scalar import LazyScalar
 
     looked = []
 
@@ -51,7 +51,7 @@ def test_a_late_norm_waits_only_when_it_is_looked_at() -> None:
         looked.append(1)
         return 1.25
 
-    norm = LateNumber(find)
+    norm = LazyScalar(find)
     assert norm is not None and isinstance(norm, numbers.Real) and not looked
     assert f"{norm:.3f}" == "1.250" and float(norm) == norm == 1.25
     assert looked == [1]
@@ -67,17 +67,17 @@ LATE = """number + 1; 1 - number; number * number; 2 / number; number // 0.5; 7 
 
 @pytest.mark.parametrize("expression", re.split(r";|\n", LATE))
 def test_a_late_norm_computes_as_a_float(expression: str) -> None:
-    from megatron_recycle.backends.megatron.late import LateNumber
+    from megatron_recycle.backends.megatron.lazy_scalar import LazyScalar
 
     names = {"math": math, "torch": torch, "numpy": numpy, "copy": copy, "pickle": pickle,
              "json": json}
-    late, plain = (eval(expression.strip(), names, {"number": number}) for number in (LateNumber(lambda: 1.25), 1.25))
+    late, plain = (eval(expression.strip(), names, {"number": number}) for number in (LazyScalar(lambda: 1.25), 1.25))
     assert type(late) is type(plain) and repr(late) == repr(plain)
 
 
 def test_a_late_norm_of_zero_is_false_and_one_that_is_no_number_is_unlike_itself() -> None:
-    from megatron_recycle.backends.megatron.late import LateNumber
+    from megatron_recycle.backends.megatron.lazy_scalar import LazyScalar
 
-    assert not LateNumber(lambda: 0.0)
-    missing = LateNumber(lambda: math.nan)
+    assert not LazyScalar(lambda: 0.0)
+    missing = LazyScalar(lambda: math.nan)
     assert missing != missing and not missing < 1.0

@@ -46,7 +46,7 @@ def kill_and_compare(holds: list[Hold], reference: Mapping[int, Result], argumen
 
 
 def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
-    """Other positions and moments: tests/memory."""
+    """Other positions and moments: tests/in_memory_job."""
     job = kill_and_compare([Hold("1:1", "backward", KILLED_IN, 1)], undisturbed)
     assert next(event for event in job.events if event["event"] == "reconciled")["target"] == KILLED_IN - 1
     survivor = next(result for result in job.results.values() if result.status == 0)

@@ -219,8 +219,8 @@ def test_megatron_lm_is_of_the_version_of_its_core(core, beside, said, tmp_path,
 def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_refused(core, tmp_path, monkeypatch):
     """The modules have none of the names that this plugin replaces."""
     from megatron_recycle.backends import Options
-    from megatron_recycle.backends.megatron import groups_of_optimizer, training
     from megatron_recycle.backends.megatron import hook as megatron_hook
+    from megatron_recycle.backends.megatron import optimizer_groups, training
     from megatron_recycle.backends.megatron import version as megatron_version
     from megatron_recycle.config import RecycleConfig
 
@@ -232,14 +232,14 @@ def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_r
                    ModuleType("megatron.core.optimizer.distrib_optimizer")):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(megatron_version, "installed", lambda: core)
-    for install in (training.install, megatron_hook.watch_groups, groups_of_optimizer.watch):
+    for install in (training.install, megatron_hook.watch_groups, optimizer_groups.watch):
         install(Options(RecycleConfig()))
     judged: list[Any] = []
     variables: Any = ModuleType("megatron.training.global_vars")
     variables.set_global_variables = judged.append
     monkeypatch.setitem(sys.modules, variables.__name__, variables)
     megatron_hook.watch_arguments(Options(RecycleConfig()))
-    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing._HEARD", 0.0)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.option_report._HEARD", 0.0)
     with pytest.raises(SystemExit) as end:
         variables.set_global_variables(object())  # of which nothing is read
     assert (end.value.code, judged) == (2, [])
@@ -248,13 +248,13 @@ def test_nothing_of_an_unknown_version_or_of_a_mixture_is_touched_before_it_is_r
 @pytest.mark.parametrize("module", ["megatron.core.optimizer.distrib_optimizer", "megatron.training.training"])
 def test_a_version_that_is_not_supported_is_left_as_it_is(module, monkeypatch):
     """Nothing of it is touched, or looked for, before it is refused."""
-    from megatron_recycle.backends.megatron import groups_of_optimizer, training
+    from megatron_recycle.backends.megatron import optimizer_groups, training
     from megatron_recycle.backends.megatron import version as megatron_version
 
     monkeypatch.setattr(megatron_version, "installed", lambda: "0.13.0")
     monkeypatch.setitem(sys.modules, module, ModuleType(module))  # without any of the names
     training.install(Options(RecycleConfig()))
-    groups_of_optimizer.watch(Options(RecycleConfig()))
+    optimizer_groups.watch(Options(RecycleConfig()))
     hook.watch_groups(Options(RecycleConfig()))
 
 
@@ -280,7 +280,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SimpleName
     kept: list[SimpleNamespace] = []
     module = SimpleNamespace(set_global_variables=kept.append)
     monkeypatch.setitem(sys.modules, megatron_hook.ARGUMENTS, module)
-    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing.is_joining", lambda: False)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.option_report.is_joining", lambda: False)
     megatron_hook.watch_arguments(Options(RecycleConfig()))
 
     def parse(**changes: Any) -> SimpleNamespace:
@@ -357,7 +357,7 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     assert capfd.readouterr().err.count("\n- ") == len(wrong)
     monkeypatch.setenv("LOCAL_RANK", "1")
     waited: list[float] = []
-    monkeypatch.setattr("megatron_recycle.backends.megatron.refusing.time.sleep", waited.append)
+    monkeypatch.setattr("megatron_recycle.backends.megatron.option_report.time.sleep", waited.append)
     with pytest.raises(SystemExit):
         parsed(**wrong)
     assert capfd.readouterr().err == "" and waited  # torchrun would end the other one too
@@ -377,7 +377,7 @@ def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, 
 
 
 def test_options_that_no_tested_release_has_are_named_where_they_are_not_at_their_default(parsed, capfd, monkeypatch):
-    from megatron_recycle.backends.megatron import refusing
+    from megatron_recycle.backends.megatron import option_report
 
     def add_megatron_arguments(parser: Any) -> Any:
         parser.add_argument("--micro-batch-size", type=int, default=1)
@@ -385,7 +385,8 @@ def test_options_that_no_tested_release_has_are_named_where_they_are_not_at_thei
         parser.add_argument("--goldfish-loss", type=int, default=0)
         return parser
 
-    monkeypatch.setitem(sys.modules, refusing.PARSER, SimpleNamespace(add_megatron_arguments=add_megatron_arguments))
+    parser = SimpleNamespace(add_megatron_arguments=add_megatron_arguments)
+    monkeypatch.setitem(sys.modules, option_report.PARSER, parser)
     parsed(micro_batch_size=2, xielu=False, goldfish_loss=50)
     (line,) = capfd.readouterr().out.splitlines()
     assert "--goldfish-loss (50)" in line and "xielu" not in line and "micro" not in line

@@ -1,5 +1,5 @@
-"""Virtual pipelines: stock's interleaved chunks, in the order of a plan. Other moments: tests/memory/test_chunks.py;
-Megatron-LM's own flags: tests/backends/test_megatron_lm.py."""
+"""Virtual pipelines: stock's interleaved chunks, in the order of a plan. Other moments:
+tests/in_memory_job/test_chunks.py; Megatron-LM's own flags: tests/backends/test_megatron_lm.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""V-shaped stages (`chunks: 2`) of Megatron. Other moments: tests/memory/test_chunks.py, tests/backends/
+"""V-shaped stages (`chunks: 2`) of Megatron. Other moments: tests/in_memory_job/test_chunks.py, tests/backends/
 test_megatron_virtual.py; Megatron-LM's own flags and checkpoints: tests/backends/test_megatron_lm.py."""
 
 from __future__ import annotations

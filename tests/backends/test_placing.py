@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.backends import placing
+from megatron_recycle.backends import rank_order
 from megatron_recycle.backends.deepspeed import topology
 from megatron_recycle.backends.megatron import hook
 from megatron_recycle.backends.options import Options
-from megatron_recycle.backends.replacing import stock_of
+from megatron_recycle.backends.patching import stock_of
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.runtime.setup_record import SetUpRecorder, SetUpReplay
@@ -103,7 +103,7 @@ def test_megatrons_usual_order_only_is_another_one(monkeypatch: pytest.MonkeyPat
 
 def test_one_that_joins_from_a_host_of_another_size_counts_as_the_job_did(monkeypatch: pytest.MonkeyPatch) -> None:
     began = SetUpRecorder()
-    assert placing.spreads(Options(setup=began), RecycleConfig(), 4, 1, 8)
+    assert rank_order.spreads(Options(setup=began), RecycleConfig(), 4, 1, 8)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert not placing.spreads(Options(), RecycleConfig(), 4, 1, 8), "a host of one worker has one copy anyway"
-    assert placing.spreads(Options(setup=SetUpReplay(began.close())), RecycleConfig(), 4, 1, 8)
+    assert not rank_order.spreads(Options(), RecycleConfig(), 4, 1, 8), "a host of one worker has one copy anyway"
+    assert rank_order.spreads(Options(setup=SetUpReplay(began.close())), RecycleConfig(), 4, 1, 8)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_recycle.backends.readable import unreadable
+from megatron_recycle.backends.checkpoint_files import unreadable
 
 
 @pytest.mark.parametrize(("bytes_left", "says"), [

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.runtime.chunked import Chunked
 from megatron_recycle.runtime.stage import Stage
 from tests import toy
 from tests.backends.comparing import differences
@@ -39,7 +38,7 @@ def test_plain_modules_train_through_a_kill_and_a_return():
         told = [(name, workers) for name, workers in results[0].value["told"] if name in ("lost", "joined", "whole")]
         everybody = ["0:0", "0:1", "1:0", "1:1"]
         assert told == [("lost", ["1:0"]), ("joined", ["1:0"]), ("whole", everybody)], "what a script asked to be told"
-        assert results[0].value["status"].live == tuple(everybody) and results[0].value["status"].speaks
+        assert results[0].value["status"].live == tuple(everybody) and results[0].value["status"].is_logging_rank
         assert results[0].value["saved"][1:3] == [True, False], "it waits for nobody who is gone"
         assert results[0].value["saved"][-1] and calm[0].value["saved"] == [True] * (ITERATIONS + 1)
 
@@ -49,8 +48,7 @@ def test_the_page_for_a_third_backend_lists_what_a_stage_has():
     rows = [line.split("|")[1] for line in page.split("## Splitter")[0].splitlines() if line.startswith("| `")]
     listed = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
     members = {name for name in (*vars(Stage), *Stage.__annotations__) if not name.startswith("_")}
-    of_several = {name for name in vars(Chunked) if not name.startswith("_")}
-    known = members | of_several | {"partial"}  # this one only where parts have shares of gradients
+    known = members | {"partial"}  # this one only where parts have shares of gradients
     assert listed == known, listed ^ known
-    assert all(hasattr(toy.ToyStage, name) or name in ("module", "parameters", "model", "references")
+    assert all(hasattr(toy.ToyStage, name) or name in ("module", "chunks", "parameters", "model", "references")
                for name in members)

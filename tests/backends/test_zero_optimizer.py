@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from torch import nn
 
-from megatron_recycle.backends.deepspeed.recut import recut
+from megatron_recycle.backends.deepspeed.reshard import recut
 from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
 from megatron_recycle.errors import UnsupportedError
 

@@ -75,5 +75,5 @@ def test_without_a_job_there_is_no_status(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_status_says_who_speaks_and_whether_the_job_is_degraded():
-    assert WHOLE.speaks and not WHOLE.degraded and HURT.degraded
-    assert not replace(HURT, worker="0:1").speaks
+    assert WHOLE.is_logging_rank and not WHOLE.degraded and HURT.degraded
+    assert not replace(HURT, worker="0:1").is_logging_rank

@@ -21,12 +21,13 @@ from megatron_recycle.control import searches
 from megatron_recycle.control.clocks import Timeouts
 from megatron_recycle.control.coordinator import input_of
 from megatron_recycle.control.executor import Leader
-from megatron_recycle.control.memory import Memory
 from megatron_recycle.control.parcels import Parcels
 from megatron_recycle.control.searches import Plans
 from megatron_recycle.control.wire import encode
+from megatron_recycle.control.write_ahead import WriteAhead
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import records
+from megatron_recycle.membership.event_records import event_of
 from megatron_recycle.membership.inputs import (
     FROM_WORKER,
     EndLate,
@@ -41,7 +42,6 @@ from megatron_recycle.membership.inputs import (
 )
 from megatron_recycle.membership.messages import wire_forms
 from megatron_recycle.membership.protocol import Fetch, Kinds, Message, Ordered, Said
-from megatron_recycle.membership.said import event_of
 from megatron_recycle.membership.state import Phase, State
 from megatron_recycle.plan.plan_file import PlanFile
 
@@ -129,7 +129,7 @@ class InMemory:
             kept = self.journal.records
             state = records.taken_up(records.restore(size, kept), kept, self._made.get)
             untold = records.untold(kept, self.events)
-        self._leader = Leader(state, Memory(self.journal), self, clock, tolerant=False)
+        self._leader = Leader(state, WriteAhead(self.journal), self, clock, tolerant=False)
         for event in untold:
             self._tell(event)
         if state.phase is Phase.RETURNING:

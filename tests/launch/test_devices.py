@@ -7,8 +7,8 @@ from pathlib import Path
 
 from megatron_recycle.launch import devices
 from megatron_recycle.launch.worker_command import say_to
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.outlook import Facts
-from megatron_recycle.tools.operate.seen import Seen
 from megatron_recycle.tools.operate.status import workers
 from tests.operate.test_status import began
 
@@ -17,7 +17,7 @@ def test_the_status_has_the_gpu_of_each_rank_of_all_hosts(tmp_path: Path) -> Non
     devices.write(tmp_path, "0", {0: "GPU-a (PCI 0000:0b:00)"})
     devices.write(tmp_path, "1", {1: "GPU-b (PCI 0000:0b:00)"})
     (tmp_path / "devices" / "2.json").write_text("{")  # of a full disk
-    rows = workers(Facts(Seen(began()), 1001.0, "run", gpus=devices.read(tmp_path)))
+    rows = workers(Facts(JobHistory(began()), 1001.0, "run", gpus=devices.read(tmp_path)))
     assert [row["gpu"] for row in rows[:3]] == ["GPU-a (PCI 0000:0b:00)", "GPU-b (PCI 0000:0b:00)", None]
 
 

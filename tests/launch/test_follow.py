@@ -34,13 +34,13 @@ def test_who_writes_the_log_lines_is_shown_too_and_who_does_so_after_its_death(t
     sizes = [write(tmp_path, rank, f"start {rank}") for rank in range(4)]
     follower.poll([0, 1, 2, 3])
     write(tmp_path, 3, "loss 1")
-    follower.speaks(3, sizes[3])  # it comes later than the line
+    follower.logs_from(3, sizes[3])  # it comes later than the line
     write(tmp_path, 3, "loss 2")
     follower.poll([0, 1, 2, 3])
     write(tmp_path, 3, "last words")
     write(tmp_path, 2, "loss 3")
     follower.poll([0, 1, 2])
-    follower.speaks(2, sizes[2])
+    follower.logs_from(2, sizes[2])
     follower.poll([0, 1, 2])
     write(tmp_path, 2, "loss 4")
     follower.poll([2])  # it is the first that lives as well
@@ -53,6 +53,6 @@ def test_who_speaks_makes_no_difference_where_all_are_shown_or_none(tmp_path):
         follower = Follower(tmp_path, show, shown.append)
         for rank, line in enumerate(("one", "two")):
             (tmp_path / f"worker-{rank}.log").write_text(f"{line}\n")
-        follower.speaks(1, 4)
+        follower.logs_from(1, 4)
         follower.poll([0, 1])
         assert shown == expected

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.control.ports import listen
-from megatron_recycle.control.wire import Session
+from megatron_recycle.control.wire import SecureChannel
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import health, meeting, reachability, slurm
 from megatron_recycle.launch.meeting import Meeting
@@ -38,7 +38,7 @@ def coordinator(token: str | None) -> Iterator[str]:
                     return
                 kept.append(connection)
                 if token is not None:
-                    connection.sendall(Session.server(token).greeting())
+                    connection.sendall(SecureChannel.server(token).greeting())
 
         thread = threading.Thread(target=greet)
         thread.start()

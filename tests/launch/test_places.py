@@ -12,7 +12,7 @@ import pytest
 
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.join_request import ask
-from megatron_recycle.membership import inputs, vacancies
+from megatron_recycle.membership import inputs, open_positions
 from megatron_recycle.membership.protocol import Places
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
@@ -32,10 +32,10 @@ def in_training(running: Service, stack: ExitStack) -> None:
 def test_a_host_that_joins_waits_until_a_place_is_free_and_gives_up_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vacancies, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(open_positions, "_AGAIN_S", 0.02)
     said: list[str] = []
     found: list[Places] = []
-    with service(tmp_path, offered=vacancies.Offered({})) as running, ExitStack() as stack:
+    with service(tmp_path, offered=open_positions.Offered({})) as running, ExitStack() as stack:
         with pytest.raises(RecycleError, match="its training has not begun yet$"):
             ask(running.address, TOKEN, 2, 0.0, said.append)
         in_training(running, stack)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from megatron_recycle.control.lending import copy_price, with_lending
+from megatron_recycle.control.lending_costs import copy_price, with_lending
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning, problem_of
 from megatron_recycle.control.searches import Plans, make_redo
@@ -18,7 +18,7 @@ from megatron_recycle.measure.measurements import Measured, Memory
 from megatron_recycle.membership.decisions import MakeRedo
 from megatron_recycle.membership.description import Description, Job, Lendable, Lending
 from megatron_recycle.membership.inputs import Redone
-from megatron_recycle.membership.lending import lending
+from megatron_recycle.membership.lendable import lending
 from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Worker, violations
 from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.planner import recosted

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recycle.control.measured import Conclusions, Profiles, Slowness
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.control.profiles import Conclusions, Profiles, Slowness
 from megatron_recycle.membership.description import Job
 from megatron_recycle.membership.protocol import Measured
 from megatron_recycle.membership.state import Member, State

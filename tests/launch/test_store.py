@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from megatron_recycle import cli
-from megatron_recycle.control.elected import Sealed
 from megatron_recycle.control.etcd import Etcd, Place, StoreUnreachable
+from megatron_recycle.control.leader_election import Sealed
 from megatron_recycle.control.ports import listen
 from megatron_recycle.observe.events import read_events
 from tests.launch.running import FAKE_WORKER, ROOT

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.control.telling import brief
+from megatron_recycle.control.event_feed import brief
 from megatron_recycle.launch.summary import Summary, print_table
 
 STARTED = {"event": "started", "t": 1.0, "generation": 1, "ranks": {"0:0": 0, "1:0": 1}}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recycle.control import Coordinator, Journal, memory
+from megatron_recycle.control import Coordinator, Journal, write_ahead
 from megatron_recycle.control import journal as store_module
 from megatron_recycle.control.parcels import opened
 from megatron_recycle.control.searches import Plans
@@ -316,7 +316,7 @@ def test_a_note_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
                                   "Adopted", "Finished"])
 def test_what_cannot_be_decided_ends_the_job_for_all(kind, tmp_path, monkeypatch):
     """A defect of the machine: its input would be told again on every new connection, and nobody would go on."""
-    real = memory.step
+    real = write_ahead.step
 
     def step(state: st.State, happened: Any, *rest: Any) -> Any:
         if type(happened).__name__ == kind:
@@ -332,5 +332,5 @@ def test_what_cannot_be_decided_ends_the_job_for_all(kind, tmp_path, monkeypatch
         assert f"cannot decide what follows from {kind} (KeyError('0:7')), a defect" in ended[1]
         assert journal.records[-1]["kind"] == "end" and job.coordinator._executor.ended.result() == do.End(*ended)
 
-    monkeypatch.setattr(memory, "step", step)
+    monkeypatch.setattr(write_ahead, "step", step)
     asyncio.run(life())

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.control.elected import LEASE_S, Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.etcd import Entry, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.journal import JournalError
+from megatron_recycle.control.leader_election import LEASE_S, Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.process import until_answered
 from megatron_recycle.errors import ConfigError
 

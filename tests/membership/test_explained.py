@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from megatron_recycle.control.telling import Telling
+from megatron_recycle.control.event_feed import EventFeed
 from megatron_recycle.membership.inputs import FROM_LAUNCHER
 from megatron_recycle.membership.protocol import Explains, WireError
 from megatron_recycle.observe.schema import fault
@@ -30,7 +30,7 @@ class Job:
         self.state = Cluster().train().state
         self.events: list[dict[str, Any]] = []
         self.launchers = Launchers()
-        self.telling = Telling(lambda event: self.events.append(dict(event)), cast(Any, self.launchers), told)
+        self.telling = EventFeed(lambda event: self.events.append(dict(event)), cast(Any, self.launchers), told)
 
     def explain(self, pid: int = 1003) -> None:
         self.telling.explained(Explains(3, pid, (CAUSE,), "", "scontrol ..."), self.state)

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from megatron_recycle.control.door import Guests, part
+from megatron_recycle.control.admission import GuestPermissions, part
 from megatron_recycle.control.link import Link
-from megatron_recycle.control.shelf_client import ShelfClient
-from megatron_recycle.control.wire import GUEST, Session, WireError, for_joining
+from megatron_recycle.control.store_client import StoreClient
+from megatron_recycle.control.wire import GUEST, SecureChannel, WireError, for_joining
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.messages import group_prefix
 from megatron_recycle.membership.protocol import TO_LAUNCHER, TO_WORKER, Ask, End, Go, Heartbeat, Places
@@ -44,21 +44,21 @@ def test_the_secret_does_not_tell_the_token_and_is_another_for_every_job() -> No
 
 def test_both_sides_know_which_of_the_secrets_was_used() -> None:
     for secret, guest in ((TOKEN, False), (SECRET, True)):
-        server, client = Session.server(TOKEN), Session.client(secret)
+        server, client = SecureChannel.server(TOKEN), SecureChannel.client(secret)
         client.feed(server.greeting())
         assert server.feed(client.seal({"type": "a"}) + client.seal({"type": "b"}))[1]["type"] == "b"
         assert client.feed(server.seal({"type": "c"}))[0]["type"] == "c"
         assert (server.guest, client.guest) == (guest, guest)
     for wrong in (for_joining("another job's"), "another job's"):
-        server, client = Session.server(TOKEN), Session.client(SECRET)
+        server, client = SecureChannel.server(TOKEN), SecureChannel.client(SECRET)
         client.feed(server.greeting())
         with pytest.raises(WireError, match="wrong token"):
-            Session.server(wrong).feed(client.seal({"type": "a"}))
+            SecureChannel.server(wrong).feed(client.seal({"type": "a"}))
 
 
 def test_who_has_the_secret_cannot_pass_for_the_coordinator() -> None:
     """Of a host that joins, too, it can only be the coordinator: the secret is the same for all of them."""
-    impostor, worker = Session.server(SECRET), Session.client(TOKEN)
+    impostor, worker = SecureChannel.server(SECRET), SecureChannel.client(TOKEN)
     with pytest.raises(WireError, match="wrong token"):
         worker.feed(impostor.greeting())
 
@@ -129,7 +129,7 @@ def test_a_guest_begins_no_job(tmp_path: Path) -> None:
 
 def test_a_guest_writes_to_the_store_only_where_members_meet_and_over_nobody(tmp_path: Path) -> None:
     with service(tmp_path) as running:
-        host, visitor = (ShelfClient(running.address, secret) for secret in (TOKEN, SECRET))
+        host, visitor = (StoreClient(running.address, secret) for secret in (TOKEN, SECRET))
         host.ask("set", ["k"], [b"v"], timeout=LIMIT)
         visitor.ask("tell", ["k"], [b"x"], timeout=LIMIT)
         for op, values in (("set", [b"x"]), ("add", []), ("delete", [])):
@@ -139,18 +139,18 @@ def test_a_guest_writes_to_the_store_only_where_members_meet_and_over_nobody(tmp
 
 
 def test_a_guest_does_not_tell_the_next_coordinator_what_others_have_to_tell(tmp_path: Path) -> None:
-    """Else its shelf would answer counts before it knows them, and give a number twice."""
+    """Else its store would answer counts before it knows them, and give a number twice."""
     with service(tmp_path) as running:
         agents = [agent(running.address, worker) for worker in WORKERS]
         for one in agents:
             one.ready(DESCRIPTION, report())
         running.await_event("started")
-        shelf = running.coordinator.server.shelf
-        shelf.gather([2])
-        ShelfClient(running.address, SECRET, 2).tell(LIMIT)
-        assert shelf._untold == {2}
-        ShelfClient(running.address, TOKEN, 2).tell(LIMIT)
-        assert not shelf._untold
+        store = running.coordinator.server.store
+        store.gather([2])
+        StoreClient(running.address, SECRET, 2).tell(LIMIT)
+        assert store._untold == {2}
+        StoreClient(running.address, TOKEN, 2).tell(LIMIT)
+        assert not store._untold
         for one in agents:
             one.close()
 
@@ -162,7 +162,7 @@ def test_where_guests_meet_the_others() -> None:
     went = began.with_(go=Go(2, 1, members, PlanFile(), Resume(-1, 0, 1), "g2-a"))
     assert part(went) == "recycle/g2-a" and part(began) == f"recycle/{group_prefix(2, members)}"
     assert part(began.with_(go=replace(went.go, members={"0:0": "1"}))) == ""
-    keys, guests = {"recycle/g2-a/met/0"}, Guests()
+    keys, guests = {"recycle/g2-a/met/0"}, GuestPermissions()
     for key, refused in (("recycle/g2-a/met/1", ""), ("recycle/g2-a/met/1", ""), ("recycle/g2-a-r1/met/1", ""),
                          ("recycle/g2-a/met/0", "has written it"), ("recycle/g2-ab/met/1", "join with"),
                          ("recycle/g1-a/met/1", "join with")):

@@ -10,14 +10,14 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.vacancies import (
+from megatron_recycle.membership.open_positions import (
     Offered,
     Reservations,
     failed_too_often,
     free_places,
     promised_before,
 )
+from megatron_recycle.membership.records import restore
 from tests.membership.cluster import Cluster, described, endings, events, report, told
 
 

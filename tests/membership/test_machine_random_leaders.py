@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.control.elected import LEASE_S, Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.etcd import StoreUnreachable
-from megatron_recycle.control.memory import Memory
+from megatron_recycle.control.leader_election import LEASE_S, Candidate, ElectedJournal, LeadLost, Sealed
+from megatron_recycle.control.write_ahead import WriteAhead
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
@@ -29,7 +29,7 @@ class Leader:
 
     def __init__(self, journal: ElectedJournal, told: list[dict[str, Any]]) -> None:
         self.journal, self.told, self.lives = journal, told, True
-        self.memory = Memory(journal)
+        self.memory = WriteAhead(journal)
         self.state = restore(SIZE, journal.records) if journal.records else st.State(size=SIZE)
         self.todo: deque[do.Decision] = deque()
         self.plans: list[int] = []

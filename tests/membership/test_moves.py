@@ -10,8 +10,8 @@ from megatron_recycle.membership import commands, inputs
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.open_positions import Offered, Reservations, free_places
 from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 from tests.membership.cluster import Cluster, described, events, report, told
 
 MOVER, TO = "1:1", "0:0"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.next_life import NextLife, Shape, plan_life
 from tests.membership.cluster import Cluster, endings
-from tests.membership.test_closing import raised, training
+from tests.membership.test_job_end import raised, training
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 24))

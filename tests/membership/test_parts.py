@@ -11,9 +11,9 @@ from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import FROM_WORKER
 from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
+from megatron_recycle.membership.open_positions import Offered, Reservations, free_places
 from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.resume import DeadEnd, Resume, decide
-from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 from megatron_recycle.plan import Worker
 from tests.membership.cluster import Cluster, described, endings, events, report, told
 

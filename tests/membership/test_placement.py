@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.membership.failure_domains import judge
 from megatron_recycle.membership.placement import Placement, placement
-from megatron_recycle.membership.survival import judge
 
 few = st.integers(1, 5)
 placements = st.builds(Placement, stages=few, pipelines=few, parts=st.integers(1, 3), per_host=st.integers(1, 16))

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megatron_recycle.control import Journal, process, telling
+from megatron_recycle.control import Journal, event_feed, process
 from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.control.wire import GUEST, WireError
 from megatron_recycle.launch import summary
@@ -24,7 +24,7 @@ from tests.membership.service import DESCRIPTION, TOKEN, agent, service
 from tests.membership.test_guests import SECRET, WORKERS, visit
 
 SHOWN = {*summary._TOLD, *summary._AGAIN, "last_copy", "last_host", "planned", "committed", "left"}
-OWN = sorted({*SHOWN, *telling._KEPT} - {"save_failed"})
+OWN = sorted({*SHOWN, *event_feed._KEPT} - {"save_failed"})
 """The coordinator's own events that a launcher makes something of."""
 WRONG: list[Any] = [{}, {"iteration": "x", "rank": "x", "pid": {}, "stages": 7, "hosts": 1, "ranks": [], "ms": "x"},
                     {"error": 1, "pid": [], "rank": []}]
@@ -142,8 +142,8 @@ def test_a_forged_event_log_changes_nothing_for_the_next_coordinator(tmp_path: P
     assert {event["event"] for event in past.untold} >= {"started"}
     process.Planning(lambda plan: None).resume(
         Job.from_json({"grid": cluster.grid, "block": 2}), frozenset(), past.told)
-    told = telling.Telling(lambda event: None, None, past.told)  # type: ignore[arg-type]
-    assert {event["event"] for event in told.again()} == {*telling._KEPT}
+    told = event_feed.EventFeed(lambda event: None, None, past.told)  # type: ignore[arg-type]
+    assert {event["event"] for event in told.again()} == {*event_feed._KEPT}
     cluster.state = past.state
     cluster.feed(inputs.Restarted())
     for name in cluster.names:
@@ -163,7 +163,7 @@ def test_a_commit_that_was_told_just_before_a_coordinator_died_is_not_told_again
     heard: list[Any] = []
     before = [{"event": "committed", "iteration": k} for k in (0, 1)]
     launchers: Any = _Launchers()
-    after = telling.Telling(lambda said: heard.append(said["iteration"]), launchers, before)
+    after = event_feed.EventFeed(lambda said: heard.append(said["iteration"]), launchers, before)
     state = Cluster().train()
     for event in (*before, {"event": "committed", "iteration": 2}, {"event": "restored", "iteration": 0},
                   {"event": "committed", "iteration": 1}):

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.control import Timeouts, server
-from megatron_recycle.control.door import Door, Strangers
-from megatron_recycle.control.wire import Session
+from megatron_recycle.control.admission import AcceptQueue, Unauthenticated
+from megatron_recycle.control.wire import SecureChannel
 from megatron_recycle.membership.detectors import RateLimit
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, agent, service
 
 
 def test_the_oldest_of_the_address_with_the_most_has_to_go() -> None:
-    room: Strangers[str] = Strangers(4)
+    room: Unauthenticated[str] = Unauthenticated(4)
     assert [room.came(f"b{n}", "b") for n in range(1)] == [None]
     assert [room.came(f"a{n}", "a") for n in range(5)] == [None, None, None, "a0", "a1"]
     room.gone("a2")
@@ -41,7 +41,7 @@ def test_of_a_crowd_that_comes_at_once_the_latest_are_let_in_first_and_the_oldes
             came.append(transport.get_extra_info("peername")[1])
 
     async def let_in() -> None:
-        door = Door(listener, 40, Guest, away.append)
+        door = AcceptQueue(listener, 40, Guest, away.append)
         door.open()
         limit = time.monotonic() + LIMIT
         while len(came) < 40:
@@ -106,7 +106,7 @@ def test_a_hello_of_a_role_that_is_no_text_is_refused(tmp_path: Path) -> None:
         host, _, port = running.address.rpartition(":")
         for number, role in enumerate(([], {}, None, 3, "x"), start=1):
             with socket.create_connection((host, int(port)), timeout=LIMIT) as connection:
-                session = Session.client(TOKEN)
+                session = SecureChannel.client(TOKEN)
                 while not session.open:
                     session.feed(connection.recv(4096))
                 connection.sendall(session.seal({"type": "hello", "role": role}))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from megatron_recycle.control import wire
-from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, MAX_PAYLOAD, Session, WireError, seal
+from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, MAX_PAYLOAD, SecureChannel, WireError, seal
 from megatron_recycle.membership import inputs, protocol
 from megatron_recycle.membership.description import Description
 from megatron_recycle.membership.inputs import FROM_LAUNCHER, FROM_WORKER
@@ -28,9 +28,9 @@ from tests.membership.cluster import report, verdict
 TOKEN = "a token of the job"
 
 
-def _pair(token: str = TOKEN) -> tuple[Session, Session]:
+def _pair(token: str = TOKEN) -> tuple[SecureChannel, SecureChannel]:
     """A server and a client that have greeted each other; the client has said hello."""
-    server, client = Session.server(TOKEN), Session.client(token)
+    server, client = SecureChannel.server(TOKEN), SecureChannel.client(token)
     assert client.feed(server.greeting()) == []
     assert server.feed(client.seal({"type": "hello"}))[0]["type"] == "hello"
     return server, client
@@ -59,11 +59,11 @@ def test_texts_and_numbers_of_derived_classes_are_written_as_plain_ones() -> Non
 
 
 def test_a_wrong_token_is_refused_by_either_side() -> None:
-    server, client = Session.server(TOKEN), Session.client("another")
+    server, client = SecureChannel.server(TOKEN), SecureChannel.client("another")
     with pytest.raises(WireError, match="token"):
         client.feed(server.greeting())
-    impostor = Session.client(TOKEN)
-    impostor.feed(Session.server(TOKEN).greeting())  # the greeting of another connection
+    impostor = SecureChannel.client(TOKEN)
+    impostor.feed(SecureChannel.server(TOKEN).greeting())  # the greeting of another connection
     with pytest.raises(WireError, match="token"):
         server.feed(impostor.seal({"type": "hello"}))
 
@@ -71,31 +71,31 @@ def test_a_wrong_token_is_refused_by_either_side() -> None:
 @pytest.mark.parametrize(("one", "other"), [(wire.VERSION - 1, wire.VERSION), (wire.VERSION, wire.VERSION - 1)])
 def test_two_versions_refuse_each_other_by_name(one: int, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "VERSION", one)
-    greeting = Session.server(TOKEN).greeting()
+    greeting = SecureChannel.server(TOKEN).greeting()
     monkeypatch.setattr(wire, "VERSION", other)
     with pytest.raises(WireError, match=f"is of protocol version {one}, this is version {other}: install the same"):
-        Session.client(TOKEN).feed(greeting)
+        SecureChannel.client(TOKEN).feed(greeting)
 
 
 def test_an_empty_token_is_an_error() -> None:
     with pytest.raises(WireError, match="RECYCLE_TOKEN"):
-        Session.server("")
+        SecureChannel.server("")
 
 
 def test_a_recorded_connection_cannot_be_played_again() -> None:
-    first, client = Session.server(TOKEN), Session.client(TOKEN)
+    first, client = SecureChannel.server(TOKEN), SecureChannel.client(TOKEN)
     client.feed(first.greeting())
     recorded = client.seal({"type": "hello"}) + client.seal({"type": "finished"})
     assert len(first.feed(recorded)) == 2
     with pytest.raises(WireError, match="authenticate"):
-        Session.server(TOKEN).feed(recorded)
+        SecureChannel.server(TOKEN).feed(recorded)
 
 
 def test_a_recorded_answer_of_the_server_cannot_be_played_to_another_client() -> None:
     server, client = _pair()
     greeting, order = server.greeting(), server.seal({"type": "end"})
     assert client.feed(order)
-    other = Session.client(TOKEN)
+    other = SecureChannel.client(TOKEN)
     other.feed(greeting)
     other.seal({"type": "hello"})
     with pytest.raises(WireError, match="authenticate"):
@@ -121,7 +121,7 @@ def test_a_frame_cannot_be_sent_back_to_who_made_it() -> None:
 
 def test_sizes_are_limited_before_anything_is_stored() -> None:
     with pytest.raises(WireError, match=str(MAX_FIRST_PAYLOAD)):
-        Session.server(TOKEN).feed(struct.pack(">I", MAX_FIRST_PAYLOAD + 1) + bytes(32))
+        SecureChannel.server(TOKEN).feed(struct.pack(">I", MAX_FIRST_PAYLOAD + 1) + bytes(32))
     server, client = _pair()
     with pytest.raises(WireError, match=str(MAX_PAYLOAD)):
         server.feed(struct.pack(">I", MAX_PAYLOAD + 1) + bytes(32))
@@ -134,7 +134,7 @@ def test_sizes_are_limited_before_anything_is_stored() -> None:
     [b"[]", b"{", b'{"v":1}', b'{"v":2,"type":"hello"}', b"\xff", b"[" * 60000, b'{"type":1,"v":1}'],
 )
 def test_authentic_nonsense_is_refused(payload: bytes) -> None:
-    server, client = Session.server(TOKEN), Session.client(TOKEN)
+    server, client = SecureChannel.server(TOKEN), SecureChannel.client(TOKEN)
     client.feed(server.greeting())
     key = client._send_key
     assert key is not None
@@ -147,7 +147,7 @@ def test_authentic_nonsense_is_refused(payload: bytes) -> None:
 
 @given(some.binary(max_size=200))
 def test_noise_is_refused_or_waits_for_more(noise: bytes) -> None:
-    server = Session.server(TOKEN)
+    server = SecureChannel.server(TOKEN)
     with contextlib.suppress(WireError):
         assert server.feed(noise) == []
     assert not server.open

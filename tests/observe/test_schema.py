@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from megatron_recycle.control.told import Told
+from megatron_recycle.control.event_fields import EventFields
 from megatron_recycle.membership.decisions import Emit
 from megatron_recycle.membership.worker_events import WorkerEvent
 from megatron_recycle.observe.event_kinds import KINDS
@@ -51,7 +51,7 @@ def test_what_is_read_of_an_event_is_in_the_table_and_may_be_missing_where_the_t
 def test_a_coordinator_understands_any_event_of_the_table(name: str) -> None:
     values: dict[str, Any] = {"int": 1, "number": 0.5, "text": "a", "list": [1], "object": {"a": 1}, "bool": True,
                               "any": "a"}
-    assert Told.understood({"event": name, "t": 0.5, **{
+    assert EventFields.understood({"event": name, "t": 0.5, **{
         field.rstrip("?"): values[kind] for field, kind in EVENTS[name].fields().items()}})
 
 

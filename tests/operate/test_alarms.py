@@ -20,9 +20,9 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import watching
 from megatron_recycle.tools.operate.alarm_hook import Hook
 from megatron_recycle.tools.operate.alarms import ALARMS, Alarm, Alarms, Rate, to_json
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.metrics import METRICS, Exporter, Watched, table, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
-from megatron_recycle.tools.operate.seen import Seen
 from megatron_recycle.tools.operate.watch import Watcher
 from tests.operate.test_status import DEGRADED, began, commits, lost
 
@@ -30,7 +30,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def heard(events: list[dict[str, Any]], degraded_after: float = 600.0, now: float | None = None) -> list[Alarm]:
-    seen, alarms = Seen(), Alarms(degraded_after)
+    seen, alarms = JobHistory(), Alarms(degraded_after)
     found = []
     for event in events:
         seen.add(event)
@@ -64,7 +64,7 @@ def test_time_that_passes_is_an_alarm_once() -> None:
     assert [one.name for one in heard(DEGRADED)] == ["lost", "resumed"]
     assert heard(DEGRADED, degraded_after=30.0)[-1].name == "degraded"
     assert heard(DEGRADED, now=2000.0)[-1].name == "stalled"
-    seen, alarms = Seen(DEGRADED), Alarms(1.0)
+    seen, alarms = JobHistory(DEGRADED), Alarms(1.0)
     facts = Facts(seen, DEGRADED[-1]["t"] + 1.0, "run")
     assert [one.name for one in (*alarms.tick(facts), *alarms.tick(facts))] == ["degraded"]
     back = {"t": 1070.0, "event": "decided", "generation": 3, "members": dict.fromkeys(seen.hosts, ""), "out": {}}
@@ -74,7 +74,7 @@ def test_time_that_passes_is_an_alarm_once() -> None:
 
 def test_a_command_hears_versioned_json_and_a_storm_of_alarms_is_held_back() -> None:
     (alarm, _) = heard(DEGRADED)
-    told = to_json(alarm, Facts(Seen(DEGRADED), 1062.0, "run"), 3)
+    told = to_json(alarm, Facts(JobHistory(DEGRADED), 1062.0, "run"), 3)
     assert (told["v"], told["event"], told["verdict"], told["suppressed"]) == (1, "lost", "degraded", 3)
     assert told["out"] == ["1:1"] and told["workers_now"] == 5 and "members" not in told["cause"]
     json.dumps(told)
@@ -113,7 +113,7 @@ def test_a_command_that_does_not_end_is_killed_with_all_that_it_started(tmp_path
 
 def exported(events: list[dict[str, Any]]) -> Exporter:
     pytest.importorskip("prometheus_client")
-    return Exporter("a-run", lambda: Watched(Facts(Seen(events), events[-1]["t"] + 1.0, "run"), {"lost": 2}, 1))
+    return Exporter("a-run", lambda: Watched(Facts(JobHistory(events), events[-1]["t"] + 1.0, "run"), {"lost": 2}, 1))
 
 
 def test_metrics_are_written_whole_and_have_the_names_of_the_table(tmp_path: Path) -> None:

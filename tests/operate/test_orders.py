@@ -20,8 +20,8 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership import inputs
 from megatron_recycle.tools.operate import logs
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, ask_stacks
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.runs import split
-from megatron_recycle.tools.operate.seen import Seen
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 from tests.operate.test_status import DEGRADED, NAMES
@@ -165,6 +165,6 @@ def test_old_lines_are_left_out_and_new_ones_followed(tmp_path: Path) -> None:
 def test_before_training_begins_logs_have_ranks(tmp_path: Path) -> None:
     (tmp_path / "worker-10.log").write_text("")
     (tmp_path / "worker-2.log").write_text("")
-    assert [log.name for log in logs.chosen(tmp_path, Seen(), [], "", False)] == ["rank 2", "rank 10"]
+    assert [log.name for log in logs.chosen(tmp_path, JobHistory(), [], "", False)] == ["rank 2", "rank 10"]
     with pytest.raises(ConfigError, match="training has not begun"):
-        logs.chosen(tmp_path, Seen(), ["1:1"], "", False)
+        logs.chosen(tmp_path, JobHistory(), ["1:1"], "", False)

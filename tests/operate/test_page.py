@@ -194,9 +194,9 @@ def test_a_port_that_is_taken_is_told_with_the_remedy(watched):
 
 
 def test_a_history_keeps_the_latest_only_and_a_suspected_worker_that_stays_is_no_mark():
-    from megatron_recycle.tools.operate.seen import Seen
+    from megatron_recycle.tools.operate.job_history import JobHistory
 
-    history, seen = History(), Seen()
+    history, seen = History(), JobHistory()
     for number in range(2000):
         history.add({"t": 1000.0 + number, "event": "committed", "iteration": number}, seen)
     history.add({"t": 4000.0, "event": "suspected", "worker": "1:1", "kind": "slow", "removed": False}, seen)

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_recycle import cli
 from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.outlook import Facts, Level, Outlook, duration, judge
-from megatron_recycle.tools.operate.seen import Seen
 from megatron_recycle.tools.operate.status import to_json
 
 NAMES = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
@@ -46,7 +46,7 @@ DEGRADED = [*began(), *commits(START, 0, 20, 1.0), *lost("1:1", 1021.0, 2, {"1:1
 
 def looked(events: list[dict[str, Any]], now: float | None = None, **other: Any) -> Outlook:
     moment = events[-1]["t"] + 1.0 if now is None else now
-    return judge(Facts(Seen(events), moment, "runs/one", **other))
+    return judge(Facts(JobHistory(events), moment, "runs/one", **other))
 
 
 def test_a_job_with_all_its_workers_is_healthy_and_its_weakest_point_is_named() -> None:
@@ -61,7 +61,7 @@ def test_a_lost_worker_degrades_it_since_then_with_its_cost_and_the_repair() -> 
     found = looked(DEGRADED, meeting=script)
     assert found.level is Level.DEGRADED and "5 of 6 workers, 0.50 of fault-free" in found.line
     assert found.repair == "cd /home/me && recycle run --join runs/one --nproc 1 train.py --x"
-    told = to_json(Facts(Seen(DEGRADED), 1100.0, "runs/one"), found)
+    told = to_json(Facts(JobHistory(DEGRADED), 1100.0, "runs/one"), found)
     assert told["degraded_since"] == 1020.5 and told["out"][0]["kind"] == "exit" and told["out"][0]["pid"] == 104
     assert told["cost"]["stood_still_s"] == 1.0 and told["cost"]["slower_s"] == pytest.approx(18.0)
     assert told["throughput"]["against_fault_free"] == pytest.approx(0.5)
@@ -113,7 +113,7 @@ def test_other_verdicts(events: list[dict[str, Any]], now: float | None, word: s
 def test_a_worker_that_comes_back_ends_the_degradation() -> None:
     back = {"t": 1070.0, "event": "decided", "generation": 3, "members": dict.fromkeys(NAMES, ""), "out": {}}
     joined = {"t": 1071.0, "event": "joined", "generation": 3, "worker": "1:1", "pid": 9, "rank": 3}
-    seen = Seen([*DEGRADED, back, joined, *commits(1071.0, 40, 5, 1.0)])
+    seen = JobHistory([*DEGRADED, back, joined, *commits(1071.0, 40, 5, 1.0)])
     assert not seen.out and seen.degraded_since is None and seen.joined == 1
     assert judge(Facts(seen, 1077.0, "run")).level is Level.HEALTHY
 
@@ -124,7 +124,7 @@ def test_without_a_coordinator_the_files_say_how_old_they_are() -> None:
 
 
 def test_a_coordinator_that_stood_still_and_tells_many_commits_at_once_changes_no_pace() -> None:
-    seen = Seen([*began(), *commits(START, 0, 20, 1.0), *commits(1030.0, 20, 12, 0.001)])
+    seen = JobHistory([*began(), *commits(START, 0, 20, 1.0), *commits(1030.0, 20, 12, 0.001)])
     assert seen.seconds == pytest.approx(1.0)
 
 

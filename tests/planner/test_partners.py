@@ -11,7 +11,7 @@ from megatron_recycle.control import planning as planning_module
 from megatron_recycle.control.planning import Planning, partner_price
 from megatron_recycle.membership.description import Job
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, pairs
-from megatron_recycle.planner import PartnerPrice, quick
+from megatron_recycle.planner import ConnectionPrice, quick
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.runtime.comm.backend import BACKENDS
 
@@ -27,25 +27,25 @@ def test_without_failures_a_worker_talks_to_its_own_pipeline_and_guests_bring_pa
 
 
 def test_partners_of_one_worker_are_connected_one_after_the_other_and_those_of_others_beside_them():
-    price, plan, before = PartnerPrice(1000), quick(LOST), pairs(quick(WHOLE))
+    price, plan, before = ConnectionPrice(1000), quick(LOST), pairs(quick(WHOLE))
     new = pairs(plan) - before
     hosts = [(Worker(0, 1), Worker(1, 0)), (Worker(0, 1), Worker(1, 2)),
              (Worker(1, 0), Worker(2, 1)), (Worker(1, 2), Worker(2, 1))]
     assert sorted(new) == hosts
     assert price.of(plan, before) == 2000, "each of these workers has two of the four"
-    assert price.of(plan, pairs(plan)) == 0 == PartnerPrice().of(plan, frozenset())
+    assert price.of(plan, pairs(plan)) == 0 == ConnectionPrice().of(plan, frozenset())
 
 
 def test_a_plan_that_keeps_its_partners_is_better_than_one_that_is_as_good():
     plan = quick(LOST)
-    assert PartnerPrice(1000).total(plan, pairs(plan)) < PartnerPrice(1000).total(plan, frozenset())
-    assert PartnerPrice(0).total(plan, pairs(plan)) == PartnerPrice(0).total(plan, frozenset())
+    assert ConnectionPrice(1000).total(plan, pairs(plan)) < ConnectionPrice(1000).total(plan, frozenset())
+    assert ConnectionPrice(0).total(plan, pairs(plan)) == ConnectionPrice(0).total(plan, frozenset())
 
 
 def test_the_price_is_nothing_on_gloo_and_where_plans_durations_are_no_seconds():
     assert BACKENDS["gloo"].partner_cost == 0 < BACKENDS["nccl"].partner_cost
     nccl = Job(grid=Grid(1, (1,)), partner_cost=0.15, horizon=7.0)
-    assert partner_price(nccl, measured := object()) == PartnerPrice(150_000, 7.0)  # type: ignore[arg-type]
+    assert partner_price(nccl, measured := object()) == ConnectionPrice(150_000, 7.0)  # type: ignore[arg-type]
     assert partner_price(replace(nccl, partner_cost=0.0), measured).first == 0  # type: ignore[arg-type]
     assert partner_price(nccl, None).first == 0 == partner_price(replace(nccl, costs={"hop": 1}), None).first
 

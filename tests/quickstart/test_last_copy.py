@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from megatron_recycle.observe.events import read_events
-from tests.ordered.rules import Rules
+from tests.nccl_rules.rules import Rules
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "gpt_deepspeed.py"
@@ -68,7 +68,7 @@ def run(tmp_path: Path, deaths: Mapping[int, tuple[int, Sequence[str]]], *argume
     (tmp_path / "train.py").write_text(DIES.format(script=str(SCRIPT)))
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RECYCLE_REDUCTION": "exact",
                "RECYCLE_VERIFY": "peers", "DEATHS": json.dumps(deaths), **settings}
-    over = [str(ROOT / "tests" / "ordered" / "script.py"), "deepspeed"] if Rules.of_all() is not None else []
+    over = [str(ROOT / "tests" / "nccl_rules" / "script.py"), "deepspeed"] if Rules.of_all() is not None else []
     command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--run-dir", "run", *arguments[:2], *over,
                "train.py", *TRAINING, *arguments[2:]]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=LIMIT)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.backend import GLOO, Backend
+from megatron_recycle.runtime.comm.cancellation import Wait
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
-from megatron_recycle.runtime.comm.waits import Wait
 from megatron_recycle.runtime.place import Place
 from tests.fakes.network import Fabric, MemoryNetwork
-from tests.ordered.group import OrderedGroup
-from tests.ordered.rules import Rules
+from tests.nccl_rules.group import OrderedGroup
+from tests.nccl_rules.rules import Rules
 
 _LIMIT = timedelta(seconds=60)
 

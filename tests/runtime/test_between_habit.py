@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.between import Between
+from megatron_recycle.runtime.user_edits import UserEdits
 
 
 class Clamped(nn.Module):
@@ -23,7 +23,7 @@ class Clamped(nn.Module):
 
 
 @pytest.fixture
-def between() -> Between:
+def between() -> UserEdits:
     nothing = SimpleNamespace(adopt=lambda *_: None, adopt_trackers=lambda: None)
     module = Clamped()
     stage = SimpleNamespace(module=module, shards=None, may_guess_wrong=False, references={},
@@ -32,12 +32,13 @@ def between() -> Between:
     guard = SimpleNamespace(returns=False, void=lambda _: False)
     site: Any = SimpleNamespace(stage=stage, framework=SimpleNamespace(generators=nothing), config=RecycleConfig(),
                                 place=SimpleNamespace(me=Worker(0, 1)),
-                                trainable=SimpleNamespace(brought=None, shards={}, guard=guard, lay_out=lambda: None))
+                                trainable=SimpleNamespace(initial_state=None, shards={}, guard=guard,
+                                                          lay_out=lambda: None))
     stepper: Any = SimpleNamespace(confirmed=False, standing=SimpleNamespace(committed=0, stepped=1))
-    return Between(site, stepper)
+    return UserEdits(site, stepper)
 
 
-def iterations(between: Between, changing: str) -> int:
+def iterations(between: UserEdits, changing: str) -> int:
     """How many of them wait, if the script changes the weight before those that are marked."""
     waits: list[None] = []
     for mark in changing:
@@ -54,16 +55,16 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings."""
     found: list[str] = []
     logger = SimpleNamespace(warning=lambda text, *words: found.append(text % words))
-    monkeypatch.setattr("megatron_recycle.runtime.between.get_logger", lambda: logger)
+    monkeypatch.setattr("megatron_recycle.runtime.user_edits.get_logger", lambda: logger)
     return found
 
 
-def test_it_is_told_once_and_by_name(between: Between, told: list[str]):
+def test_it_is_told_once_and_by_name(between: UserEdits, told: list[str]):
     assert iterations(between, "xxxx.xxxx.") == 8 and not told, "now and then is no habit"
     assert iterations(between, "xxxxxxxxx") == 9 and len(told) == 1
     assert "the script changes parameter weight, which" in told[0]
 
 
-def test_where_each_iteration_is_settled_nothing_waits(between: Between):
+def test_where_each_iteration_is_settled_nothing_waits(between: UserEdits):
     between._stepper.standing.committed = between._stepper.standing.stepped
     assert iterations(between, "xxxx") == 0

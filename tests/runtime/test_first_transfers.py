@@ -12,11 +12,10 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Resume
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm import comm
-from megatron_recycle.runtime.comm.first_transfers import make_first_transfers
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.partners import _given
+from megatron_recycle.runtime.p2p_warmup import _given, make_first_transfers
 from tests.fakes.network.ends import Host
-from tests.memory.wires import Wires
+from tests.in_memory_job.wires import Wires
 from tests.runtime.comms import connected
 
 GRID = Grid(2, (1, 1, 1))

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.control.agent import Agent
-from megatron_recycle.control.shelf_client import ShelfClient
+from megatron_recycle.control.store_client import StoreClient
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm import job_store
 from megatron_recycle.runtime.comm.job_store import open_store, tell_again
 from megatron_recycle.runtime.comm.rendezvous import meet
-from tests.membership.test_shelf import TOKEN, serving
+from tests.membership.test_rendezvous_store import TOKEN, serving
 
 LONG = timedelta(seconds=60)
 SHORT = timedelta(milliseconds=10)
@@ -81,7 +81,7 @@ def test_what_a_process_has_put_there_is_there_after_the_coordinators_return_alt
         link = Mock()
         Agent(control, TOKEN, "0:0", 0, "a worker", on_connect=lambda: tell_again(launched), link=link)
         link.call_args.kwargs["hello"]()
-        assert ShelfClient(control, TOKEN).ask("get", ["k"], timeout=60).values == [b"v"]
+        assert StoreClient(control, TOKEN).ask("get", ["k"], timeout=60).values == [b"v"]
 
 
 def test_a_store_behaves_as_torchs_own(monkeypatch):

@@ -16,7 +16,7 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Message
 from megatron_recycle.runtime.comm import backend as backends
 from megatron_recycle.runtime.comm.backend import Nccl
-from megatron_recycle.runtime.comm.waits import Exits, Left, Wait
+from megatron_recycle.runtime.comm.cancellation import Cancellation, Cancelled, Wait
 from tests.runtime.test_transport import COUNT, DOWN, Plain, transport
 
 
@@ -66,16 +66,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Nccl:
 def test_a_wait_is_for_a_stream_that_waits_and_can_be_left(cuda: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     posted: list[str] = []
     work: Any = SimpleNamespace(wait=lambda: posted.append(Stream.current[-1]))
-    exits = Exits()
+    cancellation = Cancellation()
     monkeypatch.setattr(Event, "over", True)
-    cuda.wait(work, None, Wait(exits), False)
+    cuda.wait(work, None, Wait(cancellation), False)
     assert posted == ["first"], "not the stream that computes"
     monkeypatch.setattr(Event, "over", False)
-    exits.way_out.take()
+    cancellation.token.cancel()
     comes = threading.Event()
     monkeypatch.setattr(Event, "synchronize", lambda self: comes.wait(60))
-    wait = Wait(exits)
-    with pytest.raises(Left):
+    wait = Wait(cancellation)
+    with pytest.raises(Cancelled):
         cuda.wait(work, None, wait, False)
     comes.set()
     assert wait.begun

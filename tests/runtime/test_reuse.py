@@ -21,11 +21,11 @@ from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.ledger import Ledger, agree
 from megatron_recycle.runtime.comm.rendezvous import heard, meet
-from megatron_recycle.runtime.comm.reuse import Rested, Turn, goes_on
+from megatron_recycle.runtime.comm.reuse import BuildAttempt, ReusableGroups, goes_on
 from megatron_recycle.runtime.comm.tags import SLICES
 from megatron_recycle.runtime.place import Place
 from tests.fakes.network import Killed, MemoryNetwork
-from tests.memory.wires import Asked, Deaths, Wires
+from tests.in_memory_job.wires import Asked, Deaths, Wires
 from tests.runtime.comms import gloo
 from tests.seeds import seeds
 
@@ -43,7 +43,7 @@ class Job:
         self.fabric = Wires(seed, self.deaths.at, ordered=ordered, first_pairs="free")
         self.networks = {worker: MemoryNetwork(self.fabric, rank) for worker, (rank,) in RANKS.items()}
         self.groups: dict[Worker, Groups] = {}
-        self.rested: dict[Worker, Rested] = {}
+        self.reusable: dict[Worker, ReusableGroups] = {}
         self.generation = 0
 
     @property
@@ -59,8 +59,8 @@ class Job:
             made = self.networks[me].connect(
                 generation=generation, prefix=f"g{generation}", place=Place(me, GRID, RANKS, "gloo"),
                 members=list(members), limits=Limits(60.0, 60.0, 60.0),
-                interrupted=lambda: any(self.networks[one].dead for one in members), before=self.rested.get(me))
-            self.rested.pop(me, None)
+                interrupted=lambda: any(self.networks[one].dead for one in members), before=self.reusable.get(me))
+            self.reusable.pop(me, None)
             return made
 
         found = self.fabric.run(*[lambda me=me: connect(me) for me in members])
@@ -78,7 +78,7 @@ class Job:
     def park(self, but: Collection[Worker] = ()) -> None:
         for worker, groups in self.groups.items():
             if worker not in but:
-                self.rested[worker] = groups.park()
+                self.reusable[worker] = groups.park()
 
     def check(self) -> None:
         """Every communicator adds up, among its members, and transfers what is sent now."""
@@ -120,7 +120,7 @@ def test_stages_that_stay_keep_theirs_when_one_comes_in_and_when_one_leaves(orde
         assert worker not in first or first[worker].world.aborted
     job.check()
     job.rest()
-    job.rested.pop(late).retire()
+    job.reusable.pop(late).retire()
     third = job.begin(five)
     for worker, groups in third.items():
         assert (worker.stage == 0) == (groups.stage.ledger is second[worker].stage.ledger)
@@ -319,20 +319,20 @@ def test_a_try_that_was_left_behind_takes_nothing_any_more() -> None:
     job = Job(ordered=True)
     one = job.begin(WORKERS)[Worker(0, 0)]
     one.rest()
-    rested = one.park()
-    words = list(rested.said())
-    old, new = rested.turn(), rested.turn()
+    reusable = one.park()
+    words = list(reusable.said())
+    old, new = reusable.turn(), reusable.turn()
     with pytest.raises(GenerationOver, match="a newer generation"):
-        rested.take(old, "stage0.0", "generation 2", one.stage.names, lambda: [words] * 3)
-    assert rested.take(new, "stage0.0", "generation 3", one.stage.names, lambda: [words] * 3) is not None
+        reusable.take(old, "stage0.0", "generation 2", one.stage.names, lambda: [words] * 3)
+    assert reusable.take(new, "stage0.0", "generation 3", one.stage.names, lambda: [words] * 3) is not None
 
 
 def test_a_try_that_was_left_behind_gives_up_nothing_that_the_next_one_goes_on_with() -> None:
     """It has heard that one is to be made again, and then the next one comes."""
     one = Job(ordered=True).begin(WORKERS)[Worker(0, 0)]
     one.rest()
-    rested, hears, goes_on = one.park(), threading.Event(), threading.Event()
-    words, wanted = list(rested.said()), {"stage0.0": one.stage.names}
+    reusable, hears, goes_on = one.park(), threading.Event(), threading.Event()
+    words, wanted = list(reusable.said()), {"stage0.0": one.stage.names}
     ends: list[BaseException] = []
 
     def hear(name: str) -> list[list[str]]:
@@ -340,18 +340,18 @@ def test_a_try_that_was_left_behind_gives_up_nothing_that_the_next_one_goes_on_w
         goes_on.wait(60)
         return [[]] * 3
 
-    def left_behind(turn: Turn) -> None:
+    def left_behind(turn: BuildAttempt) -> None:
         try:
-            rested.clear(turn, "generation 2", wanted, hear)
+            reusable.clear(turn, "generation 2", wanted, hear)
         except GenerationOver as error:
             ends.append(error)
 
-    old = threading.Thread(target=left_behind, args=[rested.turn()])
+    old = threading.Thread(target=left_behind, args=[reusable.turn()])
     old.start()
     assert hears.wait(60)
-    new = rested.turn()
-    rested.clear(new, "generation 3", wanted, lambda name: [words] * 3)
-    kept = rested.take(new, "stage0.0", "generation 3", one.stage.names, lambda: [words] * 3)
+    new = reusable.turn()
+    reusable.clear(new, "generation 3", wanted, lambda name: [words] * 3)
+    kept = reusable.take(new, "stage0.0", "generation 3", one.stage.names, lambda: [words] * 3)
     goes_on.set()
     old.join(60)
     assert kept is not None and not kept.ledger.gone and len(ends) == 1
@@ -361,10 +361,10 @@ def test_what_is_to_be_made_again_has_been_aborted_before_anything_is_made() -> 
     """An abort of NCCL's waits for all that is under way on the device, and nobody can launch meanwhile."""
     one = Job(ordered=True).begin(WORKERS)[Worker(0, 0)]
     one.rest()
-    rested = one.park()
-    turn = rested.turn()
-    words = list(rested.said())
-    rested.clear(turn, "generation 2", {"stage0.0": one.stage.names}, lambda name: [words] * 3)
+    reusable = one.park()
+    turn = reusable.turn()
+    words = list(reusable.said())
+    reusable.clear(turn, "generation 2", {"stage0.0": one.stage.names}, lambda name: [words] * 3)
     assert one.world.ledger.gone and not one.stage.ledger.gone
     assert one.control.backend.quick and not one.control.ledger.gone, "others need not be waited for"
 

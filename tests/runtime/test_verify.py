@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime import equality as verify
+from megatron_recycle.runtime import replica_check as verify
 from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
 
 PEERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megatron_recycle.backends.deepspeed.by_layer import written_shard
+from megatron_recycle.backends.checkpoint_files import newest_readable, unreadable
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
-from megatron_recycle.backends.readable import newest_readable, unreadable
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.deepspeed.optimizer_checkpoint import written_shard
+from megatron_recycle.backends.patching import replaced
 from megatron_recycle.backends.tries import Try, give_name, remove_tries
 from megatron_recycle.errors import RecycleError, SaveError
 from megatron_recycle.observe.disk import unwritten

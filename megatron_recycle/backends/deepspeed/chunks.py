@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed.pipe import PipelineModule
 
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.patching import replaced
 from megatron_recycle.errors import UnsupportedError
 
 

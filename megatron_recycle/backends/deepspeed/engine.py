@@ -21,13 +21,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from megatron_recycle.backends.deepspeed.between import (
-    check_data,
-    refuse_another,
-    refuse_other_sizes,
-    settle_when_asked,
-    sizes,
-)
+from megatron_recycle.backends.checkpoint_files import started_again
 from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints
 from megatron_recycle.backends.deepspeed.config import (
     keep_batch,
@@ -35,8 +29,15 @@ from megatron_recycle.backends.deepspeed.config import (
     say_before_compiling,
     with_config,
 )
-from megatron_recycle.backends.deepspeed.evaluating import Evaluations
-from megatron_recycle.backends.deepspeed.evaluation import Taken
+from megatron_recycle.backends.deepspeed.edit_refusals import (
+    check_data,
+    refuse_another,
+    refuse_other_sizes,
+    settle_when_asked,
+    sizes,
+)
+from megatron_recycle.backends.deepspeed.evaluation_data import Taken
+from megatron_recycle.backends.deepspeed.evaluation_passes import Evaluations
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.monitors import Event, Monitors, name_run
 from megatron_recycle.backends.deepspeed.relayout import lay_out
@@ -46,8 +47,7 @@ from megatron_recycle.backends.deepspeed.timers import Timers
 from megatron_recycle.backends.deepspeed.topology import check_not_too_late, place, place_of
 from megatron_recycle.backends.deepspeed.wrapping import WrappingEngine
 from megatron_recycle.backends.options import Options
-from megatron_recycle.backends.readable import started_again
-from megatron_recycle.backends.replacing import replace, replaced
+from megatron_recycle.backends.patching import replace, replaced
 from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.backends.tries import Try
@@ -123,7 +123,7 @@ class RecyclePipelineEngine(WrappingEngine):
         if self.wall_clock_breakdown():
             self.timers: Any = Timers()
         self._options = options
-        self._stage = DeepSpeedStage(self, self.sharded or self.masters, settings, speaks=self.speaks)
+        self._stage = DeepSpeedStage(self, self.sharded or self.masters, settings, is_logging_rank=self.is_logging_rank)
         layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
         self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
         place = place_of(self)
@@ -131,7 +131,7 @@ class RecyclePipelineEngine(WrappingEngine):
         self._seconds = 0.0  # of training since the last log line
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
-        self.monitor: Monitors = Monitors(self.monitor, self.speaks, lambda: self.session.busy)
+        self.monitor: Monitors = Monitors(self.monitor, self.is_logging_rank, lambda: self.session.busy)
         self._scalars = Scalars(self.session)
         self._evaluations = Evaluations(self, self.session, self._stage)
         self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
@@ -294,21 +294,21 @@ class RecyclePipelineEngine(WrappingEngine):
                                  source.short // self.micro_batches, source.describe_short())
         return source
 
-    def speaks(self) -> bool:
+    def is_logging_rank(self) -> bool:
         """Whether this worker says what is said once in a job: it is the first live one, and at an iteration that is
         not over yet."""
-        return self.session.speaks() and self.session.place.part == 0 and not self.session.catches_up
+        return self.session.is_logging_rank() and self.session.place.part == 0 and not self.session.catches_up
 
     def _log_as_rank_zero(self, loss: torch.Tensor) -> None:
         """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
         lines = self.timers.lines() if isinstance(self.timers, Timers) else []
-        if lines and self.speaks():
+        if lines and self.is_logging_rank():
             print(*lines, sep="\n", flush=True)
         every = self.steps_per_print()
         if every is None or self.global_steps % every:
             return
         elapsed, self._seconds = self._seconds / every, 0.0
-        if self.global_rank == 0 or not self.speaks():
+        if self.global_rank == 0 or not self.is_logging_rank():
             return
         print(f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {elapsed:0.3f} "
               f"samples/sec: {self.train_batch_size() / elapsed:0.3f}")
@@ -317,7 +317,7 @@ class RecyclePipelineEngine(WrappingEngine):
 
     def eval_batch(self, *args: Any, **keywords: Any) -> Any:
         """As stock, also while workers are missing, and through failures; micro-batches may have another shape than
-        those of the last one. The mean has the same bits whoever is left (see `evaluation`).
+        those of the last one. The mean has the same bits whoever is left (see `evaluation_data`).
 
         Not a number, with an error line, where nobody is left who can read a pipeline's micro-batches, and, while a
         worker is missing, without ``compute_loss``. With ``return_logits`` each worker of the last stage has those of

@@ -15,7 +15,7 @@ from typing import Any
 
 from deepspeed.monitor import comet, csv_monitor, monitor, tensorboard, wandb
 
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.patching import replaced
 
 Event = tuple[str, float, int]
 """Name, value, samples so far."""

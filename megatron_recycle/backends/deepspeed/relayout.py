@@ -29,7 +29,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import Chunks, become_chunked, chunks_of, v_placement
-from megatron_recycle.backends.deepspeed.moves import (
+from megatron_recycle.backends.deepspeed.layer_moves import (
     LOSS,
     PARAMETER,
     Move,
@@ -49,7 +49,7 @@ from megatron_recycle.backends.deepspeed.moves import (
     words,
 )
 from megatron_recycle.backends.deepspeed.regroup import Groups
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.patching import replaced
 from megatron_recycle.config import SECTION
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger

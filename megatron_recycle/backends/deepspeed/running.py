@@ -1,7 +1,7 @@
 """Forwards and backwards of micro-batches through the layers of a stage of a DeepSpeed pipeline.
 
 Which layers those are is a matter of the moment: the stage's own, those of one of its two chunks, or, while a neighbour
-lends some, others (`lending`). Stock's module runs whatever stands in its list.
+lends some, others (`lent_layers`). Stock's module runs whatever stands in its list.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.deepspeed.timers import Timers
 from megatron_recycle.backends.hidden_state import HiddenState
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.patching import replaced
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.stage import Forward

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.deepspeed.clipping import Clipping
-from megatron_recycle.backends.deepspeed.lending import lendings_of
+from megatron_recycle.backends.deepspeed.lent_layers import lendings_of
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.native_adam import NativeAdam
 from megatron_recycle.backends.deepspeed.optimizer import (
@@ -58,14 +58,14 @@ class DeepSpeedStage:
         engine: DeepSpeed's, built.
         keeper: its optimizer, if that has fp32 copies of 16-bit parameters, or shards.
         settings: of the job.
-        speaks: whether this worker says what is said once in a job.
+        is_logging_rank: whether this worker says what is said once in a job.
     """
 
     report_width = 0
     settings: Mapping[str, Any] = {}
 
     def __init__(self, engine: PipelineEngine, keeper: MasterWeightOptimizer | ZeroOptimizer | None,
-                 settings: RecycleConfig, speaks: Callable[[], bool]) -> None:
+                 settings: RecycleConfig, is_logging_rank: Callable[[], bool]) -> None:
         masters = keeper if isinstance(keeper, MasterWeightOptimizer) else None
         self._zero = keeper if isinstance(keeper, ZeroOptimizer) else None
         self.shards = self._zero.shards if self._zero is not None else None
@@ -75,7 +75,7 @@ class DeepSpeedStage:
             # Before the sum, a part of it too: it is what keeps sums of 16 bits from overflowing.
             "after" if engine.postscale_gradients() and engine.gradient_predivide_factor() == 1.0 else "before")
         self._staggered = settings.step == "staggered"
-        self._speaks = speaks
+        self._logs_now = is_logging_rank
         self.device = engine.device
         self.passed = 0.0
         """The squared gradient norm of an iteration that the script passes over."""
@@ -167,7 +167,7 @@ class DeepSpeedStage:
         if skipping is not None:
             skipping.overflow = math.isnan(coefficient)
         if skipping is not None and skipping.overflow:
-            if self._speaks():
+            if self._logs_now():
                 what = f"have overflowed at a loss scale of {skipping.loss_scale:g}" if skipping.scales else (
                     "are not finite")
                 get_logger().warning("megatron-recycle: gradients %s: the step of iteration %d is skipped", what,

@@ -14,8 +14,8 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.deepspeed.relayout import remember_method
 from megatron_recycle.backends.options import Options
-from megatron_recycle.backends.placing import spreads
-from megatron_recycle.backends.replacing import replace
+from megatron_recycle.backends.patching import replace
+from megatron_recycle.backends.rank_order import spreads
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Grid, Worker

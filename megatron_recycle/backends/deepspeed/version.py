@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.patching import replace
 from megatron_recycle.backends.releases import Release, release_of
-from megatron_recycle.backends.replacing import replace
 from megatron_recycle.errors import UnsupportedError
 
 OLDEST: Release = (0, 19, 8)

@@ -12,9 +12,9 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank, bwc_tensor_model_parallel_world_size
 
-from megatron_recycle.backends.deepspeed import by_layer
+from megatron_recycle.backends.deepspeed import optimizer_checkpoint
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
-from megatron_recycle.backends.deepspeed.recut import recut
+from megatron_recycle.backends.deepspeed.reshard import recut
 from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
 
 
@@ -57,12 +57,12 @@ class WrappingEngine(PipelineEngine):
         """As stock; with two chunks the optimizer's state by name."""
         state: dict[str, Any] = super()._common_checkpoint_state(*args, **keywords)
         if state["optimizer"] is not None:
-            state["optimizer"] = by_layer.written(self, state["optimizer"])
+            state["optimizer"] = optimizer_checkpoint.written(self, state["optimizer"])
         return state
 
     def _load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock, whatever layers the stages had that have written it."""
-        with by_layer.reading(self, *args, **keywords):
+        with optimizer_checkpoint.reading(self, *args, **keywords):
             return super()._load_checkpoint(*args, **keywords)
 
     def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
@@ -86,7 +86,7 @@ class WrappingEngine(PipelineEngine):
         @functools.cache
         def read(number: int) -> Any:
             found = self.checkpoint_engine.load(zero_ckpt_names[number], map_location="cpu")
-            return by_layer.read_shard(self, found["optimizer_state_dict"])
+            return optimizer_checkpoint.read_shard(self, found["optimizer_state_dict"])
 
         written = len(zero_ckpt_names)
         return [None if shard not in held else read(shard) if written == count else

@@ -23,7 +23,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.masters import WrappingOptimizer
-from megatron_recycle.backends.deepspeed.recut import (
+from megatron_recycle.backends.deepspeed.reshard import (
     BASE,
     MASTERS,
     Whole,

@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_recycle.backends.megatron.aside import place_of, remove_parts, renamed
-from megatron_recycle.backends.megatron.last import Beginning, LastCheckpoint
+from megatron_recycle.backends.megatron.atomic_checkpoint import place_of, remove_parts, renamed
+from megatron_recycle.backends.megatron.checkpoint_hooks import folder_of, forget_old_groups, writing
+from megatron_recycle.backends.megatron.final_checkpoint import Beginning, LastCheckpoint
+from megatron_recycle.backends.megatron.option_report import refuse_or_tell
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_BRIDGE, OF_THE_LOOP, apply, message
-from megatron_recycle.backends.megatron.passed import Gaps
-from megatron_recycle.backends.megatron.refusing import refuse_or_tell
-from megatron_recycle.backends.megatron.saves import folder_of, forget_old_groups, writing
+from megatron_recycle.backends.megatron.skipped_iterations import Gaps
 from megatron_recycle.backends.megatron.training import keep_timers_apart, load_once, print_line
 from megatron_recycle.backends.megatron.version import check_version, release
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.patching import rebind, replaced
 from megatron_recycle.backends.releases import Release, release_of
-from megatron_recycle.backends.replacing import rebind, replaced
 from megatron_recycle.backends.session import Session
 from megatron_recycle.backends.tries import Try
 from megatron_recycle.config import RecycleConfig
@@ -258,12 +258,13 @@ def collections() -> Iterator[Any]:
     yield _job.parts["pg_collection"]
 
 
-def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, speaks: Callable[[], bool],
+def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, is_logging_rank: Callable[[], bool],
               part: Callable[[], str]) -> None:
     """Rebind the loop's names; arguments as those of `training.take_over`."""
     _job.kept = kept
     rebind(CHECKPOINTS, "save_checkpoint", partial(save_checkpoint, sys.modules[CHECKPOINTS], session, kept, last))
-    rebind("megatron.bridge.utils.common_utils", "print_rank_last", lambda _, text: print_line(text, speaks, part))
+    rebind("megatron.bridge.utils.common_utils", "print_rank_last",
+           lambda _, text: print_line(text, is_logging_rank, part))
     # All stages have the same.
     rebind("megatron.bridge.training.utils.train_utils", "reduce_max_stat_across_model_parallel_group",
                 lambda _, stat, mp_group=None: stat)
@@ -293,13 +294,13 @@ def _configuration() -> Any:
     return _job.parts["global_state"].cfg
 
 
-# ---- checkpoints: Bridge's own function writes them, as `saves` and `last` have Megatron-LM's write
+# ---- checkpoints: Bridge's own function writes them, in the way of `checkpoint_hooks` and `final_checkpoint`
 
 
 @contextmanager
 def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block Bridge's `save_checkpoint` writes ``iteration`` into ``folder`` as `aside.aside` says; arguments
-    as there. It names a checkpoint in two files: they get their names with it."""
+    """Inside the block Bridge's `save_checkpoint` writes ``iteration`` into ``folder`` as `atomic_checkpoint.aside`
+    says; arguments as there. It names a checkpoint in two files: they get their names with it."""
     written = Try(place_of(folder, iteration), name)
     tells: list[str] = []
     later: list[Callable[[], None]] = []

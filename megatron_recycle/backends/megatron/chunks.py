@@ -16,7 +16,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch import nn
 
 from megatron_recycle.backends.megatron.vshape import mirrored
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.patching import replaced
 
 
 def placement(stages: int, chunks: int, v_shaped: bool) -> tuple[int, ...]:

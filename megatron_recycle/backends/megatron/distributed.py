@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
-from megatron_recycle.backends.megatron.groups_of_optimizer import groups_of
 from megatron_recycle.backends.megatron.master_weights import masters_of
+from megatron_recycle.backends.megatron.optimizer_groups import groups_of
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts

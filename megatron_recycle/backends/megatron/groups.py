@@ -1,9 +1,10 @@
 """Megatron's process groups once workers may be missing.
 
-Between two iterations they are living groups, as all of a script's (:mod:`megatron_recycle.runtime.comm.living`). In an
-iteration the runtime has exchanged already what Megatron's loop asks the groups for data and model parallelism
-for (sums of losses, maxima over stages): there they are one whose only member is this worker, so that no stage waits
-for another. The loop's own calls stay, and give back what they are given. Sizes and ranks stay nominal.
+Between two iterations they are living groups, as all of a script's
+(:mod:`megatron_recycle.runtime.comm.user_collectives`). In an iteration the runtime has exchanged already what
+Megatron's loop asks the groups for data and model parallelism for (sums of losses, maxima over stages): there they are
+one whose only member is this worker, so that no stage waits for another. The loop's own calls stay, and give back what
+they are given. Sizes and ranks stay nominal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_recycle.backends.megatron.te import quantizers_of
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.patching import replaced
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.rendezvous import new_group
 
@@ -135,7 +136,7 @@ def _collections(module: nn.Module) -> list[ProcessGroupCollection]:
     return [value for value in vars(module).values() if isinstance(value, ProcessGroupCollection)]
 
 
-def adapt_timers(kept: Kept, speaks: Callable[[], bool]) -> None:
+def adapt_timers(kept: Kept, is_logging_rank: Callable[[], bool]) -> None:
     """Megatron's timers wait for other ranks between iterations only, as ``kept`` knows, and are logged where
     ``speaks()``, and not on a rank that may be gone."""
     timer: Any = timers.Timer
@@ -150,6 +151,6 @@ def adapt_timers(kept: Kept, speaks: Callable[[], bool]) -> None:
         stop(self, barrier and not kept.is_alone)
 
     def log_here(self: Any, names: Any, rank: int | None = None, **options: Any) -> None:
-        log(self, names, (dist.get_rank() if speaks() else -1) if rank is None else rank, **options)
+        log(self, names, (dist.get_rank() if is_logging_rank() else -1) if rank is None else rank, **options)
 
     timer.start, timer.stop, group.log = start_here, stop_here, log_here

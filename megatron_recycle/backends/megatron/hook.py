@@ -15,12 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_recycle.backends.megatron.refusing import refuse_or_tell, unknown
+from megatron_recycle.backends.megatron.option_report import refuse_or_tell, unknown
 from megatron_recycle.backends.megatron.version import check_version, is_supported
 from megatron_recycle.backends.megatron.writers import name_run, unopened
 from megatron_recycle.backends.options import Options
-from megatron_recycle.backends.placing import spreads
-from megatron_recycle.backends.replacing import rebind
+from megatron_recycle.backends.patching import rebind
+from megatron_recycle.backends.rank_order import spreads
 from megatron_recycle.environment import Launched
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.standalone import is_joining

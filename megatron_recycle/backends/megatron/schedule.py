@@ -25,10 +25,10 @@ from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.megatron.chunks import placement
 from megatron_recycle.backends.megatron.data import NoData, Shifted, source_of
-from megatron_recycle.backends.megatron.last import LastCheckpoint
-from megatron_recycle.backends.megatron.late import LateNumber
-from megatron_recycle.backends.megatron.passed import Gaps
+from megatron_recycle.backends.megatron.final_checkpoint import LastCheckpoint
+from megatron_recycle.backends.megatron.lazy_scalar import LazyScalar
 from megatron_recycle.backends.megatron.script import unwrapped
+from megatron_recycle.backends.megatron.skipped_iterations import Gaps
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
 from megatron_recycle.backends.megatron.support import (
@@ -46,13 +46,13 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.admit import refuse_itself
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
 from megatron_recycle.runtime.evaluation import passes
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.taking_in import refuse_itself
 
 
 class RecycleSchedule:
@@ -72,7 +72,7 @@ class RecycleSchedule:
         self._microbatches = 0
         self._loop: Any = bridge if bridge.trains() else megatron_training
         """Asked for what depends on the loop around."""
-        self._late: tuple[LateNumber, ...] = ()
+        self._late: tuple[LazyScalar, ...] = ()
         self._spoke = False
         self._gaps = Gaps()
         self._data = Shifted(NoData(), self._gaps.before)  # evaluation may come first
@@ -105,7 +105,7 @@ class RecycleSchedule:
                        else self._train(data_iterator, num_microbatches))
         if not forward_only:
             self._stage.script.made_step()
-        self.speaks()  # a script may write log lines without asking
+        self.is_logging_rank()  # a script may write log lines without asking
         place = self.session.place
         return self._stage.reports(reports, forward_only) if place.me.stage == place.loss_stage else []
 
@@ -138,7 +138,7 @@ class RecycleSchedule:
         scaling = self._stage.scaling
         if scaling.scales:  # the script's rates, and the next iteration's scale, depend on whether it was left out
             session.settle()
-        self._late = tuple(LateNumber(partial(find, iteration)) for find in (self._norm, self._zeros))
+        self._late = tuple(LazyScalar(partial(find, iteration)) for find in (self._norm, self._zeros))
         # Plain numbers where they are known, which is always so unless steps are staggered.
         norm, zeros = map(float, self._late) if stepper.held is None else self._late
         self._stage.result = self._stage.told(norm, zeros, iteration in scaling.skipped)
@@ -211,7 +211,7 @@ class RecycleSchedule:
         """The loop trains nothing with the next so many of each pipeline."""
         self._gaps.add(self._number(self.session.iteration + 1) if self._microbatches else 0, microbatches)
 
-    def speaks(self) -> bool:
+    def is_logging_rank(self) -> bool:
         """Whether this worker writes the log line: the last one of the last stage that is left. Others have written
         those of iterations before it came in.
 
@@ -219,10 +219,10 @@ class RecycleSchedule:
         """
         session, place = self.session, self.session.place
         before, self._spoke = self._spoke, (
-            not session.catches_up and session.speaks(-1) and place.part == place.parts - 1)
+            not session.catches_up and session.is_logging_rank(-1) and place.part == place.parts - 1)
         if self._spoke and not before:
             sys.stdout.flush()
-            session.agent.speaks(os.fstat(1).st_size)
+            session.agent.logs_from(os.fstat(1).st_size)
         return self._spoke
 
     def log_part(self) -> str:
@@ -269,8 +269,8 @@ class RecycleSchedule:
         if self._stage.distributed is not None:
             self._stage.distributed.where = self._shards
         self._kept.detach(place.backend)
-        megatron_groups.adapt_timers(self._kept, self.speaks)
-        self._loop.take_over(self.session, self._kept, self._last, self.speaks, self.log_part)
+        megatron_groups.adapt_timers(self._kept, self.is_logging_rank)
+        self._loop.take_over(self.session, self._kept, self._last, self.is_logging_rank, self.log_part)
         self._microbatches = microbatches
 
 

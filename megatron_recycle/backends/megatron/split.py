@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from torch import nn
 
-from megatron_recycle.backends.replacing import STOCK, stock_of
+from megatron_recycle.backends.patching import STOCK, stock_of
 from megatron_recycle.runtime.compute.deferral import Deferral, task_now
 from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, watched
 

@@ -32,9 +32,9 @@ from megatron_recycle.backends.megatron.chunks import Chunks
 from megatron_recycle.backends.megatron.data import read_from
 from megatron_recycle.backends.megatron.distributed import Distributed
 from megatron_recycle.backends.megatron.groups import TensorGroup
-from megatron_recycle.backends.megatron.lending import BlockLayers
+from megatron_recycle.backends.megatron.lent_layers import BlockLayers
 from megatron_recycle.backends.megatron.main_grads import MainGrads
-from megatron_recycle.backends.megatron.predicting import Predictions
+from megatron_recycle.backends.megatron.mtp_losses import Predictions
 from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, Rates
 from megatron_recycle.backends.megatron.scaling import Scaling
 from megatron_recycle.backends.megatron.script import Script

@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.backends.megatron import back
-from megatron_recycle.backends.megatron.aside import aside
-from megatron_recycle.backends.megatron.last import LastCheckpoint, beginning_of, remember
+from megatron_recycle.backends.checkpoint_files import started_again
+from megatron_recycle.backends.megatron import restore
+from megatron_recycle.backends.megatron.atomic_checkpoint import aside
+from megatron_recycle.backends.megatron.checkpoint_hooks import LoopSaves
+from megatron_recycle.backends.megatron.final_checkpoint import LastCheckpoint, beginning_of, remember
 from megatron_recycle.backends.megatron.options import (
     ALL_AT_ONCE,
     ANYWHERE,
@@ -37,13 +39,11 @@ from megatron_recycle.backends.megatron.options import (
     v_shaped,
     with_history,
 )
-from megatron_recycle.backends.megatron.passed import Gaps, PassedOver
-from megatron_recycle.backends.megatron.saves import LoopSaves
+from megatron_recycle.backends.megatron.skipped_iterations import Gaps, PassedOver
 from megatron_recycle.backends.megatron.version import is_supported
 from megatron_recycle.backends.megatron.writers import Writers
 from megatron_recycle.backends.options import Options
-from megatron_recycle.backends.readable import started_again
-from megatron_recycle.backends.replacing import replace, replaced
+from megatron_recycle.backends.patching import replace, replaced
 from megatron_recycle.backends.scalars import Scalars
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
@@ -146,7 +146,7 @@ def _load(loop: Any, setup: SetUp, stock: Callable[..., Any], ddp_model: Any, op
     before = plain(vars(arguments))
 
     def load() -> tuple[int, Any]:
-        chosen = back.readable(sys.modules[CHECKPOINTS], arguments) if started_again() else None
+        chosen = restore.readable(sys.modules[CHECKPOINTS], arguments) if started_again() else None
         with nullcontext() if chosen is None else replaced(arguments, ckpt_step=chosen):
             found: tuple[int, Any] = stock(ddp_model, optimizer, opt_param_scheduler, *rest, **keywords)
         return found
@@ -291,15 +291,15 @@ def tell_validations() -> None:
 
 
 def way_back() -> Callable[[str, str], int] | None:
-    """Loads one of the loop's own checkpoints of this job into what it trains (`back.load`), and returns how many steps
-    the job had made by then; before `take_over`. None: they do not hold all that training needs, or another loop
+    """Loads one of the loop's own checkpoints of this job into what it trains (`restore.load`), and returns how many
+    steps the job had made by then; before `take_over`. None: they do not hold all that training needs, or another loop
     trains."""
     loop = loop_in_use()
     beginning = beginning_of(loop)
-    if beginning is None or not back.possible(loop.get_args()):
+    if beginning is None or not restore.possible(loop.get_args()):
         return None
     passed = PassedOver(loop.get_args().iterations_to_skip, int(beginning.iteration))
-    return lambda place, name: passed.trained(back.load(loop, sys.modules[CHECKPOINTS], beginning, place, name))
+    return lambda place, name: passed.trained(restore.load(loop, sys.modules[CHECKPOINTS], beginning, place, name))
 
 
 def collections() -> tuple[Any, ...]:
@@ -332,21 +332,22 @@ def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[
     return training_log
 
 
-def print_line(message: str, speaks: Callable[[], bool], part: Callable[[], str]) -> None:
-    """In place of a loop's `print_rank_last`: whoever ``speaks`` prints it, the log line with the plugin's ``part``."""
-    if speaks():
+def print_line(message: str, is_logging_rank: Callable[[], bool], part: Callable[[], str]) -> None:
+    """In place of a loop's `print_rank_last`: whoever ``is_logging_rank`` prints it, the log line with the plugin's
+    ``part``."""
+    if is_logging_rank():
         of_iteration = " iteration " in message and message.rstrip().endswith("|")
         print(f"{message}{part()}" if of_iteration else message, flush=True)
 
 
-def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, speaks: Callable[[], bool],
+def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, is_logging_rank: Callable[[], bool],
               part: Callable[[], str]) -> None:
     """Rebind the loop's names, if it is loaded.
 
     Args:
         kept: Megatron's groups.
         last: writes a last checkpoint, if that is possible.
-        speaks: whether this worker writes the log line.
+        is_logging_rank: whether this worker writes the log line.
         part: gives the plugin's part of it.
     """
     loop = loop_in_use()
@@ -363,14 +364,14 @@ def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, speaks:
         with kept.alone():  # all that it asks others for is known here, and stages need not wait for each other
             return step(*arguments, **keywords)
 
-    writers = Writers(loop.get_args, speaks)
+    writers = Writers(loop.get_args, is_logging_rank)
     loop.get_tensorboard_writer, loop.get_wandb_writer = writers.tensorboard, writers.wandb
-    loop.is_last_rank = speaks
+    loop.is_last_rank = is_logging_rank
     # All stages have the same, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
     loop.training_log = _log_of_training(loop, session, writers)
     report_own_losses()
-    loop.train_step, loop.print_rank_last = train_step, partial(print_line, speaks=speaks, part=part)
+    loop.train_step, loop.print_rank_last = train_step, partial(print_line, is_logging_rank=is_logging_rank, part=part)
     loop.save_checkpoint, loop.maybe_finalize_async_save = saves.save, saves.finish
     loop.compute_throughputs_and_append_to_progress_log = compute_throughputs_and_append_to_progress_log
 

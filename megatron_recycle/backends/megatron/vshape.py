@@ -23,7 +23,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import transformer_block, transformer_layer
 from megatron.core.utils import unwrap_model
 
-from megatron_recycle.backends.replacing import rebind, replace, replaced
+from megatron_recycle.backends.patching import rebind, replace, replaced
 from megatron_recycle.errors import UnsupportedError
 
 CHUNKS = 2

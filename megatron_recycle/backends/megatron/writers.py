@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_recycle.backends.replacing import replaced
+from megatron_recycle.backends.patching import replaced
 from megatron_recycle.environment import Launched
 from megatron_recycle.observe.log import get_logger
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.cancellation import Wait
 from megatron_recycle.runtime.comm.tags import ABORT
-from megatron_recycle.runtime.comm.waits import Wait
 
 _NO_GROUP = 5
 """ncclInvalidUsage: what NCCL answers where a thread has no group open."""
@@ -51,7 +51,7 @@ class Backend:
         host: whether it moves tensors that lie in CPU memory.
         quick: whether `abort` takes milliseconds for each other member. Otherwise it may hang, and needs a thread.
         lazy: whether two members are connected at their first transfer in each direction. The thread that posts it
-            stands in the library until the other one posts its own, and may never be freed (`first_transfers`).
+            stands in the library until the other one posts its own, and may never be freed (`runtime.p2p_warmup`).
         partner_cost: seconds that the first transfer of two workers takes beside what the message does.
     """
 
@@ -68,8 +68,8 @@ class Backend:
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         """Block this thread until ``work`` is over: the tensor is whole, or an abort has ended it.
 
-        ``wait``: how it can be left. ``read``: it is a send that its receiver is known to have got. Raises `Left`, and
-        what the library raises, RuntimeError.
+        ``wait``: how it can be left. ``read``: it is a send that its receiver is known to have got. Raises `Cancelled`,
+        and what the library raises, RuntimeError.
         """
         raise NotImplementedError
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.backend import Backend, Work
+from megatron_recycle.runtime.comm.cancellation import Cancellation, Wait
 from megatron_recycle.runtime.comm.ledger import Ledger
 from megatron_recycle.runtime.comm.tags import Table
-from megatron_recycle.runtime.comm.waits import Exits, Wait
 
 _ABORT_WAITS = 1.0
 """Seconds that an abort waits for a thread that is posting an operation."""
@@ -77,16 +77,16 @@ class Pending:
 
     def wait(self, read: bool = False, stays: bool = False) -> None:
         """Block until it has ended; the tensor is whole then. Raises GenerationOver when it failed, when the
-        communicator has been aborted, whatever became of it, or when somebody has taken its way out: it may then be
+        communicator has been aborted, whatever became of it, or when its waits have been cancelled: it may then be
         waited for again. ``read``: it is a send whose receiver is known to have got it, so that there is nothing to
-        wait for. ``stays``: the way out is for others."""
+        wait for. ``stays``: this wait is never cancelled."""
         comm = self._comm
         with failing_ends(self, comm.is_aborted):
             with comm.ledger.asking():
                 if self._wait is not None and self._wait.begun:
                     self._wait.again()
                 elif self._work is not None:
-                    self._wait = Wait(comm.exits, stays=read or stays)
+                    self._wait = Wait(comm.cancellation, stays=read or stays)
                     comm.backend.wait(self._work, comm.limit, self._wait, read)
                 elif self._open:
                     raise AssertionError("what is started in a batch is waited for after it")
@@ -134,7 +134,7 @@ class Comm:
 
     Attributes:
         aborted: whether `abort` or `leave` has been called.
-        exits: of whoever waits here.
+        cancellation: of whoever waits here.
     """
 
     def __init__(self, group: Any, backend: Backend, table: Table, of: str = "between generations",
@@ -146,7 +146,7 @@ class Comm:
         self.identity = identity
         self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(group.size()))
         self.aborted = False
-        self.exits = Exits()
+        self.cancellation = Cancellation()
         self.ledger = ledger or Ledger()
         self._batch: list[tuple[Pending, Work]] | None = None
 
@@ -237,7 +237,7 @@ class Comm:
         """Nothing counts here any more, and nobody waits, from any thread; but the library's communicator stays, and
         `again` may go on with it."""
         self.aborted = True
-        self.exits.way_out.take()
+        self.cancellation.token.cancel()
 
     def abort(self) -> None:
         """Make every pending and future operation here fail, from any thread.
@@ -251,7 +251,7 @@ class Comm:
         try:
             self.backend.abort(self._group)
         finally:
-            self.exits.closed = True
+            self.cancellation.closed = True
             if held:
                 self.ledger.lock.release()
 

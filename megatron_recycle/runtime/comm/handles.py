@@ -15,10 +15,10 @@ from functools import cached_property
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.abort import Ending
+from megatron_recycle.runtime.comm.cancellation import CancelToken
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
 from megatron_recycle.runtime.comm.levelling import Levelling
-from megatron_recycle.runtime.comm.reuse import Rested
-from megatron_recycle.runtime.comm.waits import WayOut
+from megatron_recycle.runtime.comm.reuse import ReusableGroups
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Groups:
             self.ending.abort(self.all(), self._spared)
             levelling.give_up()  # it may have begun
 
-    def park(self, given_up: Callable[[], bool] = lambda: True) -> Rested:
+    def park(self, given_up: Callable[[], bool] = lambda: True) -> ReusableGroups:
         """Leave the handles, by the thread that trains: nobody waits on them any more. What another generation may go
         on with; all else is torn down in the background. ``given_up()``: this worker's parts do not go on together, or
         nobody needs to know what they have done."""
@@ -117,7 +117,7 @@ class Groups:
             self.abort(level=not given_up())
             self.levelling.wait(given_up)
         kept, aborting = self.ending.park(self.all(), self._spared)
-        return Rested(kept, self.ending.threads, self.ending.rests, aborting)
+        return ReusableGroups(kept, self.ending.threads, self.ending.rests, aborting)
 
     def _spared(self) -> list[Comm]:
         """Those to be left instead of aborted: a stage may have lost nobody. An abort of NCCL's waits for all that is
@@ -126,8 +126,8 @@ class Groups:
                 if comm.can_stay and (comm.backend.quick or comm.ledger.idle)]
 
     def reopen(self) -> None:
-        """Transfers are waited for again, after the way out of such waits has been taken."""
-        self.world.exits.way_out = WayOut()
+        """Transfers are waited for again, after such waits have been cancelled."""
+        self.world.cancellation.token = CancelToken()
 
     def together(self) -> AbstractContextManager[None]:
         """Inside the block this worker's parts compute together: that one of them is gone ends the generation, as a

@@ -1,4 +1,4 @@
-"""torch's store of a job of `recycle run`: on the coordinator's shelf, behind the job's token.
+"""torch's store of a job of `recycle run`: in the coordinator, behind the job's token.
 
 torch's own store, a TCPStore, lets in whoever reaches its port. Here the port is the coordinator's, whose connections
 prove the token; there is no other process, and a wait ends when its generation does. `take_over` makes torch use it:
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_recycle.control.shelf import LARGEST
-from megatron_recycle.control.shelf_client import Answer, GivenUp, NotThere, Said, ShelfClient
+from megatron_recycle.control.rendezvous_store import LARGEST
+from megatron_recycle.control.store_client import Answer, GivenUp, NotThere, Said, StoreClient
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.threads import begin
@@ -45,7 +45,7 @@ class JobStore(dist.Store):
             stand by for each other that is the first host's, whoever leads.
     """
 
-    def __init__(self, client: ShelfClient, said: Said, timeout: timedelta, prefix: str = "",
+    def __init__(self, client: StoreClient, said: Said, timeout: timedelta, prefix: str = "",
                  given_up: Callable[[], bool] = _never, place: tuple[str, int] = ("", 0)) -> None:
         super().__init__()
         self.set_timeout(timeout)
@@ -157,7 +157,7 @@ class JobStore(dist.Store):
 _STOCK = dist.TCPStore
 _kept: list[JobStore] = []
 """All of them: torch keeps the half in C++ alone alive, which cannot do anything then."""
-_clients: dict[str, ShelfClient] = {}
+_clients: dict[str, StoreClient] = {}
 
 
 def _keep(store: JobStore) -> JobStore:
@@ -173,14 +173,14 @@ def open_store(launched: Launched, timeout: timedelta, prefix: str = "",
     assert launched.control is not None, "only `recycle run` brings a coordinator"
     if (client := _clients.get(launched.control)) is None:
         rank = -1 if launched.rank is None else launched.rank
-        client = _clients[launched.control] = ShelfClient(launched.control, launched.token, rank)
+        client = _clients[launched.control] = StoreClient(launched.control, launched.token, rank)
     return _keep(JobStore(client, client.said(_GENERATIONS if prefix else 0), timeout, prefix, given_up,
                           launched.store or ("", 0)))
 
 
 def tell_again(launched: Launched) -> None:
     """Tell the coordinator of the job that ``launched`` this process, if it has come back, what this process has put on
-    the shelf of the one before, also if it asks for nothing itself: others may. Returns at once."""
+    the store of the one before, also if it asks for nothing itself: others may. Returns at once."""
     client = _clients.get(launched.control or "")
     if client is None:
         return
@@ -194,14 +194,14 @@ def tell_again(launched: Launched) -> None:
 
 def take_over() -> None:
     """Make this process, started by `recycle run`, find the job's store where torch and scripts look for one."""
-    if isinstance(dist.TCPStore, _Door):
+    if isinstance(dist.TCPStore, _StoreType):
         return
-    door = _Door("TCPStore", (_STOCK,), {"__new__": _open_or_stock})
+    stand_in = _StoreType("TCPStore", (_STOCK,), {"__new__": _open_or_stock})
     for name in ("torch.distributed", "torch.distributed.rendezvous"):  # a function hides the latter
-        setattr(import_module(name), "TCPStore", door)  # noqa: B010
+        setattr(import_module(name), "TCPStore", stand_in)  # noqa: B010
 
 
-class _Door(type(_STOCK)):  # type: ignore[misc]
+class _StoreType(type(_STOCK)):  # type: ignore[misc]
     """The class of what stands for torch's TCPStore: what is one for torch is one for a script."""
 
     def __instancecheck__(cls, instance: object) -> bool:

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from megatron_recycle.runtime.comm.waits import Left
+from megatron_recycle.runtime.comm.cancellation import Cancelled
 
 
 class Ledger:
@@ -99,7 +99,7 @@ class _Asking:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, Left):
+        if error is not None and not isinstance(error, Cancelled):
             self._ledger.gone = True
 
 

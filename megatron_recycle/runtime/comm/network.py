@@ -19,7 +19,7 @@ from megatron_recycle.runtime.comm.comm import Comm, failing_ends
 from megatron_recycle.runtime.comm.default_group import World
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.rendezvous import heard, job_store, meet, new_group, unless_interrupted
-from megatron_recycle.runtime.comm.reuse import Rested, Turn, Words
+from megatron_recycle.runtime.comm.reuse import BuildAttempt, ReusableGroups, Words
 from megatron_recycle.runtime.comm.tags import CONTROL, FRAMEWORK, STAGE, WORLD, Table
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -29,7 +29,7 @@ class Network(Protocol):
     """The network, as a worker needs it."""
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool], before: Rested | None = None) -> Groups:
+                interrupted: Callable[[], bool], before: ReusableGroups | None = None) -> Groups:
         """Build the handles of ``generation`` together with all parts of all ``members``.
 
         ``prefix`` is unique per generation and membership. ``before``: communicators of older generations, which are
@@ -55,23 +55,23 @@ class TorchNetwork:
         self._world = World(self.threads)
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool], before: Rested | None = None) -> Groups:
+                interrupted: Callable[[], bool], before: ReusableGroups | None = None) -> Groups:
         """As in `Network`."""
-        rested = before or Rested((), self.threads)
-        turn = rested.turn()
+        reusable = before or ReusableGroups((), self.threads)
+        turn = reusable.turn()
         in_thread = BACKENDS[place.backend].in_thread()
 
         def build(over: Callable[[], bool]) -> Groups:
             in_thread()
-            return _build(generation, prefix, place, members, limits, over, self.threads, rested, turn)
+            return _build(generation, prefix, place, members, limits, over, self.threads, reusable, turn)
 
         self._world.put_back()
         try:
             groups = unless_interrupted(interrupted, build, lambda late: late.retire(turn.kept), self.threads)
         except BaseException:
-            rested.missed(turn)
+            reusable.missed(turn)
             raise
-        rested.used(turn)
+        reusable.used(turn)
         return groups
 
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
@@ -122,28 +122,28 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
         ending=Ending(threads), control_siblings=[everyone.index(rank) for rank in ranks[me]])
 
 
-def clear(rested: Rested, turn: Turn, generation: int, place: Place, members: Sequence[Worker],
+def clear(reusable: ReusableGroups, turn: BuildAttempt, generation: int, place: Place, members: Sequence[Worker],
           heard: Callable[[Sequence[int]], Words]) -> None:
-    """As `Rested.clear`, for `assemble`."""
+    """As `ReusableGroups.clear`, for `assemble`."""
     wanted, names = computing(place, members), place.names
-    rested.clear(turn, f"generation {generation}", {name: [names[rank] for rank in ranks]
+    reusable.clear(turn, f"generation {generation}", {name: [names[rank] for rank in ranks]
                                                     for name, ranks in wanted.items()},
                  lambda name: heard(wanted[name]))
 
 
 def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-           interrupted: Callable[[], bool], threads: Threads, rested: Rested, turn: Turn) -> Groups:
+           interrupted: Callable[[], bool], threads: Threads, reusable: ReusableGroups, turn: BuildAttempt) -> Groups:
     # First all members meet at the store, which takes as long as the slowest of them.
     with failing_ends(f"generation {generation}: meeting at torch's store"):
         store = job_store(f"recycle/{prefix}", limits.connect, interrupted)
         everyone = sorted(rank for worker in members for rank in place.ranks[worker])
-        meet(store, place.ranks[place.me][place.part], everyone, interrupted, limits.meet, list(rested.said()))
+        meet(store, place.ranks[place.me][place.part], everyone, interrupted, limits.meet, list(reusable.said()))
     names = place.names
     built: list[Comm] = []
 
     def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
         of, own, identity = f"generation {generation}", [names[rank] for rank in ranks], f"recycle/{prefix}/{name}"
-        had = rested.take(turn, name, of, own, lambda: heard(store, ranks))
+        had = reusable.take(turn, name, of, own, lambda: heard(store, ranks))
         if had is not None:
             if name not in turn.kept:
                 built.append(had)
@@ -158,7 +158,7 @@ def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker]
 
     try:
         with failing_ends(f"generation {generation}: connecting"):
-            clear(rested, turn, generation, place, members, lambda ranks: heard(store, ranks))
+            clear(reusable, turn, generation, place, members, lambda ranks: heard(store, ranks))
             return assemble(generation, place, members, make, threads)
     except GenerationOver:
         retire(built, threads, abort(built, threads))  # those that stood before one failed

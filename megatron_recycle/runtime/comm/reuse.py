@@ -35,7 +35,7 @@ def goes_on(identity: str, had: Sequence[str], names: Sequence[str], words: Word
     return len(known) == len(begun) and agree(known)
 
 
-class Rested:
+class ReusableGroups:
     """Communicators of older generations that nobody waits in, for whoever builds the next one; one at a time.
 
     Args:
@@ -52,7 +52,7 @@ class Rested:
         self._comms = {comm.name: comm for comm in comms if comm.identity}
         self._threads, self._rests = threads, rests
         self._aborting, self._stuck = aborting, stuck
-        self._turn: Turn | None = None
+        self._turn: BuildAttempt | None = None
 
     def said(self) -> Iterator[str]:
         """What this process says to the other members of the next generation."""
@@ -60,13 +60,14 @@ class Rested:
             if (begun := comm.ledger.begun(comm.size, self._rests)) is not None:
                 yield f"{_KEEPS}:{comm.identity}:{begun}"
 
-    def turn(self) -> Turn:
+    def turn(self) -> BuildAttempt:
         """The turn of whoever builds the next generation; that of the one before is over."""
         with self._lock:
-            self._turn = Turn()
+            self._turn = BuildAttempt()
             return self._turn
 
-    def clear(self, turn: Turn, of: str, wanted: Mapping[str, Sequence[str]], heard: Callable[[str], Words]) -> None:
+    def clear(self, turn: BuildAttempt, of: str, wanted: Mapping[str, Sequence[str]],
+              heard: Callable[[str], Words]) -> None:
         """Abort all that do not go on as one of ``wanted`` (members by name), where an abort takes long, and wait for
         the end of that and of aborts begun before.
 
@@ -83,7 +84,8 @@ class Rested:
         if not ended(self._aborting):
             self._stuck(STUCK)
 
-    def take(self, turn: Turn, name: str, of: str, names: Sequence[str], heard: Callable[[], Words]) -> Comm | None:
+    def take(self, turn: BuildAttempt, name: str, of: str, names: Sequence[str],
+             heard: Callable[[], Words]) -> Comm | None:
         """The communicator ``name`` for the members ``names``; ``of``: whose it is now. None: it has to be made.
 
         All members come here in the same order. Raises GenerationOver, also where the turn is over.
@@ -98,14 +100,14 @@ class Rested:
                 turn.kept[name] = had
         return had.again(of) if kept else None
 
-    def used(self, turn: Turn) -> None:
+    def used(self, turn: BuildAttempt) -> None:
         """The generation of ``turn`` stands: what it has not taken is torn down."""
         with self._lock:
             for name in turn.kept:
                 self._comms.pop(name, None)
         self.retire()
 
-    def missed(self, turn: Turn) -> None:
+    def missed(self, turn: BuildAttempt) -> None:
         """The generation of ``turn`` has not come about: what it has left may be used by the next one."""
         with self._lock:
             if turn is self._turn:
@@ -117,7 +119,7 @@ class Rested:
             gone, self._comms = list(self._comms.values()), {}
         self._end(gone)
 
-    def _check(self, turn: Turn, of: str) -> None:
+    def _check(self, turn: BuildAttempt, of: str) -> None:
         if turn is not self._turn:
             raise GenerationOver(f"{of}: a newer generation has what there was of older ones")
 
@@ -127,7 +129,7 @@ class Rested:
         return aborting
 
 
-class Turn:
+class BuildAttempt:
     """One try to build a generation.
 
     Attributes:

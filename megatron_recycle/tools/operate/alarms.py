@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_recycle.tools.operate.job_history import Absence, Event, JobHistory
 from megatron_recycle.tools.operate.outlook import Facts, duration, judge
-from megatron_recycle.tools.operate.seen import Absence, Event, Seen
 
 VERSION = 1
 """Of the JSON that a command gets: a field that goes away or changes its meaning makes it another one."""
@@ -58,7 +58,7 @@ class Alarms:
         self._lost: list[Absence] = []
         self._degraded = self._stalled = self._unreachable = False
 
-    def add(self, event: Event, seen: Seen) -> list[Alarm]:
+    def add(self, event: Event, seen: JobHistory) -> list[Alarm]:
         """The alarms of one event, which ``seen`` has taken in already."""
         name = event["event"]
         if name == "suspected" and event.get("removed") is not False:
@@ -94,7 +94,7 @@ class Alarms:
         self._unreachable = away
         return found
 
-    def _flush(self, event: Event, seen: Seen) -> list[Alarm]:
+    def _flush(self, event: Event, seen: JobHistory) -> list[Alarm]:
         lost, self._lost = self._lost, []
         if not lost:
             return []
@@ -105,34 +105,34 @@ class Alarms:
                       tuple(one.worker for one in lost), event)]
 
 
-def _resumed(event: Event, seen: Seen) -> str:
+def _resumed(event: Event, seen: JobHistory) -> str:
     return f"{event.get('survivors', len(seen.members))} workers train again after {float(event.get('ms') or 0):.0f} ms"
 
 
-def _explained(event: Event, seen: Seen) -> str:
+def _explained(event: Event, seen: JobHistory) -> str:
     repair = f"; {event['repair']}" if event.get("repair") else ""
     return f"{event['worker']} on {event['host']}: {'; '.join(event['causes'])}{repair}"
 
 
-def _last_copy(event: Event, seen: Seen) -> str:
+def _last_copy(event: Event, seen: JobHistory) -> str:
     return "; ".join(f"{worker} on {event.get('hosts', {}).get(stage, '?')} is the last worker of stage {stage}"
                      for stage, worker in event.get("stages", {}).items())
 
 
-def _last_host(event: Event, seen: Seen) -> str:
+def _last_host(event: Event, seen: JobHistory) -> str:
     hosts = ", ".join({**event.get("hosts", {}), **event.get("shards", {})})
     return f"without {hosts} the job cannot go on, until workers have joined"
 
 
-def _restored(event: Event, seen: Seen) -> str:
+def _restored(event: Event, seen: JobHistory) -> str:
     return f"all have gone back to iteration {event.get('iteration')}: {event.get('lost', 0)} iterations are lost"
 
 
-def _restarted(event: Event, seen: Seen) -> str:
+def _restarted(event: Event, seen: JobHistory) -> str:
     return f"started again ({event.get('restart')} of {event.get('of')}): {event.get('reason', '')}"
 
 
-def _ended(event: Event, seen: Seen) -> str:
+def _ended(event: Event, seen: JobHistory) -> str:
     return f"ended with status {event.get('status')}: {event.get('message', '')}"
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_recycle.control.sockets import targets
 from megatron_recycle.control.tokens import given
-from megatron_recycle.control.wire import GUEST, Session
+from megatron_recycle.control.wire import GUEST, SecureChannel
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import meeting
 from megatron_recycle.launch.meeting import Meeting
@@ -46,7 +46,7 @@ class Refused(RecycleError):
 
 
 @dataclass(frozen=True)
-class Door:
+class ControlAddress:
     """Where the coordinator of the run in ``folder`` listens, and the job's token."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Door:
     token: str
 
 
-def add_door(parser: argparse.ArgumentParser, named: bool = True) -> None:
+def add_run_and_token(parser: argparse.ArgumentParser, named: bool = True) -> None:
     """Add the arguments that name a run and its token; the run as an option, unless it is ``named`` first."""
     if named:
         add_run(parser)
@@ -70,14 +70,14 @@ def add_token_file(parser: argparse.ArgumentParser) -> None:
                         help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
 
 
-def find(args: argparse.Namespace) -> Door:
-    """The door of the run that is named. Raises ConfigError."""
+def find(args: argparse.Namespace) -> ControlAddress:
+    """The control address of the run that is named. Raises ConfigError."""
     folder = folder_of(args.run)
     found = meeting_of(folder)
     if found is None or not found.control:
         raise ConfigError(f"no job runs in {folder} (it has no {meeting.FILE}): `recycle status {folder}` says how it "
                           "ended")
-    return Door(folder, found.control, secret(found, args.token_file))
+    return ControlAddress(folder, found.control, secret(found, args.token_file))
 
 
 def secret(found: Meeting | None, file: Path | None) -> str:
@@ -150,7 +150,7 @@ def _talk_to(host: str, port: int, token: str, message: Order, limit: float) -> 
     with socket.create_connection((host, port), limit) as connection:
         if connection.getsockname() == connection.getpeername():
             raise ConnectionRefusedError("nobody listens there")
-        session, asked = Session.client(token), False
+        session, asked = SecureChannel.client(token), False
         while True:
             connection.settimeout(max(0.001, until - time.monotonic()))
             if not (data := connection.recv(1 << 16)):

@@ -17,8 +17,8 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.plan import Plan, PlanError, replay
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.runs import EVENTS, folder_of
-from megatron_recycle.tools.operate.seen import Seen
 from megatron_recycle.tools.profile import plan_of
 
 _TIMINGS = "timings"
@@ -133,7 +133,7 @@ def _span(offset: float, told: Sequence[Any]) -> Span:
 
 def _in_force(folder: Path, iteration: int) -> tuple[str, bool, int]:
     """The digest of the plan that an iteration was run by, whether its costs were measured, and the generation."""
-    seen = Seen()
+    seen = JobHistory()
     try:
         for event in read_events(folder / EVENTS):
             seen.add(event)

@@ -15,8 +15,8 @@ from megatron_recycle.control.operators import on_host
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import Process
 from megatron_recycle.observe.text import printable
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.runs import add_names, folder_of, read, split
-from megatron_recycle.tools.operate.seen import Seen
 
 _LINES = 50
 _PAUSE = 0.25
@@ -80,7 +80,7 @@ def span(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def chosen(folder: Path, seen: Seen, workers: Sequence[str], host: str, failed: bool) -> list[Log]:
+def chosen(folder: Path, seen: JobHistory, workers: Sequence[str], host: str, failed: bool) -> list[Log]:
     """The logs that are asked for, by rank. Before training has begun they have the rank for a name.
 
     Raises:

@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate.alarms import ALARMS
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.outlook import Facts, judge
-from megatron_recycle.tools.operate.seen import Seen
 
 Value = float | None
 """Of a sample; one that is None is left out."""
@@ -34,7 +34,7 @@ class Watched:
     failed: int = 0
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> JobHistory:
         """What the job's events add up to."""
         return self.facts.seen
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.tools.operate.ask import Unreachable, add_door, ask, find
+from megatron_recycle.tools.operate.ask import Unreachable, add_run_and_token, ask, find
 from megatron_recycle.tools.operate.outlook import duration
 
 _PAUSE = 0.5
@@ -37,9 +37,9 @@ def check_timeout(seconds: float) -> None:
 def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> int:
     """Order that these go, and wait until they have; returns the exit status."""
     check_timeout(args.timeout)
-    door = find(args)
-    before = ask(door.control, door.token, "status")["workers"]
-    named = ask(door.control, door.token, what, workers, host)["workers"]
+    address = find(args)
+    before = ask(address.control, address.token, "status")["workers"]
+    named = ask(address.control, address.token, what, workers, host)["workers"]
     pids = [before[name]["pid"] for name in named if name in before]
     print(f"{', '.join(named)}: " + ("asked to leave after the iteration under way" if what == "leave" else
                                      "declared out"), flush=True)
@@ -48,14 +48,14 @@ def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> 
 
     def gone() -> bool:
         try:
-            there = ask(door.control, door.token, "status")["workers"]
+            there = ask(address.control, address.token, "status")["workers"]
         except Unreachable:  # the job has ended meanwhile
             return True
         return not any(name in there and there[name]["pid"] in pids for name in named)
 
     since = time.monotonic()
     if not until(gone, args.timeout):
-        print(f"still in after {duration(args.timeout)}; `recycle status {door.folder}` says what they do",
+        print(f"still in after {duration(args.timeout)}; `recycle status {address.folder}` says what they do",
               file=sys.stderr)
         return 1
     print(f"gone after {duration(time.monotonic() - since)}; the others go on")
@@ -64,6 +64,6 @@ def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> 
 
 def add_order(parser: argparse.ArgumentParser, seconds: float, named: bool) -> None:
     """Add the arguments that all orders have; ``seconds``: how long a command waits until it is carried out."""
-    add_door(parser, named)
+    add_run_and_token(parser, named)
     parser.add_argument("--timeout", type=float, default=seconds, metavar="SECONDS",
                         help=f"to wait until it is done (default {seconds:g}; 0: not at all)")

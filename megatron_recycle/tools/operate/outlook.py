@@ -9,10 +9,10 @@ from enum import IntEnum
 from typing import Any
 
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.membership import survival
+from megatron_recycle.membership import failure_domains
 from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.state import State
-from megatron_recycle.tools.operate.seen import Seen
+from megatron_recycle.tools.operate.job_history import JobHistory
 
 _STALLED, _STALLED_ITERATIONS = 60.0, 10
 """Seconds, and iterations, without a commit after which a job that trains counts as stalled."""
@@ -47,7 +47,7 @@ class Facts:
         problems: what could not be read, one line each.
     """
 
-    seen: Seen
+    seen: JobHistory
     now: float
     run: str
     state: State | None = None
@@ -195,7 +195,7 @@ def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
         return copies, fatal, "", single
     tables = () if facts.state is None or facts.state.resume is None else facts.state.resume.shards
     coordinator = (facts.told or {}).get("host", "")
-    text = survival.judge(hosts, coordinator, tables=tables).text.removeprefix("warning: ")
+    text = failure_domains.judge(hosts, coordinator, tables=tables).text.removeprefix("warning: ")
     least = min(copies)
     stage = copies.index(least)
     less = f"{least - 1} worker{'s' * (least > 2)} of stage {stage} may go, and no more"
@@ -242,7 +242,7 @@ def _repair(facts: Facts) -> str:
     return f"{go}recycle run --join {shlex.quote(facts.run)} --nproc {len(seen.out)} {script}"
 
 
-def _checkpoint(seen: Seen) -> str:
+def _checkpoint(seen: JobHistory) -> str:
     return f" ({seen.checkpoint['place']})" if seen.checkpoint.get("place") else ""
 
 

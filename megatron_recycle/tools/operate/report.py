@@ -16,9 +16,9 @@ from statistics import median
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.events import read_events
+from megatron_recycle.tools.operate.job_history import Absence, Event, JobHistory
 from megatron_recycle.tools.operate.outlook import duration
 from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of
-from megatron_recycle.tools.operate.seen import Absence, Event, Seen
 
 PHASES = ("found", "planned", "reconciled", "training again")
 """Parts of a recovery, each from the end of the one before; the first one from the failure."""
@@ -59,7 +59,7 @@ class Account:
         back: when a position that was empty was filled again, by the absence.
     """
 
-    seen: Seen
+    seen: JobHistory
     recoveries: Sequence[Recovery]
     begun: float
     ended: float
@@ -70,7 +70,7 @@ class Account:
 
 def account(events: Iterable[Event]) -> Account:
     """The account of a run, from its events."""
-    seen, done, now = Seen(), list[Recovery](), Recovery()
+    seen, done, now = JobHistory(), list[Recovery](), Recovery()
     begun = ended = 0.0
     worker_seconds = absent_seconds = 0.0
     saved: float | None = None
@@ -186,7 +186,7 @@ def _phases(recoveries: Sequence[Recovery]) -> list[str]:
     return [*rows, f"| whole | {_ms(median(whole))} | {_ms(max(whole))} | {duration(sum(whole))} |"]
 
 
-def _hosts(seen: Seen) -> list[str]:
+def _hosts(seen: JobHistory) -> list[str]:
     lost = Counter(one.host for one in seen.failures if one.host)
     often = [(host, count) for host, count in lost.most_common() if count >= _OFTEN]
     if not often or len(set(seen.hosts.values())) < 2:

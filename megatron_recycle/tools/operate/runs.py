@@ -16,8 +16,8 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import read_events
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.outlook import Facts
-from megatron_recycle.tools.operate.seen import Seen
 
 EVENTS, JOURNAL = "events.jsonl", "journal.jsonl"
 _WORKER = re.compile(r"\d+:\d+(\.\d+)?\Z")
@@ -92,7 +92,7 @@ def read(folder: Path) -> Facts:
     except (OSError, ValueError) as error:
         problems.append(f"events cannot be read: {error}")
     try:
-        seen = Seen(events)
+        seen = JobHistory(events)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / EVENTS} was written by another version of megatron-recycle (it lacks {error}): "
                           "use the version that runs the job") from error

@@ -7,14 +7,14 @@ import argparse
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.text import printable
-from megatron_recycle.tools.operate.ask import add_door, ask_stacks, find
+from megatron_recycle.tools.operate.ask import add_run_and_token, ask_stacks, find
 from megatron_recycle.tools.operate.runs import add_names, split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle stacks`."""
     add_names(parser)
-    add_door(parser, named=False)
+    add_run_and_token(parser, named=False)
     parser.add_argument("--host", default="", help="the workers of this host only")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="to wait (default 5)")
 
@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
     if not 0 < args.timeout < float("inf"):
         raise ConfigError(f"--timeout is {args.timeout:g}; give seconds, more than 0")
     args.run, workers = split(args.names, args.run)
-    door = find(args)
-    found = ask_stacks(door.control, door.token, workers, args.host, args.timeout)
+    address = find(args)
+    found = ask_stacks(address.control, address.token, workers, args.host, args.timeout)
     silent = [name for name in in_order(found) if found[name] is None]
     for name in in_order(found):
         if (text := found[name]) is not None:

@@ -27,17 +27,17 @@ def run(args: argparse.Namespace) -> int:
     orders.check_timeout(args.timeout)
     if args.anyway and not args.checkpoint:
         raise ConfigError("--anyway is about --checkpoint: give both")
-    door = find(args)
-    ask(door.control, door.token, ("save anyway" if args.anyway else "save") if args.checkpoint else "stop")
+    address = find(args)
+    ask(address.control, address.token, ("save anyway" if args.anyway else "save") if args.checkpoint else "stop")
     print("the job " + ("saves what is committed, and ends" if args.checkpoint else "ends"), flush=True)
     if not args.timeout:
         return 0
 
     def ended() -> Any:
-        return read(door.folder).seen.finished
+        return read(address.folder).seen.finished
 
     if not orders.until(ended, args.timeout):
-        print(f"it has not ended after {duration(args.timeout)}: `recycle status {door.folder}`", file=sys.stderr)
+        print(f"it has not ended after {duration(args.timeout)}: `recycle status {address.folder}`", file=sys.stderr)
         return 1
     message = str(ended().get("message", ""))
     print(message)

@@ -28,11 +28,11 @@ from megatron_recycle.observe.events import EventReader
 from megatron_recycle.tools.operate.alarm_hook import Hook
 from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, add_token_file, ask, secret
+from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.metrics import Exporter, Watched, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
 from megatron_recycle.tools.operate.page.state import History, schedule, state
 from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of, meeting_of
-from megatron_recycle.tools.operate.seen import Seen
 
 _PAUSE = 0.25
 """Seconds between looks at the events."""
@@ -82,7 +82,7 @@ class Watcher:
         self._folder = folder
         self._args = args
         self._say = say
-        self._seen = Seen()
+        self._seen = JobHistory()
         self._reader = EventReader(folder / EVENTS)
         self._alarms = Alarms(60 * args.degraded_after)
         self._rate = Rate()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
 
-from megatron_recycle.tools.pictures import COLOURS, INK, figure, name_ends, save
+from megatron_recycle.tools.picture_style import COLOURS, INK, figure, name_ends, save
 from megatron_recycle.tools.simulate.report import Row
 from megatron_recycle.tools.simulate.run import Outcome
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_recycle.control.lending import finer, with_lending
+from megatron_recycle.control.lending_costs import finer, with_lending
 from megatron_recycle.membership.description import Job as Described
 from megatron_recycle.membership.description import Lending
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from megatron_recycle.runtime.comm.backend import Backend, Work
+from megatron_recycle.runtime.comm.cancellation import Cancelled, CancelToken, Wait
 from megatron_recycle.runtime.comm.tags import Table
-from megatron_recycle.runtime.comm.waits import Left, Wait, WayOut
 
 
 class Killed(BaseException):
@@ -49,7 +49,7 @@ class Rules(Protocol):
 
     def post_batch(self, batch: Sequence[Operation]) -> None: ...
 
-    def wait(self, operation: Operation, way_out: WayOut) -> None: ...
+    def wait(self, operation: Operation, cancel_token: CancelToken) -> None: ...
 
     def wake(self, operation: Operation) -> None: ...
 
@@ -71,14 +71,14 @@ class Operation:
         return self.over or self.end.broken
 
     def wait(self, limit: timedelta | None = None) -> None:
-        self.leave_by(WayOut())
+        self.leave_by(CancelToken())
 
-    def leave_by(self, way_out: WayOut) -> None:
-        """Wait until it is over, or ``way_out`` is taken. Raises Left, RuntimeError."""
-        with way_out.beside(lambda: self.end.rules.wake(self)):
-            self.end.rules.wait(self, way_out)
+    def leave_by(self, cancel_token: CancelToken) -> None:
+        """Wait until it is over, or ``cancel_token`` is cancelled. Raises Cancelled, RuntimeError."""
+        with cancel_token.beside(lambda: self.end.rules.wake(self)):
+            self.end.rules.wait(self, cancel_token)
         if not self.over:
-            raise Left
+            raise Cancelled
         if self.error is not None:
             raise RuntimeError(self.error)
 
@@ -99,12 +99,12 @@ class Together:
         return all(operation.is_completed() for operation in self._operations)
 
     def wait(self, limit: timedelta | None = None) -> None:
-        self.leave_by(WayOut())
+        self.leave_by(CancelToken())
 
-    def leave_by(self, way_out: WayOut) -> None:
+    def leave_by(self, cancel_token: CancelToken) -> None:
         """As an operation's."""
         for operation in self._operations:
-            operation.leave_by(way_out)
+            operation.leave_by(cancel_token)
 
 
 class Board:
@@ -179,7 +179,7 @@ class InMemory(Backend):
 
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         assert isinstance(work, (Operation, Together))
-        work.leave_by(wait.way_out)
+        work.leave_by(wait.cancel_token)
 
     def abort(self, group: End) -> None:
         group.rules.abort(group)

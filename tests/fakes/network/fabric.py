@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
+from megatron_recycle.runtime.comm.cancellation import CancelToken
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
-from megatron_recycle.runtime.comm.waits import WayOut
 from tests.fakes.network.ends import Board, End, Host, InMemory, Operation
 from tests.fakes.network.schedule import Schedule
 
@@ -134,12 +134,12 @@ class Fabric:
             batch[0].end.process.check()
             self._enqueue(batch)
 
-    def wait(self, operation: Operation, way_out: WayOut) -> None:
+    def wait(self, operation: Operation, cancel_token: CancelToken) -> None:
         process = operation.end.process
         with self._time.lock:
             process.check()
             try:
-                while not operation.over and not way_out.taken:
+                while not operation.over and not cancel_token.cancelled:
                     self._time.block(f"rank {process.rank}", operation)
                     process.check()
             finally:

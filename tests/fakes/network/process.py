@@ -11,7 +11,7 @@ from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.network import assemble, clear
-from megatron_recycle.runtime.comm.reuse import Rested, Turn
+from megatron_recycle.runtime.comm.reuse import BuildAttempt, ReusableGroups
 from megatron_recycle.runtime.comm.tags import FRAMEWORK, Table
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -37,23 +37,23 @@ class MemoryNetwork(Host):
         self.cut = True
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool], before: Rested | None = None) -> Groups:
+                interrupted: Callable[[], bool], before: ReusableGroups | None = None) -> Groups:
         """As in `network.Network`."""
-        rested = before or Rested((), self.threads)
-        turn = rested.turn()
+        reusable = before or ReusableGroups((), self.threads)
+        turn = reusable.turn()
         try:
-            groups = self._build(generation, prefix, place, members, limits, interrupted, rested, turn)
+            groups = self._build(generation, prefix, place, members, limits, interrupted, reusable, turn)
         except BaseException:
-            rested.missed(turn)
+            reusable.missed(turn)
             raise
-        rested.used(turn)
+        reusable.used(turn)
         return groups
 
     def _build(self, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-               interrupted: Callable[[], bool], rested: Rested, turn: Turn) -> Groups:
+               interrupted: Callable[[], bool], reusable: ReusableGroups, turn: BuildAttempt) -> Groups:
         everyone = sorted(rank for worker in members for rank in place.ranks[worker])
         begun = time.monotonic()
-        while not self._fabric.meet(self, prefix, everyone, tuple(rested.said())):
+        while not self._fabric.meet(self, prefix, everyone, tuple(reusable.said())):
             if interrupted():
                 raise GenerationOver("a newer generation was announced while this one was being built")
             if time.monotonic() > begun + limits.meet:
@@ -62,7 +62,7 @@ class MemoryNetwork(Host):
 
         def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
             of, own = f"generation {generation}", [names[rank] for rank in ranks]
-            made = rested.take(turn, name, of, own, lambda: self._fabric.heard(prefix, ranks))
+            made = reusable.take(turn, name, of, own, lambda: self._fabric.heard(prefix, ranks))
             if name in turn.kept:
                 assert made is not None
                 return made
@@ -74,7 +74,7 @@ class MemoryNetwork(Host):
                     raise GenerationOver("a newer generation was announced while this one was being connected")
             return made
 
-        clear(rested, turn, generation, place, members, lambda ranks: self._fabric.heard(prefix, ranks))
+        clear(reusable, turn, generation, place, members, lambda ranks: self._fabric.heard(prefix, ranks))
         return assemble(generation, place, members, make, self.threads)
 
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:

@@ -11,8 +11,8 @@ from typing import Any
 from megatron_recycle.observe.events import format_event
 from megatron_recycle.observe.schema import TICKS
 from megatron_recycle.plan import PlanError, replay
+from megatron_recycle.tools.operate.job_history import Event, JobHistory
 from megatron_recycle.tools.operate.outlook import Facts, judge
-from megatron_recycle.tools.operate.seen import Event, Seen
 from megatron_recycle.tools.operate.status import plan_seconds, to_json
 from megatron_recycle.tools.profile import plan_of
 from megatron_recycle.tools.timeline import boxes
@@ -38,7 +38,7 @@ class History:
         self._count = 0
         self._before: float | None = None
 
-    def add(self, event: Event, seen: Seen) -> None:
+    def add(self, event: Event, seen: JobHistory) -> None:
         """Take in the next event."""
         name, moment = event["event"], float(event["t"])
         if name == "committed":

@@ -1,0 +1,137 @@
+"""Events on their way out: each is recorded, and launchers hear of most. Events only tell; nothing acts on them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from megatron_recycle.control.event_fields import EventFields
+from megatron_recycle.control.server import Server
+from megatron_recycle.membership.detectors import SignOfLife
+from megatron_recycle.membership.event_records import event_of
+from megatron_recycle.membership.inputs import Hinted
+from megatron_recycle.membership.open_positions import plain
+from megatron_recycle.membership.protocol import EventTold, Explains
+from megatron_recycle.membership.state import State
+from megatron_recycle.membership.worker_events import Hint, WorkerEvent
+
+_KEPT = ("started", "suspected", "joined", "moving", "move_failed")
+"""Events that a launcher is told again when it comes back: its closing table is made of them."""
+
+_NOT_TOLD = ("stopped",)
+"""Events that launchers make nothing of, and that are large."""
+
+Event = Mapping[str, Any]
+
+
+class EventFeed:
+    """Gets events to those that read them.
+
+    Args:
+        emit: gets every event, see observe.events.
+        told: the events that an earlier coordinator has told.
+
+    Attributes:
+        progress: what each process has said of its training thread last, by incarnation.
+    """
+
+    def __init__(self, emit: Callable[[Event], None], server: Server, told: Iterable[Event] = ()) -> None:
+        told = list(told)
+        before = [EventFields.from_json(event) for event in told]
+        self.progress: dict[str, Any] = {}
+        self.failures: Counter[str] = Counter()
+        """How often workers of each host, without its launcher's number, have failed; at the same time counts once."""
+        self._emit = emit
+        self._server = server
+        self._kept = [dict(event) for event, one in zip(told, before, strict=True) if one.event in _KEPT]
+        self._hints = {(one.worker, one.generation, one.error) for one in before if one.event == "hint"}
+        self._explained = {(one.rank, one.pid) for one in before if one.event == "explained"}
+        self._commits = _commits(before)
+        self._counted: set[tuple[str, int]] = set()
+        for one in before:
+            self._count(one)
+
+    def event(self, event: Event, state: State) -> None:
+        """Record an event, and tell the launchers. A commit that an earlier coordinator told just before its end is
+        decided once more by this one, and told by it only after the job has gone back to an earlier iteration."""
+        told = EventFields.from_json(event)
+        if told.event == "restored":
+            self._commits = frozenset()
+        elif told.event == "committed" and told.iteration in self._commits:
+            return
+        if told.event == "suspected":
+            who, host = next(((who, one.host) for who, one in state.known.items()
+                              if (one.worker, one.pid) == (told.worker, told.pid)), ("", ""))
+            doing = self.progress.get(who)
+            event = {**event, **({"progress": doing} if doing else {}), **({"host": host} if host else {})}
+            self._count(EventFields.from_json(event))
+        self._emit(event)
+        if told.event in _KEPT:
+            self._kept.append(dict(event))
+        if told.event not in _NOT_TOLD:
+            self._server.tell_launchers(EventTold(brief(event)))
+
+    def again(self) -> list[dict[str, Any]]:
+        """Events that a launcher which has just come may have missed."""
+        return [brief(event) for event in self._kept]
+
+    def passed_on(self, incarnation: str, said: WorkerEvent | Hint, state: State) -> None:
+        """A member's own event, checked; nobody else has a say."""
+        if (event := event_of(state, incarnation, said, time.time())) is not None:
+            self.event(event, state)
+
+    def handled(self, state: State) -> bool:
+        """Whether some script has said that it has a SIGTERM handler of its own."""
+        told = [progress or {} for incarnation, progress in self.progress.items()
+                if incarnation in state.known and incarnation not in state.absent.fenced]
+        return any(SignOfLife.from_json(progress).sigterm is True for progress in told)
+
+    def _count(self, told: EventFields) -> None:
+        """Workers that are lost with the same generation have failed together."""
+        if told.event == "suspected" and told.removed is not False and told.host:
+            key = (plain(told.host), told.generation or 0)
+            if key not in self._counted:
+                self._counted.add(key)
+                self.failures[key[0]] += 1
+
+    def explained(self, message: Explains, state: State) -> None:
+        """A host says why one of its processes has failed; launchers repeat it after a reconnect, and it is passed on
+        once."""
+        key = (message.rank, message.pid)
+        one = next((one for one in state.known.values() if (one.rank, one.pid) == key), None)
+        if one is not None and key not in self._explained:
+            self._explained.add(key)
+            self.event({"event": "explained", "t": time.time(), "generation": state.generation, "worker": one.worker,
+                        "rank": one.rank, "pid": one.pid, "host": one.host,
+                        "causes": [cause[:300] for cause in message.causes[:8]],
+                        "gpu": message.gpu[:100] or None, "repair": message.repair[:500] or None}, state)
+
+    def hint(self, hint: Hinted, state: State) -> None:
+        """Workers repeat their last hint after a reconnect; it is passed on once."""
+        member = state.member(hint.incarnation)
+        if member is not None and (key := (member.worker, hint.generation, hint.error)) not in self._hints:
+            self._hints.add(key)
+            self.passed_on(hint.incarnation, Hint(hint.generation, hint.error), state)
+
+
+def brief(event: Event) -> dict[str, Any]:
+    """An event for launchers. Of what it says of each worker they see the count, and which hosts there are: for
+    thousands of workers the whole of it, told to each host, would be more than all that a recovery takes beside."""
+    kept = {key: value for key, value in event.items() if key not in ("members", "pids")}
+    told = EventFields.from_json(event)
+    if told.event == "started" and told.hosts is not None:
+        kept["hosts"] = {name: host for host, name in {str(host): name for name, host in told.hosts.items()}.items()}
+    return kept if told.members is None else {**kept, "workers": len(told.members)}
+
+
+def _commits(told: Iterable[EventFields]) -> frozenset[int]:
+    """The committed iterations, since the job has gone back to an earlier one if it has."""
+    iterations: set[int] = set()
+    for one in told:
+        if one.event == "restored":
+            iterations.clear()
+        elif one.event == "committed" and one.iteration is not None:
+            iterations.add(one.iteration)
+    return frozenset(iterations)

@@ -1,0 +1,374 @@
+"""What a job's processes tell each other before they can talk: the content of torch's store, in the coordinator.
+
+It lives in memory. A coordinator that comes back, or another one that leads now, has an empty store of another name;
+the processes, which remember what they have put there, tell it again (`tell`). Every value has a stamp, and the latest
+one counts, so it does not matter who tells what first.
+
+What must not be done twice, nor on half of what was known (counts, appended text, comparisons), is exact all the same.
+A process's asks have names, and whoever hears of a value hears which asks made it (`marks`): so one that comes again,
+since its answer was lost with its coordinator, is known although another process alone has seen what it did. And until
+all processes have told what they know (`gather`), nobody is answered out of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from megatron_recycle.membership.protocol import Ask, Found, Mark
+
+MOST_BYTES = 1 << 30
+"""All keys and values together, with what each costs beside."""
+LARGEST = 2 << 20
+"""Bytes of one value, and of all that is asked for at once: an answer is one message."""
+TOO_MUCH = "more than an answer holds: ask for one at a time"
+OWN = "recycle/"
+"""The keys of the plugin itself begin so."""
+ENTRY_BYTES = 200
+"""What a key costs beside its text and its value."""
+DELETED = 4096
+"""Deleted keys that are remembered, so that who tells an older value of one does not bring it back."""
+_TERM_BITS, _DAY = 32, 86400
+"""A stamp begins with the term, or with the second in which the coordinator came; a clock may go back."""
+_GENERATION = re.compile(OWN + r"g(\d+)-")
+_SLOTS = 1 << 16
+_WAITS = ("get", "wait", "around")
+_AT_ONCE = ("tell", "wait", "around")
+"""Asks that can be answered although not all have told what they know yet."""
+
+Send = Callable[[Found], None]
+
+
+@dataclass
+class _Waiting:
+    """An ask that cannot be answered yet: because of ``missing`` keys, or because not all have told."""
+
+    message: Ask
+    send: Send
+    missing: set[str] = field(default_factory=set)
+
+
+class Marks:
+    """What has been done of that which must not be done twice, by slot.
+
+    A process asks in slots, in each one thing after the other, and numbers what it asks. So the last mark of a slot
+    tells of an ask that comes again, since its answer was lost, whether it was done and what its answer was. One that
+    has changed nothing has no key.
+    """
+
+    def __init__(self) -> None:
+        self._of_slot: dict[str, Mark] = {}
+        self._of_key: dict[str, set[str]] = {}
+
+    def put(self, slot: str, mark: Mark) -> None:
+        """It was done, unless something later is known of this slot."""
+        before = self._of_slot.get(slot)
+        if before is not None and (before[0] > mark[0] or (before[0] == mark[0] and before[2])):
+            return
+        self._drop(slot)
+        self._of_slot[slot] = mark
+        if mark[2]:
+            self._of_key.setdefault(mark[2], set()).add(slot)
+        if len(self._of_slot) > _SLOTS:
+            self._drop(next(iter(self._of_slot)))
+
+    def get(self, slot: str) -> Mark:
+        return self._of_slot.get(slot, (-1, 0, ""))
+
+    def on(self, keys: Iterable[str]) -> dict[str, Mark]:
+        """Those of asks that have changed one of ``keys``."""
+        return {slot: self._of_slot[slot] for key in keys for slot in self._of_key.get(key, ())}
+
+    def _drop(self, slot: str) -> None:
+        _, _, key = self._of_slot.pop(slot, (-1, 0, ""))
+        if key:
+            self._of_key[key].discard(slot)
+            if not self._of_key[key]:
+                del self._of_key[key]
+
+
+class RendezvousStore:
+    """Keys with values, each with the stamp of its last change (None: deleted).
+
+    Args:
+        term: which of the job's stores this is; a later one has a higher number.
+        most: bytes.
+        leads: whether this coordinator still is the one that leads. One that is not answers nobody.
+
+    Attributes:
+        name: no other store has it; see `term_of`.
+    """
+
+    def __init__(self, term: int | None = None, most: int = MOST_BYTES, leads: Callable[[], bool] = lambda: True
+                 ) -> None:
+        self.name = f"{term or 0}.{secrets.token_hex(8)}"
+        self._most = most
+        self._leads = leads
+        self._stamp = (int(time.time()) if term is None else term) << _TERM_BITS
+        self._latest = self._stamp + (1 << _TERM_BITS) * (_DAY if term is None else 1)
+        self._values: dict[str, tuple[int, bytes | None]] = {}
+        self._folders: dict[str, dict[str, None]] = {}
+        """The keys that have a value, by what is before their last slash."""
+        self._marks = Marks()
+        self._deleted: dict[str, None] = {}
+        self._bytes = 0
+        self._forgotten = 0
+        self._waiting: dict[object, _Waiting] = {}
+        self._wanted: dict[str, set[object]] = {}
+        self._held: dict[object, _Waiting] = {}
+        self._untold: set[int] = set()
+
+    def ask(self, who: object, message: Ask, send: Send) -> None:
+        """Answer ``message`` of the connection ``who`` by ``send``, at once or when what it waits for is there. A
+        connection asks one thing at a time."""
+        if not self._leads():
+            return  # it will turn to the one that leads
+        if self._untold and message.op not in _AT_ONCE and not _own(message.keys):
+            self._held[who] = _Waiting(message, send)
+            return
+        try:
+            values = [None if one is None else base64.b64decode(one, validate=True) for one in message.values]
+            if len(values) not in (len(message.keys), 0) and message.op != "compare_set":
+                raise ValueError(f"{len(message.keys)} keys and {len(values)} values")
+            self._ask(who, message, message.keys, values, send)
+        except (ValueError, IndexError, OverflowError, TypeError, binascii.Error) as error:
+            send(_answer(error=f"{message.op!r:.40}: {error}"))
+
+    def gone(self, who: object) -> None:
+        """This connection has ended: nobody waits for an answer any more."""
+        self._held.pop(who, None)
+        if (waited := self._waiting.pop(who, None)) is not None:
+            for key in waited.missing:
+                self._wanted[key].discard(who)
+                if not self._wanted[key]:
+                    del self._wanted[key]
+
+    @property
+    def waiting(self) -> frozenset[object]:
+        """The connections that wait for an answer."""
+        return frozenset((*self._waiting, *self._held))
+
+    def gather(self, ranks: Iterable[int]) -> None:
+        """This store follows another one: each of these processes has something to tell first."""
+        self._untold = set(ranks)
+
+    def gathered(self) -> None:
+        """Whoever has not told by now will not: answer those that have waited for it."""
+        self._untold.clear()
+        held, self._held = self._held, {}
+        for who, asked in held.items():
+            self.ask(who, asked.message, asked.send)
+
+    def forget(self, generation: int) -> None:
+        """Nobody needs the keys of this generation and of those before any more."""
+        if generation <= self._forgotten:
+            return
+        self._forgotten = generation
+        for key in [key for key in self._values if self._is_forgotten(key)]:
+            self._remove(key)
+
+    def __len__(self) -> int:
+        """Keys that are remembered, deleted ones among them."""
+        return len(self._values)
+
+    def _ask(self, who: object, message: Ask, keys: Sequence[str], values: Sequence[bytes | None],
+             send: Send) -> None:
+        op, (slot, number) = message.op, _named(message.once)
+        last, result, changed = self._marks.get(slot)
+        if slot and last > number:
+            return  # of a connection that its process has left long ago
+        if slot and last == number and changed:  # it was done, and its answer lost
+            stamp, value = self._values.get(changed, (0, None))
+            send(_answer([value], result, stamp, marks=self._marks.on(keys)))
+            return
+        if slot:
+            self._marks.put(slot, (number, 0, ""))
+        if op in _WAITS:
+            missing = {key for key in keys if self._get(key) is None}
+            if not missing:
+                send(self._found(message))
+            else:
+                self._waiting[who] = _Waiting(message, send, missing)
+                for key in missing:
+                    self._wanted.setdefault(key, set()).add(who)
+        elif op == "check":
+            send(_answer(number=int(all(self._get(key) is not None for key in keys))))
+        elif op == "count":
+            send(_answer(number=len(self._values) - len(self._deleted)))
+        elif op == "list":
+            send(self._listed())
+        elif op == "tell":
+            self._told(message, keys, values, send)
+        else:
+            self._change(message, (slot, number), keys, values, send)
+
+    def _told(self, message: Ask, keys: Sequence[str], values: Sequence[bytes | None], send: Send) -> None:
+        for key, value, stamp in zip(keys, values, message.stamps, strict=True):
+            if not 0 <= stamp < self._latest:
+                raise ValueError(f"{stamp!r:.30} is no stamp")
+            self._stamp = max(self._stamp, stamp)
+            self._put(key, value, stamp)
+        for slot, mark in message.marks.items():
+            self._marks.put(slot, mark)
+        send(_answer())
+        if message.number in self._untold:
+            self._untold.discard(message.number)
+            if not self._untold:
+                self.gathered()
+
+    def _change(self, message: Ask, name: tuple[str, int], keys: Sequence[str], values: Sequence[bytes | None],
+                send: Send) -> None:
+        """The answer has the stamp of the change, which its author remembers with it."""
+        op, now = message.op, self._get(keys[0]) if keys else None
+        number, put = 0, list(zip(keys, values, strict=False))
+        if op == "add":
+            number = _number(now) + message.number
+            put = [(keys[0], str(number).encode())] if now is None or message.number else []
+        elif op == "append":
+            put = [(keys[0], (now or b"") + (values[0] or b""))]
+        elif op == "compare_set":
+            expected, desired = values
+            put = [(keys[0], desired)] if now == expected or (now is None and not expected) else []
+            number = len(put)
+        elif op == "delete":
+            number = sum(self._get(key) is not None for key in keys)
+            put = [(key, None) for key in keys] if number else []
+        elif op != "set":
+            raise ValueError("no such operation")
+        if not put:
+            send(_answer([values[0] if op == "compare_set" and now is None else now], number))
+            return
+        self._check_room(put)
+        self._stamp += 1
+        for key, value in put:
+            self._put(key, value, self._stamp)
+        if name[0] and len(keys) == 1 and not (op == "set" and _own(keys)):
+            self._marks.put(name[0], (name[1], number, keys[0]))
+        last = () if op == "set" else [self._get(key) for key in keys]
+        send(_answer(last, number, self._stamp, marks=self._marks.on(keys)))
+
+    def _get(self, key: str) -> bytes | None:
+        return self._values.get(key, (0, None))[1]
+
+    def _check_room(self, put: Iterable[tuple[str, bytes | None]]) -> None:
+        """Raises ValueError."""
+        more = 0
+        for key, value in put:
+            if len(key) + len(value or b"") > LARGEST:
+                raise ValueError(f"a value has {len(value or b'')} bytes, and may have {LARGEST}")
+            more += _size(key, value) - (_size(key, self._values[key][1]) if key in self._values else 0)
+        if more > 0 and self._bytes + more > self._most:
+            raise ValueError(f"the job's store is full ({self._most >> 20} MiB): it is for addresses, not for data")
+
+    def _put(self, key: str, value: bytes | None, stamp: int) -> None:
+        before = self._values.get(key)
+        if (before is not None and stamp < before[0]) or self._is_forgotten(key):
+            return
+        self._check_room([(key, value)])
+        self._bytes += _size(key, value) - (0 if before is None else _size(key, before[1]))
+        self._values[key] = stamp, value
+        self._deleted.pop(key, None)
+        if value is None:
+            self._leave_folder(key)
+            self._deleted[key] = None
+            if len(self._deleted) > DELETED:
+                self._remove(next(iter(self._deleted)))
+            return
+        self._folders.setdefault(_folder(key), {})[key] = None
+        for who in self._wanted.pop(key, ()):
+            waiting = self._waiting[who]
+            waiting.missing.discard(key)
+            if not waiting.missing:
+                del self._waiting[who]
+                waiting.send(self._found(waiting.message))
+
+    def _is_forgotten(self, key: str) -> bool:
+        return (generation_of(key) or self._forgotten + 1) <= self._forgotten
+
+    def _remove(self, key: str) -> None:
+        self._leave_folder(key)
+        self._deleted.pop(key, None)
+        self._bytes -= _size(key, self._values.pop(key)[1])
+
+    def _leave_folder(self, key: str) -> None:
+        folder = self._folders.get(_folder(key), {})
+        folder.pop(key, None)
+        if not folder:
+            self._folders.pop(_folder(key), None)
+
+    def _found(self, message: Ask) -> Found:
+        """With `around`, all that is in the folders of the keys asked for."""
+        if message.op == "around":
+            beside = [key for folder in {*map(_folder, message.keys)} for key in self._folders.get(folder, ())]
+            keys = list(dict.fromkeys((*message.keys, *beside)))
+            values = [self._get(key) for key in keys]
+            if sum(len(key) + len(value or b"") for key, value in zip(keys, values, strict=True)) <= LARGEST:
+                return replace(_answer(values), keys=tuple(keys))
+        values = [] if message.op == "wait" else [self._get(key) for key in message.keys]
+        if len(values) > 1 and sum(len(value or b"") for value in values) > LARGEST:
+            return _answer(error=TOO_MUCH)
+        return _answer(values)
+
+    def _listed(self) -> Found:
+        keys = [key for key in self._values if key not in self._deleted]
+        if sum(len(key) + 8 for key in keys) > LARGEST:
+            raise ValueError(f"{len(keys)} keys are more than an answer holds")
+        return Found(keys=tuple(keys))
+
+
+def _answer(values: Sequence[bytes | None] = (), number: int = 0, stamp: int = 0, error: str = "",
+            marks: Mapping[str, Mark] | None = None) -> Found:
+    return Found(values=encoded(values), number=number, stamp=stamp, marks=marks or {}, error=error)
+
+
+def generation_of(key: str) -> int | None:
+    """The generation whose members meet by this key; None: it is of none."""
+    found = _GENERATION.match(key)
+    return None if found is None else int(found[1][:18])
+
+
+def term_of(name: str) -> int:
+    """The term of the store of this name; 0: it has none, or there is no store yet."""
+    return int(name.partition(".")[0] or 0)
+
+
+def _named(once: str) -> tuple[str, int]:
+    """Slot and number of an ask, as ``SLOT:NUMBER``; without a name it is of no slot. Raises ValueError."""
+    slot, _, number = once.rpartition(":")
+    return (slot, int(number)) if once else ("", -1)
+
+
+def _own(keys: Sequence[str]) -> bool:
+    """Whether all of them are the plugin's, which meets again by other keys when something was lost."""
+    return bool(keys) and all(key.startswith(OWN) for key in keys)
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def _size(key: str, value: bytes | None) -> int:
+    return ENTRY_BYTES + len(key) + len(value or b"")
+
+
+def _number(value: bytes | None) -> int:
+    """As torch counts: a number is kept as text."""
+    return 0 if value is None else int(value)
+
+
+def encoded(values: Sequence[bytes | None]) -> tuple[str | None, ...]:
+    """Values as JSON has them."""
+    return tuple(None if one is None else base64.b64encode(one).decode() for one in values)
+
+
+def decoded(values: Sequence[Any]) -> list[bytes]:
+    """What `encoded` gave; nothing for what is not there."""
+    return [b"" if one is None else base64.b64decode(one) for one in values]

@@ -1,0 +1,364 @@
+"""A process's way to the coordinator's store, which is what torch's store is made of.
+
+Any thread may ask. Each ask has a connection to itself for as long as it lasts, and leaves it to the next one: so one
+thread can wait for a key that another one puts there, and none of it needs a thread of its own. A connection that ends
+is made again, until the ask's time is over. What this process has put into the store it remembers, and tells a
+coordinator that has come back with an empty one.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from megatron_recycle.control.rendezvous_store import DELETED, LARGEST, OWN, TOO_MUCH, decoded, encoded, term_of
+from megatron_recycle.control.sockets import SILENT_S, targets, watch_peer
+from megatron_recycle.control.wire import SecureChannel
+from megatron_recycle.membership.protocol import (
+    TO_STORE,
+    Ask,
+    Found,
+    Lives,
+    Mark,
+    Message,
+    StoreHello,
+    Welcome,
+    WireError,
+)
+
+Kind = TypeVar("Kind", bound=Message)
+_CONNECT_S = 5.0
+_TURN_S = 1.0
+"""The same, where the next address may be the right one."""
+_PAUSE = 0.05
+"""Seconds between tries to connect, and between looks at whether an ask was given up."""
+_UNANSWERED = 5.0
+_MARKS = 1 << 14
+"""Asks of other processes that are remembered as done."""
+
+
+class NotThere(TimeoutError):
+    """What was waited for did not come in time, or the coordinator was out of reach."""
+
+
+class GivenUp(RuntimeError):
+    """Whoever asked needs no answer any more."""
+
+
+@dataclass
+class Said:
+    """Values that a process has put into the store, each with its stamp, in case they must be told again."""
+
+    values: dict[str, tuple[bytes | None, int]] = field(default_factory=dict)
+    _deleted: dict[str, None] = field(default_factory=dict)
+
+    def put(self, key: str, value: bytes | None, stamp: int) -> None:
+        """None: it was deleted, which is remembered of the latest such keys."""
+        if stamp < self.values.get(key, (None, 0))[1]:
+            return
+        self.values[key] = value, stamp
+        self._deleted.pop(key, None)
+        if value is None:
+            self._deleted[key] = None
+            if len(self._deleted) > DELETED:
+                oldest = next(iter(self._deleted))
+                del self._deleted[oldest], self.values[oldest]
+
+
+@dataclass
+class Answer:
+    """`keys` are named where more was found than was asked for."""
+
+    keys: list[str]
+    values: list[bytes]
+    number: int
+
+
+@dataclass
+class _Slot:
+    """Asks that come one after the other: each has the slot's name and a number."""
+
+    name: str
+    number: int = 0
+
+
+class _Memory:
+    """What a process knows of the store: what it has put there, and which asks, of whomever, have been done."""
+
+    def __init__(self) -> None:
+        self.store = ""
+        """The one that answers: of a coordinator that was followed by another one no answer counts."""
+        self.told = ""
+        """The one that knows all of this."""
+        self._always = Said()
+        self._said: list[Said] = []
+        self._marks: dict[str, Mark] = {}
+
+    def said(self, most: int) -> Said:
+        """A new part of it. All but the latest ``most`` are forgotten; 0: the one part that is not."""
+        if not most:
+            return self._always
+        self._said.append(made := Said())
+        del self._said[:-most]
+        return made
+
+    def add(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], told: Found) -> None:
+        """This has become of an ask: of what was set it has no values, or, if it was set earlier, those of now."""
+        now = [None if one is None else base64.b64decode(one) for one in told.values]
+        for key, value in zip(keys, values if op == "set" and not now else now, strict=True):
+            said.put(key, value, told.stamp)
+        for slot, mark in told.marks.items():
+            self._marks.pop(slot, None)
+            self._marks[slot] = mark
+        while len(self._marks) > _MARKS:
+            del self._marks[next(iter(self._marks))]
+
+    def parts(self, rank: int) -> list[Ask]:
+        """All of it, as asks; the last one says whose it is."""
+        told = [(key, value, stamp) for said in (self._always, *self._said)
+                for key, (value, stamp) in said.values.items()]
+        parts = [*_parts(told)] or [()]
+        return [Ask("tell", tuple(key for key, _, _ in part), encoded([value for _, value, _ in part]),
+                    tuple(stamp for _, _, stamp in part), rank if part is parts[-1] else -1,
+                    marks=dict(self._marks) if part is parts[-1] else {}) for part in parts]
+
+
+class StoreClient:
+    """See the module.
+
+    Args:
+        address: "host:port" of the coordinator, or several, of which one leads.
+        token: the job's.
+        rank: of this process among the job's.
+    """
+
+    def __init__(self, address: str, token: str, rank: int = -1) -> None:
+        self.address = address
+        self._targets = targets(address)
+        self._token = token
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._idle: list[_Line] = []
+        self._name = secrets.token_hex(6)
+        self._slots: list[_Slot] = []
+        self._memory = _Memory()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def said(self, most: int) -> Said:
+        """A new memory of what is put there. All but the latest ``most`` are forgotten; 0: the one that is not."""
+        with self._lock:
+            return self._memory.said(most)
+
+    def ask(self, op: str, keys: Sequence[str], values: Sequence[bytes] = (), *, number: int = 0, timeout: float,
+            given_up: Callable[[], bool] = lambda: False, said: Said | None = None) -> Answer:
+        """The store's answer. Of an ask that has ended without one nobody knows whether it was done.
+
+        Raises:
+            NotThere: not within ``timeout`` seconds.
+            GivenUp: ``given_up()`` has become true.
+            ValueError: the store refuses.
+        """
+        for value in values:
+            if len(value) > LARGEST:
+                raise ValueError(f"a value of {len(value)} bytes, and the store takes {LARGEST}: it is for addresses, "
+                                 "not for data")
+        with self._lock:
+            slot = self._slots.pop() if self._slots else _Slot(f"{self._name}.{secrets.token_hex(3)}")
+        slot.number += 1
+        message = Ask(op, tuple(keys), encoded(values), number=number, once=f"{slot.name}:{slot.number}")
+        try:
+            told = self._answered(message, values, time.monotonic() + timeout, given_up, said)
+        finally:
+            with self._lock:
+                self._slots.append(slot)
+        if told.error == TOO_MUCH:
+            each = [self.ask("get", [key], timeout=timeout, given_up=given_up).values[0] for key in keys]
+            return Answer(list(keys), each, 0)
+        if told.error:
+            raise ValueError(f"the job's store: {told.error}")
+        return Answer([*(told.keys or keys)], decoded(told.values), told.number)
+
+    def tell(self, timeout: float) -> None:
+        """See to it that the coordinator which leads now knows what this process has put into the store of the one
+        before. Raises NotThere."""
+        self.ask("check", [OWN], timeout=timeout)
+
+    def _answered(self, message: Ask, values: Sequence[bytes], until: float, given_up: Callable[[], bool],
+                  said: Said | None) -> Found:
+        keys, why = ", ".join(message.keys)[:200], "not there in time"
+        while True:
+            line: _Line | None = None
+            try:
+                line = self._line(until, given_up)
+                told = line.exchange(message, Found, until, given_up)
+                if self._counts(line, message, values, told, said):
+                    return told
+            except (OSError, WireError) as error:
+                if isinstance(error, NotThere):
+                    raise NotThere(f"{keys}: {why}") from None
+                why = f"the coordinator at {self.address} cannot be reached ({error})"
+                if time.monotonic() >= until:
+                    raise NotThere(f"{keys}: {why}") from None
+                if given_up():
+                    raise GivenUp("the ask was given up") from None
+                time.sleep(_PAUSE)
+            finally:
+                if line is not None and not line.busy:
+                    with self._lock:
+                        self._idle.append(line)
+                elif line is not None:
+                    line.close()
+
+    def _counts(self, line: _Line, message: Ask, values: Sequence[bytes], told: Found, said: Said | None) -> bool:
+        """Whether this answer is one. It is remembered before another store is told all, or it is asked for again."""
+        with self._lock:
+            if line.store != self._memory.store:
+                line.busy = True
+                return False
+            if said is not None and told.stamp:
+                self._memory.add(said, message.op, message.keys, values, told)
+        return True
+
+    def _line(self, until: float, given_up: Callable[[], bool]) -> _Line:
+        with self._lock:
+            while self._idle:
+                if (line := self._idle.pop()).store == self._memory.store:
+                    return line
+                line.close()
+        failed: Exception = ConnectionError("not tried")
+        for target in self._targets:
+            try:
+                line = _Line.to(target, self._token, len(self._targets) > 1, until, given_up)
+            except (OSError, WireError) as error:
+                failed = error
+                self._targets = (*(each for each in self._targets if each != target), target)
+                continue
+            try:
+                self._tell_again(line, until, given_up)
+            except BaseException:
+                line.close()
+                raise
+            return line
+        raise ConnectionError(str(failed) or type(failed).__name__)
+
+    def _tell_again(self, line: _Line, until: float, given_up: Callable[[], bool]) -> None:
+        """An empty store hears of all that this process has put on the one before."""
+        with self._lock:
+            known = self._memory
+            if line.store == known.told:
+                return
+            if term_of(line.store) < term_of(known.store):
+                raise ConnectionResetError("another one leads by now")
+            known.store = line.store
+            parts = known.parts(self._rank)
+        for part in parts:
+            line.exchange(part, Found, until, given_up)
+        with self._lock:
+            if known.store == line.store:
+                known.told = line.store
+
+    def _forked(self) -> None:
+        """A child keeps no connection of its parent's open, and is another process."""
+        self._lock = threading.Lock()
+        for line in self._idle:
+            line.close()
+        self._idle, self._slots = [], []
+        self._name, self._rank = secrets.token_hex(6), -1
+
+
+class _Line:
+    """One connection, which one ask at a time has."""
+
+    def __init__(self, connection: socket.socket, token: str, one_of_many: bool) -> None:
+        self.busy = False
+        self.store = ""
+        """The name of the store there."""
+        self._silent = SILENT_S if one_of_many else math.inf
+        self._socket = connection
+        self._session = SecureChannel.client(token)
+
+    @classmethod
+    def to(cls, target: tuple[str, int], token: str, one_of_many: bool, until: float, given_up: Callable[[], bool]
+           ) -> _Line:
+        """A connection."""
+        until = min(until, time.monotonic() + (_TURN_S if one_of_many else _CONNECT_S))
+        connection = socket.create_connection(target, timeout=max(0.01, until - time.monotonic()))
+        try:
+            if connection.getsockname() == connection.getpeername():
+                raise ConnectionRefusedError("met itself: nobody listens there")
+            watch_peer(connection, _UNANSWERED)
+            connection.setblocking(False)
+            line = cls(connection, token, one_of_many)
+            while not line._session.open:
+                line._session.feed(line._receive(until, given_up))
+            line.store = line.exchange(StoreHello("store"), Welcome, until, given_up).store
+        except NotThere:
+            connection.close()
+            raise ConnectionError("no answer") from None
+        except BaseException:
+            connection.close()
+            raise
+        return line
+
+    def exchange(self, message: Message, kind: type[Kind], until: float, given_up: Callable[[], bool]) -> Kind:
+        """Say this and wait for the answer, which is of this ``kind``. Afterwards `busy` is whether none has come."""
+        self.busy = True
+        unsent = memoryview(self._session.seal(message))
+        while unsent:
+            try:
+                unsent = unsent[self._socket.send(unsent):]
+            except BlockingIOError:
+                self._wait(select.POLLOUT, until, given_up)
+        while True:
+            for answer in map(TO_STORE.read, self._session.feed(self._receive(until, given_up))):
+                if isinstance(answer, Lives):
+                    continue
+                if not isinstance(answer, kind):
+                    raise WireError(f"{answer.type}: it is not what was asked for")
+                self.busy = False
+                return answer
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self, until: float, given_up: Callable[[], bool]) -> bytes:
+        self._wait(select.POLLIN, until, given_up)
+        data = self._socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("closed by the coordinator")
+        return data
+
+    def _wait(self, event: int, until: float, given_up: Callable[[], bool]) -> None:
+        poll = select.poll()
+        poll.register(self._socket, event)
+        silent = time.monotonic() + self._silent
+        while not poll.poll(max(0.0, min(_PAUSE, until - time.monotonic())) * 1000):
+            if given_up():
+                raise GivenUp("the ask was given up")
+            if time.monotonic() >= until:
+                raise NotThere("not there in time")
+            if time.monotonic() >= silent:
+                raise ConnectionResetError("no sign of life: another one may lead")
+
+
+def _parts(told: Sequence[tuple[str, bytes | None, int]]) -> Iterable[Sequence[tuple[str, bytes | None, int]]]:
+    """Runs of values that fit into one message."""
+    part: list[tuple[str, bytes | None, int]] = []
+    size = 0
+    for one in told:
+        size += len(one[0]) + len(one[1] or b"") + 40
+        if part and size > LARGEST:
+            yield part
+            part, size = [], len(one[0]) + len(one[1] or b"") + 40
+        part.append(one)
+    if part:
+        yield part

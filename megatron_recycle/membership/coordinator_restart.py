@@ -1,0 +1,53 @@
+"""Coming back: a member that has lost its connection, or a coordinator that has died. Pure, like `machine`."""
+
+from __future__ import annotations
+
+from megatron_recycle.membership import boundary, failing, job_end, messages
+from megatron_recycle.membership.decisions import AwaitSaved, Decision, Emit, Step, Tell
+from megatron_recycle.membership.extension import IN_FORCE
+from megatron_recycle.membership.inputs import Hello, Restarted
+from megatron_recycle.membership.state import Phase, State
+
+
+def member(state: State, happened: Hello, now: float) -> Step:
+    """A member has a new connection. All that it may have missed is told again; hearing it twice does no harm."""
+    if happened.generation > state.generation:
+        # The journal has lost its end: start above what was announced.
+        return failing.next_generation(state.with_(generation=happened.generation), {}, now, now)
+    if state.phase is Phase.RETURNING:
+        return _returned(state, happened, now)
+    told: list[Decision] = []
+    to = (happened.member.incarnation,)
+    if state.generation > 1:
+        told.append(Tell(to, messages.stop(state)))
+    if state.phase is Phase.TRAINING and state.go is not None:
+        told.append(Tell(to, state.go))
+    if state.round.switch:
+        told.append(Tell(to, messages.switch(state)))
+    elif state.round.offered is not None:
+        told.append(Tell(to, state.round.offered))
+    return state, tuple(told)
+
+
+def coordinator(state: State, happened: Restarted, now: float) -> Step:
+    """Nothing is decided before the members have said where they stand, or have been silent for too long."""
+    if state.phase is not Phase.RETURNING:
+        return state, ()
+    restarted = Emit({"event": "restarted", "t": now, "generation": state.generation})
+    text = None if any(each.may_return(state) for each in IN_FORCE) else failing.stage_gone(state)
+    if text is not None:  # decided, but the end was not written down any more
+        state, ending = job_end.end(state, 1, text, now, again=True)
+        return state, (restarted, *ending)
+    return state, (restarted,) if state.closing is None else (restarted, AwaitSaved(state.generation))
+
+
+def _returned(state: State, happened: Hello, now: float) -> Step:
+    """If all members were told to go in the last generation, training has never stopped. If one was not, its
+    recovery was half done and is begun again."""
+    if happened.generation < state.generation:
+        return failing.next_generation(state, {}, now, now)
+    state = state.with_(returned=state.round.returned | {happened.member.worker})
+    if len(state.round.returned) < len(state.members):
+        return state, ()
+    state, decisions = boundary.switch(state.with_(phase=Phase.TRAINING), now)
+    return state, (*decisions, *(one for each in IN_FORCE for one in each.seek(state)))

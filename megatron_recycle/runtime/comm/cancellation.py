@@ -1,0 +1,198 @@
+"""Waits in a library that cannot be told to end them, and ways to leave them.
+
+When gloo closes a connection it fails whatever is queued there, but not the transfer that it is in the midst of: who
+waits for a tensor of which a part has come, or gone, when its peer dies waits until the limit of the operation, half
+an hour, and would be taken for stalled. So a helper does the waiting, and is left behind in that case. Nothing writes
+to the tensor any more: the connection is closed.
+
+A wait can also be left while the connection stays, by the communicator's cancel token: the operation goes on, and may
+be waited for again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from megatron_recycle.runtime.comm.threads import begin
+
+_LOOK_SECONDS = 0.25
+_LEFT_AFTER = 1.0
+"""Seconds after the abort. Other operations fail by themselves within milliseconds, and are waited for: a collective
+must not go on adding to a tensor that is used again."""
+WAITING = "recycle-wait"
+"""Name of the helpers' threads."""
+
+
+class Cancelled(RuntimeError):
+    """A wait was cancelled; its operation goes on."""
+
+    def __init__(self) -> None:
+        super().__init__("it is not waited for any more: what it belongs to is void")
+
+
+class CancelToken:
+    """Cancels all waits on a communicator, from any thread; once, and for good.
+
+    Attributes:
+        cancelled: whether it has done so. A wait that begins later ends at once.
+    """
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._lock = threading.Lock()
+        self._inside: set[Callable[[], None]] = set()
+
+    def cancel(self) -> None:
+        """Wake all threads that wait; they find that it is `cancelled`."""
+        with self._lock:
+            self.cancelled = True
+            inside = list(self._inside)
+        for wake in inside:
+            wake()
+
+    @contextmanager
+    def beside(self, wake: Callable[[], None]) -> Iterator[None]:
+        """A block in which a thread waits that ``wake()`` wakes, from any thread."""
+        with self._lock:
+            self._inside.add(wake)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside.discard(wake)
+
+
+@dataclass
+class Cancellation:
+    """How the waits on one communicator end early.
+
+    Attributes:
+        token: cancels them while operations go on. Another one takes its place once it has cancelled.
+        closed: whether the communicator's abort has done its work: what is not stuck in the library has ended.
+    """
+
+    token: CancelToken = field(default_factory=CancelToken)
+    closed: bool = False
+
+
+class Wait:
+    """The wait for one operation, by one thread at a time.
+
+    Args:
+        cancellation: of the operation's communicator.
+        stays: it is never cancelled: it takes no time.
+    """
+
+    __slots__ = ("_begun", "_cancellation", "_stays")
+
+    def __init__(self, cancellation: Cancellation, stays: bool = False) -> None:
+        self._cancellation, self._stays = cancellation, stays
+        self._begun: _Outcome | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a helper waits, or has waited, for the operation: `again` is what is left to do."""
+        return self._begun is not None
+
+    @property
+    def cancel_token(self) -> CancelToken:
+        """The one that this wait may be left through."""
+        return CancelToken() if self._stays else self._cancellation.token
+
+    def aside(self, block: Callable[[], object]) -> None:
+        """``block()`` by a helper, and what it raises. ``block`` must not keep the interpreter to itself.
+
+        Raises Cancelled, and RuntimeError if the communicator has been closed for a second and it has not ended.
+        """
+        try:
+            helper = _idle.pop()
+        except IndexError:
+            helper = _Helper()
+        self._begun = helper.ask(block)
+        self.again()
+
+    def again(self) -> None:
+        """Go on with a wait that was left. Raises as `aside`."""
+        outcome, cancel_token = self._begun, self.cancel_token
+        assert outcome is not None
+        limit = None
+        with cancel_token.beside(outcome.wake):
+            while not outcome.came(0 if cancel_token.cancelled else _LOOK_SECONDS):
+                if cancel_token.cancelled:
+                    raise Cancelled
+                now = time.monotonic()
+                limit = limit or (now + _LEFT_AFTER if self._cancellation.closed else None)
+                if limit is not None and now > limit:
+                    raise RuntimeError("gloo was in the midst of a transfer when its connection was closed")
+
+
+class _Outcome:
+    """The outcome of a helper's wait. A bare lock, since a Future's condition costs several times as much, for every
+    transfer."""
+
+    __slots__ = ("_failure", "_over", "_turn")
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._over = False
+        self._failure: BaseException | None = None
+
+    def tell(self, failure: BaseException | None) -> None:
+        self._failure = failure
+        self._over = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Let who waits look again."""
+        with suppress(RuntimeError):  # it is about to
+            self._turn.release()
+
+    def came(self, seconds: float) -> bool:
+        """Whether it is there within that time, or before, if woken. Raises what the wait has raised."""
+        if not self._over:
+            self._turn.acquire(timeout=seconds)
+        if not self._over:
+            return False
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # whose traceback has this frame
+        return True
+
+
+class _Helper:
+    def __init__(self) -> None:
+        self._asked: SimpleQueue[tuple[Callable[[], object], _Outcome]] = SimpleQueue()
+        begin(WAITING, self._serve)
+
+    def ask(self, wait: Callable[[], object]) -> _Outcome:
+        outcome = _Outcome()
+        self._asked.put((wait, outcome))
+        return outcome
+
+    def _serve(self) -> None:
+        while True:
+            wait, outcome = self._asked.get()
+            failure = None
+            try:
+                wait()
+            except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
+                failure = error
+            del wait  # and with it the tensor: whoever waits may count on being the last who has it
+            _idle.append(self)
+            outcome.tell(failure)
+            del outcome, failure
+
+
+_idle: deque[_Helper] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # their threads have stayed with the parent

@@ -1,0 +1,356 @@
+"""torch's process groups in a training job: between two iterations the script's own collectives are carried out here.
+
+torch's objects stay what they are: the methods of their class are replaced, for as long as the job trains. So groups
+that were made before, and by whatever way, are living ones. A group that is made later needs nobody's consent: it is
+a name, ranks, and nothing that could break.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.user_collectives.calls import Call, Objects
+from megatron_recycle.runtime.comm.user_collectives.exchange import Group
+from megatron_recycle.runtime.comm.user_collectives.torch_calls import METHODS
+from megatron_recycle.runtime.setup_record import Alone, done
+
+_OWN = "recycle/"
+"""Names of the runtime's own groups begin so."""
+
+
+class Groups:
+    """torch's groups, as all members of each know them: by its ranks, and a number among those of the same ranks."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+        self._counts: Counter[tuple[int, ...]] = Counter()
+
+    def note(self) -> None:
+        """Take in what has been made since the last time."""
+        for group, name in c10d._world.pg_names.items():
+            if group not in self._seen and not name.startswith(_OWN):
+                places = c10d._world.pg_group_ranks[group]
+                ranks = tuple(sorted(places, key=places.__getitem__))
+                self._seen[group] = Group(ranks, group.rank(), self._counts[ranks])
+                self._counts[ranks] += 1
+
+    def known(self, group: Any) -> Group | None:
+        """None: it is the runtime's own, or none any more."""
+        if group is dist.group.WORLD:  # the first of its ranks, whatever stands for it
+            return Group(tuple(range(group.size())), group.rank())
+        if group not in self._seen:
+            self.note()
+        return self._seen.get(group)
+
+
+class Asks(Enum):
+    """Who asks for an operation on a group."""
+
+    LIBRARY = "library"
+    """The framework inside of an iteration, or anybody before training: torch answers."""
+    SCRIPT = "script"
+    """The script between two iterations."""
+    TOGETHER = "together"
+    """The framework, in what all workers do together, and give up where a failure cuts it short."""
+    LATE = "late"
+    """The script of a worker that has come in, after an iteration that the others have behind them."""
+
+
+Stock = Callable[..., Any]
+
+class UnderWay(Protocol):
+    """Something that travels between two ranks. ``done``: whether it has come, or left."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+class Job(Protocol):
+    """The job, as the script's groups need it."""
+
+    def asks(self) -> Asks:
+        """Who asks, in this thread."""
+
+    def make(self, group: Group, call: Call) -> None:
+        """Carry ``call`` out. Raises JobEnded, UnsupportedError, and, in what is given up, GenerationOver."""
+
+    def recall(self, group: Group, call: Call) -> None:
+        """Give ``call`` the results that the others had of it before this worker came in, as far as they are known."""
+
+    def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
+        """The ranks of this worker's tensor-parallel parts, and their group of now; None if it has one part."""
+
+    def transfer(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool) -> UnderWay:
+        """Begin to send ``tensor`` to position ``peer``, or to receive it from there. Raises JobEnded, UnsupportedError
+        where that one is gone, and, in what is given up, GenerationOver."""
+
+    def arrive(self, message: UnderWay) -> None:
+        """Wait for it. Raises as `transfer`."""
+
+
+class Hollow(dist.ProcessGroup):
+    """A group that the script has made while the job trains: it is connected to nobody."""
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self._called = name
+
+    def _set_group_name(self, name: str) -> None:
+        self._called = name
+
+    @property
+    def group_name(self) -> str:
+        """torch's."""
+        return self._called
+
+    def getBackendName(self) -> str:
+        return "living"
+
+
+class ScriptGroups:
+    """Replaces the methods of torch's groups, from `install` to `close`.
+
+    Args:
+        job: carries calls out.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._put_back: list[Callable[[], None]] = []
+        self._batches = threading.local()
+        self._groups = Groups()
+        self._inside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+    def install(self) -> None:
+        """From now on. Once."""
+        self._groups.note()
+        for kind in (dist.ProcessGroup, Alone):
+            for name in (*METHODS, "send", "recv", "recv_anysource", "_start_coalescing", "_end_coalescing"):
+                if name in vars(kind):
+                    self._replace(kind, name, self._method(name, getattr(kind, name)))
+        # torch asks the default group for new groups, if it makes any.
+        self._replace(dist.ProcessGroup, "new_group", _While(self._new_group, lambda: self._job.asks() is not
+                                                             Asks.LIBRARY))
+        for name, carry, late in (("broadcast_object_list", self._broadcast_objects, False),
+                                  ("all_gather_object", self._all_gather_objects, False),
+                                  ("gather_object", self._gather_objects, False),
+                                  ("scatter_object_list", self._scatter_objects, False),
+                                  ("send_object_list", self._send_objects, True),
+                                  ("recv_object_list", self._receive_objects, True)):
+            function = self._function(getattr(c10d, name), carry, late)
+            for module in (dist, c10d):
+                self._replace(module, name, function)
+
+    def close(self) -> None:
+        """torch's groups are as they were."""
+        for put_back in reversed(self._put_back):
+            put_back()
+        self._put_back.clear()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = vars(owner).get(name, self)
+        self._put_back.append(lambda: delattr(owner, name) if before is self else setattr(owner, name, before))
+        setattr(owner, name, value)
+
+    # ---- collectives
+
+    def _method(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        read = METHODS.get(name)
+
+        @functools.wraps(stock)
+        def method(group: dist.ProcessGroup, *given: Any, **keywords: Any) -> Any:
+            asks = self._job.asks()
+            if asks is Asks.LIBRARY:
+                if (now := self._of_now(group)) is not group:  # which may be of another class: the group of one that
+                    return getattr(now, name)(*given, **keywords)  # has come in is Alone
+                return stock(group, *given, **keywords)
+            if (found := self._groups.known(group)) is None or (
+                    len(found.ranks) == 1 and not isinstance(group, Hollow)):
+                return stock(group, *given, **keywords)
+            arguments = [*given, *keywords.values()]
+            if read is None:
+                return self._transfer(name, functools.partial(stock, group, *given, **keywords), found, arguments)
+            self._carry_out(asks, found, read(len(found.ranks), arguments))
+            return done(arguments[0] if arguments and name != "barrier" else None)
+
+        return method
+
+    def _of_now(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """What stands for ``group`` inside of an iteration: one that holds a worker's tensor-parallel parts, whoever
+        has made it, is the generation's, which ends with it and frees a part that waits for one that is gone. A
+        backward may name the one of an earlier generation, in which its forward was run."""
+        inside = self._job.inside()
+        if inside is None:
+            return group
+        self._inside.add(inside[1])
+        if group in self._inside:
+            return inside[1]
+        found = self._groups.known(group)
+        return inside[1] if found is not None and found.ranks == inside[0] else group
+
+    def _carry_out(self, asks: Asks, group: Group, call: Call) -> None:
+        if asks is Asks.LATE:
+            self._job.recall(group, call)
+        else:
+            self._job.make(group, call)
+
+    # ---- between two ranks
+
+    def _transfer(self, name: str, stock: Callable[[], Any], found: Group,
+                  given: Sequence[Any]) -> Any:
+        if name == "_start_coalescing":
+            self._batches.open = []
+            return None
+        if name == "_end_coalescing":
+            works, self._batches.open = self._batches.open, None
+            return _All(works)
+        if name == "recv_anysource":
+            raise UnsupportedError("recv() from any rank is not there between two iterations: name the sender")
+        tensor, peer, tag = given[0][0], given[1], given[2] if len(given) > 2 else 0
+        if peer == found.me:
+            return stock()
+        work = _Transfer(self._job, self._job.transfer(found, peer, tensor, tag, name == "send"))
+        if (batch := getattr(self._batches, "open", None)) is not None:
+            batch.append(work)
+        return work
+
+    def _send_objects(self, asks: Asks, where: Group, dst: int | None = None, group_dst: int | None = None,
+                      **given: Any) -> None:
+        self._exchange_objects(where, _position(where, dst, group_dst), sends=True)
+
+    def _receive_objects(self, asks: Asks, where: Group, src: int | None = None, group_src: int | None = None,
+                         **given: Any) -> int:
+        position = _position(where, src, group_src)
+        self._exchange_objects(where, position, sends=False)
+        return where.ranks[position]
+
+    def _exchange_objects(self, where: Group, position: int, sends: bool) -> None:
+        for _ in range(2):  # torch sends their length first
+            self._job.transfer(where, position, torch.empty(0), 0, sends)
+
+    # ---- groups
+
+    def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None,
+                   group_name: str = "", group_desc: str | None = None) -> dist.ProcessGroup | None:
+        """In place of what torch would do to make a group: connect all of its members."""
+        self._groups.note()
+        me = dist.get_rank()
+        return Hollow(list(ranks).index(me), len(ranks), group_name) if me in ranks else None
+
+    # ---- objects: torch measures them first, with a collective of its own, between which somebody may die
+
+    def _function(self, stock: Stock, carry: Callable[..., Any], late: bool) -> Stock:
+        """What stands for torch's function ``stock``: ``carry``, which gets all arguments by name, where it is called
+        of a living group, and if ``late`` only by one that is."""
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def function(*given: Any, **keywords: Any) -> Any:
+            named = signature.bind(*given, **keywords)
+            named.apply_defaults()
+            return self._called(carry, late, functools.partial(stock, *given, **keywords), **named.arguments)
+
+        return function
+
+    def _called(self, carry: Callable[..., Any], late: bool, stock: Callable[[], Any], group: Any = None,
+                **given: Any) -> Any:
+        asks, where = self._asks(group)
+        if where is None or (late and asks is not Asks.LATE):
+            return stock()
+        return carry(asks, where, **given)
+
+    def _broadcast_objects(self, asks: Asks, where: Group, object_list: list[Any], src: int | None = None,
+                           group_src: int | None = None, **given: Any) -> None:
+        root = _position(where, src, group_src)
+        call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
+        self._carry_out(asks, where, call)
+        if call.found and (where.me != root or asks is Asks.LATE):  # then another one has told in its place
+            object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+
+    def _all_gather_objects(self, asks: Asks, where: Group, object_list: list[Any], obj: Any, **given: Any) -> None:
+        call = Objects("all_gather_object", pickle.dumps(obj))
+        self._carry_out(asks, where, call)
+        object_list[:len(where.ranks)] = map(pickle.loads, call.found)
+
+    def _gather_objects(self, asks: Asks, where: Group, obj: Any, object_gather_list: list[Any] | None = None,
+                        dst: int | None = None, group_dst: int | None = None, **given: Any) -> None:
+        call = Objects("gather_object", pickle.dumps(obj), sink=_position(where, dst, group_dst))
+        self._carry_out(asks, where, call)
+        if object_gather_list is not None and call.found:
+            object_gather_list[:len(where.ranks)] = map(pickle.loads, call.found)
+
+    def _scatter_objects(self, asks: Asks, where: Group, scatter_object_output_list: list[Any],
+                         scatter_object_input_list: list[Any] | None = None, src: int | None = None,
+                         group_src: int | None = None, **given: Any) -> None:
+        root = _position(where, src, group_src)
+        own = [pickle.dumps(each) for each in scatter_object_input_list or ()] if where.me == root else []
+        call = Objects("scatter_object_list", own, source=root)
+        self._carry_out(asks, where, call)
+        if call.found and call.found[root]:
+            scatter_object_output_list[0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+
+    def _asks(self, group: Any) -> tuple[Asks, Group | None]:
+        """Who asks, and for which living group; None: it is torch's own."""
+        asks = self._job.asks()
+        if asks is Asks.LIBRARY or group is dist.GroupMember.NON_GROUP_MEMBER:
+            return asks, None
+        found = self._groups.known(group or c10d._get_default_group())
+        return asks, None if found is None or len(found.ranks) == 1 else found
+
+
+class _While:
+    """An attribute of a class that is there as long as ``wanted()``: a method of its objects."""
+
+    def __init__(self, method: Callable[..., Any], wanted: Callable[[], bool]) -> None:
+        self._method, self._wanted = method, wanted
+
+    def __get__(self, owner: Any, kind: Any = None) -> Callable[..., Any]:
+        if not self._wanted():
+            raise AttributeError("new_group")
+        return self._method
+
+
+class _Transfer(dist.Work):
+    """A tensor under way between two ranks; one that is received is there once this has been waited for."""
+
+    def __init__(self, job: Job, message: UnderWay) -> None:
+        super().__init__()
+        self._job, self._message = job, message
+
+    def is_completed(self) -> bool:
+        return self._message.done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._job.arrive(self._message)
+        return True
+
+
+class _All(dist.Work):
+    """Several, as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+
+def _position(group: Group, rank: int | None, position: int | None) -> int:
+    return position if position is not None else group.ranks.index(rank or 0)

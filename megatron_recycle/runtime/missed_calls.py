@@ -1,0 +1,86 @@
+"""What of the script's calls a worker that comes in has missed: which they were, and what they have brought."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import CONTROL
+from megatron_recycle.runtime.comm.user_collectives.calls import Call
+from megatron_recycle.runtime.comm.user_collectives.exchange import Group
+from megatron_recycle.runtime.comm.user_collectives.packing import rows_of_all
+from megatron_recycle.runtime.comm.user_collectives.results import Results, as_row, recall
+from megatron_recycle.runtime.place import Place
+
+_BROUGHT = CONTROL.take("what the script's calls have brought", 2)
+"""Its length, and all of it."""
+
+
+class Missed:
+    """Small results of calls, kept on all that have made them, for those that come in.
+
+    Args:
+        place: position, grid, ranks.
+
+    Attributes:
+        passed: by a group's key, the last call that all have made before this worker came in where they were already.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._results = Results()
+        self._groups: dict[str, Group] = {}
+        self.passed: dict[float, float] = {}
+
+    def note(self, group: Group, number: int, call: Call) -> None:
+        """``call`` has ended."""
+        self._groups[group.name] = group
+        self._results.note(group.name, number, as_row(call))
+
+    def recall(self, group: Group, number: int, call: Call) -> str:
+        """Give ``call`` what the others got, or say why that is not known."""
+        row = self._results.of(group.name, number)
+        if row is None:
+            return "no result is kept for others: each member has its own, or it is larger than 1 MiB, or too long ago"
+        return "" if recall(call, row) else "others of its group have called something else there"
+
+    def tell_passed(self, groups: Groups, begun: Mapping[float, float], comes: bool) -> None:
+        """Tell those that come in which calls are made: ``begun`` here. ``comes``: this worker does. Raises
+        GenerationOver."""
+        made = {key: max(begun.get(key, 0.0), self.passed.get(key, 0.0)) for key in {*begun, *self.passed}}
+        told = rows_of_all(groups.control, [*made.items()])
+        for key, number in told if comes else ():
+            self.passed[key] = max(self.passed.get(key, 0.0), number)
+
+    def tell(self, groups: Groups, joined: Collection[int]) -> None:
+        """Give the processes ``joined``, which come in, the results of their groups' calls. Raises GenerationOver."""
+        comm = groups.control
+        everyone = sorted(rank for worker in groups.members for rank in self._place.ranks[worker])
+        stay = {everyone[process]: process for process in range(comm.size) if process not in joined}
+        if comm.rank in joined:
+            self._take(groups, [*stay.values()])
+            return
+        sent: list[Pending] = []
+        for process in joined:
+            names = {name: to.name for name in self._results.groups
+                     if (to := self._groups[name].told_to(everyone[process], stay, self._place)) is not None}
+            told = self._results.told(names)
+            sent.append(comm.send(torch.tensor([len(told)]), process, _BROUGHT[0]))
+            if told:
+                data = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+                sent.append(comm.send(data, process, _BROUGHT[1]))
+        for pending in sent:
+            pending.wait()
+
+    def _take(self, groups: Groups, others: Collection[int]) -> None:
+        comm = groups.control
+        lengths = {process: torch.zeros(1, dtype=torch.int64) for process in others}
+        for pending in [comm.receive(length, process, _BROUGHT[0]) for process, length in lengths.items()]:
+            pending.wait()
+        for pending in [comm.receive(torch.empty(int(length), dtype=torch.uint8), process, _BROUGHT[1])
+                        for process, length in lengths.items() if int(length)]:
+            pending.wait()
+            self._results.take(pending.tensor.numpy().tobytes())

@@ -1,0 +1,154 @@
+"""An attempt at an iteration that outlives its generation: the worker goes on there.
+
+An attempt is given up between two actions, or while one waits for a message; that action begins again. Its sums, its
+activations and all messages that it has sent are kept until the iteration is committed: what a dead worker has done is
+run again by its peers, which read those messages once more, and stages that have reduced already may have to do so
+again.
+
+Where a worker has parts (tensor parallelism), that counts which all of them have done (`membership.redo`). W needs
+nobody else, so that a part catches up with what others have done of those; and a forward that another part has lost, or
+not come to, is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.membership.protocol import Carry
+from megatron_recycle.membership.report import KeptReport
+from megatron_recycle.plan import Action, Plan, Worker
+from megatron_recycle.runtime.comm.messages import Meta
+from megatron_recycle.runtime.compute.memory import ActivationMemory
+from megatron_recycle.runtime.computed import Computed
+from megatron_recycle.runtime.place import Place
+
+Log = Mapping[Action, Sequence[torch.Tensor]]
+"""The tensors of a worker's messages, whether or not anybody has read them, by the action that has made each: where a
+worker has several chunks, two of its messages may have one name."""
+
+
+@dataclass(frozen=True)
+class ResumableAttempt:
+    """An attempt that may be taken up again.
+
+    Attributes:
+        iteration: of it.
+        chain: the attempt that began with the first of its actions.
+        done: the actions, in order.
+        computed: by them.
+        log: messages that they have made.
+        metas: shapes of the activations that this worker has sent, by the boundary that they cross.
+        microbatches: of each pipeline; the script may have changed that.
+        block: micro-batches of a block of the exact reduction.
+        lent: digest of the plan that it has followed, where that lends layers.
+    """
+
+    iteration: int
+    chain: int
+    done: tuple[Action, ...]
+    computed: Computed
+    log: Log
+    metas: Mapping[int, Meta]
+    microbatches: int
+    block: int
+    lent: str = ""
+
+    def report(self, committed: int) -> KeptReport:
+        """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
+        guess may turn out wrong, and with it the parameters that all this was computed with."""
+        return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1,
+                          self.microbatches, self.block, self.lent)
+
+    def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> ResumableAttempt:
+        """With exactly these actions done: forwards, whose backwards are not done, are dropped, and W are run."""
+        for action in {*self.done} - {*done}:
+            if action.kind != "F" or action[1:] in self.computed.queues:
+                raise AssertionError(f"{place.name} cannot undo {action}")
+            ends = (place.first(action.chunk), False), (place.last(action.chunk), True)
+            self.computed.forget(action, [end for here, end in ends if here])
+            memory.drop(action[1:])
+        had = {*self.done}
+        with torch.no_grad():
+            for action in [action for action in done if action not in had]:
+                if action.kind != "W" or not self.computed.queues[action[1:]].alone:
+                    raise AssertionError(f"{place.name} cannot catch up with {action}")
+                self.computed.weigh(action)
+                memory.weight(action[1:])
+        return replace(self, done=done)
+
+
+@dataclass(frozen=True)
+class ResumedIteration:
+    """An iteration that goes on where it stood, as the go says (`membership.redo.carried`).
+
+    Attributes:
+        iteration: of it.
+        chain: as `ResumableAttempt.chain`.
+        plan: each worker's list begins with what it has done.
+        done: how many of its actions each worker has done.
+        provisional: whether some of them were done after a guess that may turn out wrong.
+        loss: the iteration's loss and weight (`LossRelay.wait`), if some script has been given them already.
+    """
+
+    iteration: int
+    chain: int
+    plan: Plan
+    done: Mapping[Worker, int]
+    provisional: bool
+    loss: tuple[float, float] | None = None
+
+    @classmethod
+    def read(cls, told: Carry) -> ResumedIteration:
+        """From a go."""
+        done = {Worker.parse(name): count for name, count in told.done.items() if count}
+        return cls(told.iteration, told.chain, Plan.from_file(told.plan), done, told.provisional, told.loss)
+
+
+class AttemptLog:
+    """Whether an attempt can be taken up again where it is given up.
+
+    Args:
+        chain: the attempt that began with the first of its actions.
+        wanted: whether it is to be.
+        sound: whether what has come is in memory once it was waited for: then an abort spoils nothing computed of it.
+
+    Attributes:
+        torn: whether it is in the midst of an action that cannot be begun again.
+        used: the forward of the backward under way, as long as nothing else is lost if that comes to nothing.
+        log: messages that its actions have made.
+        over: the end of the generation, which an action has met as it told what it had made.
+    """
+
+    def __init__(self, chain: int, wanted: bool, sound: bool) -> None:
+        self.chain, self.wanted, self.sound = chain, wanted, wanted and sound
+        self.torn = False
+        self.used: Action | None = None
+        self.log: dict[Action, Sequence[torch.Tensor]] = {}
+        self.over: GenerationOver | None = None
+
+    def done(self) -> None:
+        """An action is done. Raises GenerationOver if it has met that."""
+        self.torn, self.used = False, None
+        if self.over is not None:
+            raise self.over
+
+    def made(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """``action`` has made a message of these."""
+        if self.wanted:
+            self.log[action] = [tensor.detach() for tensor in tensors]
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A block in which an action tells others what it has made: where that may be told again, the action comes to
+        its end all the same."""
+        try:
+            yield
+        except GenerationOver as error:
+            if not self.wanted:
+                raise
+            self.over = error

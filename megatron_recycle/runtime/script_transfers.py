@@ -1,0 +1,188 @@
+"""What the script sends from one rank to another between two iterations, through failures.
+
+Messages of a pair are numbered, on both ends alike. A failure voids all that is under way: then receivers say which
+messages they have, and senders send all others again. For that each keeps what it has sent last. With a rank that is
+gone there is nothing to be made again: its partners get an error that names it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import CONTROL
+from megatron_recycle.runtime.comm.user_collectives.exchange import Group
+from megatron_recycle.runtime.comm.user_collectives.packing import rows_of_all
+from megatron_recycle.runtime.place import Place
+
+SENT = CONTROL.take("what the script sends", 2**26, again=True)
+"""By the message, and the groups that it travels on: nothing of older ones is taken for it."""
+_MOST = 64 * 2**20
+"""Bytes that are kept of what has left, at most."""
+
+
+@dataclass(eq=False)
+class Message:
+    """A tensor that the script sends, or receives.
+
+    Attributes:
+        pair: of which it is: a group, the script's tag, sender and receiver.
+        number: of it in its pair, from 1.
+        peer: rank of the other end.
+        data: what is sent, or room for what comes, in CPU memory.
+        into: where the script wants what comes; None: it is sent.
+        pending: its transfer, if that has begun on the groups in force.
+        done: whether it has come, or left.
+        lost: why it never will.
+        once: whether it is given up with the generation.
+    """
+
+    pair: str
+    number: int
+    peer: int
+    data: torch.Tensor
+    into: torch.Tensor | None
+    pending: Pending | None = None
+    done: bool = False
+    lost: str = ""
+    once: bool = False
+
+    @property
+    def what(self) -> str:
+        """torch's name of the call."""
+        return "send" if self.into is None else "recv"
+
+    @property
+    def key(self) -> float:
+        """What both ends know its pair by."""
+        return _key(self.pair)
+
+
+class Transfers:
+    """One process's messages.
+
+    Args:
+        place: position, grid, ranks.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._begun = Counter[str]()
+        """By pair: the messages of this process."""
+        self._incoming: set[str] = set()
+        """The pairs in which it receives."""
+        self._kept: list[Message] = []
+        """Those under way, and those that have left last: their receivers may not have them."""
+
+    def begin(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool,
+              only: object = None) -> Message:
+        """The script's next message, to or from position ``peer`` of ``group``; `post` it. ``only``: the epoch with
+        which it is given up; None: it never is."""
+        me, other = group.ranks[group.me], group.ranks[peer]
+        first, second = (me, other) if sends else (other, me)
+        pair = f"{group.name}/{tag}/{first} to {second}" + (f"/{only}" if only else "")
+        self._begun[pair] += 1
+        if not sends and not only:
+            self._incoming.add(pair)
+        data = tensor.detach().cpu().contiguous().clone() if sends else torch.empty(tensor.shape, dtype=tensor.dtype)
+        return Message(pair, self._begun[pair], other, data, None if sends else tensor, once=only is not None)
+
+    def post(self, message: Message, groups: Groups, epoch: object) -> None:
+        """Have ``message`` travel, on the groups of ``epoch``, unless it does or never will. Raises GenerationOver."""
+        if message.pending is not None or message.done or message.lost:
+            return
+        if message not in self._kept and not message.once:
+            self._kept.append(message)
+        everyone = self._everyone(groups)
+        if message.peer not in everyone:
+            self._lose(message, "is gone")
+            return
+        tag = SENT[zlib.crc32(f"{message.pair}/{message.number}/{epoch}".encode())]
+        start = groups.control.send if message.into is None else groups.control.receive
+        message.pending = start(message.data, everyone.index(message.peer), tag)
+
+    def arrive(self, message: Message, groups: Groups, epoch: object) -> None:
+        """Wait until ``message`` has come, or left. Raises GenerationOver."""
+        self.post(message, groups, epoch)
+        if message.pending is None or message.done:
+            return
+        message.pending.wait()
+        message.done = True
+        if message.into is not None:
+            self._forget(message)
+            with torch.no_grad():
+                message.into.copy_(message.data)
+            return
+        left = [sent for sent in self._kept if sent.done]
+        while sum(sent.data.nbytes for sent in left) > _MOST:
+            self._kept.remove(left.pop(0))
+
+    def reconcile(self, groups: Groups, epoch: object, joined: Collection[int] = ()) -> None:
+        """On new groups: find out what has arrived, and send again what has not. ``joined``: processes that come in,
+        whose predecessors' messages are nobody's. Raises GenerationOver."""
+        everyone = self._everyone(groups)
+        stay = {rank for process, rank in enumerate(everyone) if process not in joined}
+        comes = groups.control.rank in joined
+        for message in [*self._kept]:
+            message.pending = None
+            if comes or message.peer not in stay:
+                self._lose(message, "was out meanwhile" if message.peer in everyone else "is gone")
+        receives = [message for message in self._kept if message.into is not None]
+        had = rows_of_all(groups.control, [] if comes else [
+            *((_key(pair), float(self._begun[pair])) for pair in sorted(self._incoming)),
+            *((message.key, -float(message.number)) for message in receives)])
+        wanted = {(key, -number) for key, number in had if number < 0}
+        asked = {key: number for key, number in had if number > 0}
+        for message in [*self._kept]:
+            if message.into is None and message.number <= asked.get(message.key, 0) and (
+                    message.key, message.number) not in wanted:
+                message.done = True
+                self._kept.remove(message)
+        if wanted:
+            self._find_lost(groups, wanted)
+        for message in [*self._kept]:
+            message.done = False  # it is under way again, whoever has waited for it
+            self.post(message, groups, epoch)
+
+    def _find_lost(self, groups: Groups, wanted: Collection[tuple[float, float]]) -> None:
+        """Some messages that are ``wanted`` have left too long ago to be sent again."""
+        sent = {_key(pair): count for pair, count in self._begun.items() if pair not in self._incoming}
+        there = {(message.key, float(message.number)) for message in self._kept}
+        gone = rows_of_all(groups.control, sorted(
+            (key, number) for key, number in wanted if number <= sent.get(key, 0) and (key, number) not in there))
+        for message in [*self._kept]:
+            if message.into is not None and (message.key, float(message.number)) in gone:
+                self._lose(message, f"had sent more than {_MOST // 2**20} MiB since, when a failure cut it short")
+
+    def _forget(self, message: Message) -> None:
+        if not message.once:
+            self._kept.remove(message)
+
+    def _lose(self, message: Message, why: str) -> None:
+        self._forget(message)
+        if not message.done:
+            message.lost = (
+                f"the script calls {message.what}() with rank {message.peer} (worker "
+                f"{self._place.names[message.peer]}), which {why}: nobody can take its part between two ranks. Use a "
+                "collective, leave it out, or let the worker be started again (max_restarts)")
+
+    def _everyone(self, groups: Groups) -> list[int]:
+        """Ranks of all that are alive."""
+        return sorted(rank for worker in groups.members for rank in self._place.ranks[worker])
+
+
+def raise_if_lost(message: Message) -> None:
+    """Raises UnsupportedError if ``message`` will never come, or leave."""
+    if message.lost:
+        raise UnsupportedError(message.lost)
+
+
+def _key(pair: str) -> float:
+    return float(zlib.crc32(pair.encode()) + 1)
