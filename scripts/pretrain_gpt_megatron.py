@@ -244,7 +244,7 @@ def log(step: Any, args: argparse.Namespace, iteration: int, seconds: float, los
     """Megatron's log line, on the last rank; with the plugin on the last one that is left, with its part."""
     import torch.distributed as dist
 
-    if not getattr(step, "speaks", lambda: dist.get_rank() == dist.get_world_size() - 1)():
+    if not getattr(step, "is_logging_rank", lambda: dist.get_rank() == dist.get_world_size() - 1)():
         return
     extra = getattr(step, "log_part", lambda: "")()
     print(f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.iterations:8d} |"
