@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,27 +17,19 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Process, Standing
 from megatron_recycle.plan import Action, Costs, Grid, Message, Problem, Worker
 from megatron_recycle.planner.merge_bw import merged
 from megatron_recycle.runtime import attempt as attempts
-from megatron_recycle.runtime.activity import Activity
 from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
-from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.computed import Computed
-from megatron_recycle.runtime.generation import Current, Program, Scope
-from megatron_recycle.runtime.grids import Grids
-from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
+from megatron_recycle.runtime.generation import Program, Scope
 from megatron_recycle.runtime.lent.terms import HOME
-from megatron_recycle.runtime.phases import Phases
-from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.site import Framework, Meters, Site
 from megatron_recycle.runtime.stage import Forward
-from megatron_recycle.runtime.trainable import Trainable
+from tests.fakes.site import PlainStage, site_of
 
 WIDTH, PIPELINES, MICROBATCHES = 8, 2, 4
 CPU, FIRST = torch.device("cpu"), Worker(0, 0)
@@ -67,18 +59,12 @@ class Model(nn.Module):
         return self.head(self.doubled(x))
 
 
-class FirstStage:
+class FirstStage(PlainStage):
     """As the runtime sees a framework's stage; its outputs' gradients are given."""
 
-    device, shards, tied_stages = CPU, None, ()
-
     def __init__(self, dtype: torch.dtype | None) -> None:
-        self.module = Model()
-        self.gradient_dtype, self.report_width = dtype, 0
-        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-    def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
-        return nullcontext()
+        super().__init__(Model())
+        self.gradient_dtype = dtype
 
     def forward(self, inputs: Any, batch: Any) -> Forward:
         outputs = self.module(batch[0])
@@ -101,17 +87,9 @@ class Alone:
         self.stage = FirstStage(dtype)
         self.standing = Standing(Process(me))
         self.standing.join(1)
-        grid = Grid(2, (MICROBATCHES,) * PIPELINES)
-        agent: Any = SimpleNamespace(stop_generation=1, ended=None)
-        config = RecycleConfig(reduction="exact" if exact else "fast", check_forward=False)
-        self.site: Any = Site(
-            place=Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo"),
-            config=config, agent=agent,
-            framework=Framework(self.stage, Splitter(self.stage.module, kernel), self, Generators(CPU),
-                                Grids(grid, config.block_size)),
-            network=None, phases=Phases(self.standing, agent, Activity(1.0), None), trainable=Trainable(
-                self.stage, Neighbourhood({me.stage: None}, (0, 1), lambda module: None, False)),
-            meters=Meters(CPU), asked=None, current=Current())
+        self.site: Any = site_of(
+            self.stage, me=me, grid=Grid(2, (MICROBATCHES,) * PIPELINES), data=self, standing=self.standing,
+            splitter=Splitter(self.stage.module, kernel), reduction="exact" if exact else "fast", check_forward=False)
         self.memory, self.watch = self.site.meters.memory, self.site.meters.watch
         self.layout = self.site.trainable.layout
         self.metas: dict[int, Any] = {}
@@ -355,7 +333,8 @@ def test_sums_that_are_lent_come_back_whatever_happens():
 def test_each_layer_of_each_micro_batch_draws_numbers_of_its_own():
     """Were they those of another layer, dropout would be equal with lent layers and without, and worse."""
     drawn: list[int] = []
-    generators = SimpleNamespace(seed=drawn.append)
+    site = site_of(PlainStage(nn.Linear(1, 1)))
+    site.framework.generators.seed = drawn.append  # type: ignore[method-assign]
 
     def running(chunk, span, seed):
         seed(3)
@@ -364,8 +343,7 @@ def test_each_layer_of_each_micro_batch_draws_numbers_of_its_own():
 
     loans = SimpleNamespace(span=lambda chunk, microbatch: HOME, running=running)
     attempt = SimpleNamespace(_span=lambda action: (0, HOME), _shared=SimpleNamespace(loans=loans), _iteration=1,
-                              _site=SimpleNamespace(
-        config=RecycleConfig(), framework=SimpleNamespace(generators=generators), place=SimpleNamespace(chunks=(0,))))
+                              _site=site)
     for pipeline, microbatch in ((0, 0), (0, 1), (1, 0)):
         Attempt._running(attempt, Action("F", pipeline, microbatch))
     assert len(set(drawn)) == len(drawn) == 6

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_recycle.config import RecycleConfig
-from megatron_recycle.plan import Worker
+from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.user_edits import UserEdits
+from tests.fakes.site import PlainStage, site_of
 
 
 class Clamped(nn.Module):
@@ -24,18 +24,8 @@ class Clamped(nn.Module):
 
 @pytest.fixture
 def between() -> UserEdits:
-    nothing = SimpleNamespace(adopt=lambda *_: None, adopt_trackers=lambda: None)
-    module = Clamped()
-    stage = SimpleNamespace(module=module, shards=None, may_guess_wrong=False, references={},
-                            counters=dict, look=lambda: False,
-                            state=lambda: {"parameter weight": module.weight.detach()})
-    guard = SimpleNamespace(returns=False, void=lambda _: False)
-    site: Any = SimpleNamespace(stage=stage, framework=SimpleNamespace(generators=nothing), config=RecycleConfig(),
-                                place=SimpleNamespace(me=Worker(0, 1)),
-                                trainable=SimpleNamespace(initial_state=None, shards={}, guard=guard,
-                                                          lay_out=lambda: None))
     stepper: Any = SimpleNamespace(confirmed=False, standing=SimpleNamespace(committed=0, stepped=1))
-    return UserEdits(site, stepper)
+    return UserEdits(site_of(PlainStage(Clamped()), me=Worker(0, 1), grid=Grid(2, (1,))), stepper)
 
 
 def iterations(between: UserEdits, changing: str) -> int:

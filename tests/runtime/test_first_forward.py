@@ -17,47 +17,37 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.activity import Activity
 from megatron_recycle.runtime.compute import find_generators
-from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.first_forward import first_forward
-from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Forward
+from tests.fakes.site import PlainStage, site_of
 
 CPU = torch.device("cpu")
 TABLE: dict[str, Any] = {}
 
 
-class Site:
-    """What the check asks of a worker's `runtime.site.Site`, with one stage that is ``module``."""
+class Checked:
+    """A worker whose first forward is checked; its stage is ``module``."""
 
     def __init__(self, module: nn.Module, reduction: str = "exact", **settings: Any) -> None:
-        self.place = Place(Worker(0, 0), Grid(1, (1,)), {Worker(0, 0): (0,)}, "gloo")
-        self.config = RecycleConfig(reduction=reduction, **settings)
-        self.exact = reduction == "exact"
-        self.stage = SimpleNamespace(module=module, device=CPU)
-        self.framework = SimpleNamespace(generators=Generators(CPU))
-        self.framework.generators.adopt("the model", module)
-        self.activity = Activity(1.0)
-        self.phases = SimpleNamespace(working=lambda what: self.activity.during("working", what))
-        self.unchecked = {0}
+        self.site = site_of(PlainStage(module), reduction=reduction, **settings)
+        self.unchecked = self.site.unchecked
+        self.activity, self.generators = self.site.phases.activity, self.site.framework.generators
         self.metered: list[bool] = []
 
     def run(self, inputs: tuple[torch.Tensor, ...] | None, batch: Any, metered: bool) -> Forward:
         self.metered.append(metered)
-        self.framework.generators.seed(7)
-        made = self.stage.module(batch if inputs is None else inputs[0])
+        self.generators.seed(7)
+        made = self.site.stage.module(batch if inputs is None else inputs[0])
         return Forward((inputs, made), (made,), None, roots=(made,))
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None = None, batch: Any = None) -> torch.Tensor:
         """The outputs of the first micro-batch."""
         given = (torch.ones(2, 4, requires_grad=True),) if inputs is None and batch is None else inputs
-        with self.framework.generators.kept():
-            made: Any = first_forward(self, SimpleNamespace(siblings=None), 0, self.run, given, batch)  # type: ignore
+        with self.generators.kept():
+            made: Any = first_forward(self.site, SimpleNamespace(siblings=None), 0, self.run, given, batch)  # type: ignore
         return made.outputs[0]
 
 
@@ -115,14 +105,14 @@ def _anew() -> torch.Generator:
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_exact_refuses_what_is_drawn_out_of_sight_and_names_the_layer(name):
-    site = Site(model(nn.Dropout(0.5), Noise(DRAWS[name])))
+    site = Checked(model(nn.Dropout(0.5), Noise(DRAWS[name])))
     with pytest.raises(UnsupportedError, match=r"on worker 0:0, because of layer 1\.2 \(Noise\)\. .*check_forward"):
         site.forward()
     assert site.unchecked == {0}
 
 
 def test_fast_names_the_layer_once_and_trains_on():
-    site = Site(model(Noise(hidden)), "fast")
+    site = Checked(model(Noise(hidden)), "fast")
     with lines() as said:
         site.forward()
     assert len(said) == 1 and "because of layer 1.1 (Noise)" in said[0] and not site.unchecked
@@ -159,11 +149,11 @@ class Between(nn.Module):
     (lambda: nn.Sequential(Between(), Noise(hidden)), r"layer 0 \(Between\)")])
 def test_the_layer_whose_own_code_draws_is_named(module, named):
     with pytest.raises(UnsupportedError, match=f"because of {named}"):
-        Site(module()).forward()
+        Checked(module()).forward()
 
 
 def test_a_loss_that_draws_is_told_from_the_layers():
-    site = Site(model())
+    site = Checked(model())
     run = site.run
 
     def with_loss(*given: Any) -> Forward:
@@ -187,7 +177,7 @@ class Late(nn.Module):
 def test_a_generator_that_the_first_forward_makes_is_set_before_the_one_that_counts():
     """So that it is no fault, and other workers draw the same numbers."""
     with lines() as said:
-        sites = [Site(nn.Sequential(Late())) for _ in range(2)]
+        sites = [Checked(nn.Sequential(Late())) for _ in range(2)]
         assert torch.equal(*(site.forward() for site in sites))
     assert not said and sites[0].metered == [False, True, False]
 
@@ -205,7 +195,7 @@ class Drops(nn.Module):
 
 def test_what_is_drawn_by_place_passes_with_the_numbers_that_it_has_without_the_check():
     torch.manual_seed(3)
-    site = Site(model(Drops(), nn.Dropout(0.3)))
+    site = Checked(model(Drops(), nn.Dropout(0.3)))
     before = _state()
     with lines() as said:
         out = site.forward()
@@ -213,7 +203,7 @@ def test_what_is_drawn_by_place_passes_with_the_numbers_that_it_has_without_the_
     assert torch.equal(out, site.run((torch.ones(2, 4),), None, True).outputs[0])
     assert not said and not site.unchecked and site.metered == [False, True, True]
     out.sum().backward()
-    assert all(parameter.grad is not None for parameter in site.stage.module.parameters())
+    assert all(parameter.grad is not None for parameter in site.site.stage.module.parameters())
 
 
 def _state() -> list[Any]:
@@ -237,11 +227,11 @@ class Counts(nn.Module):
 
 
 def test_what_forwards_leave_behind_is_as_after_one():
-    checked, once = Site(Counts()), Site(Counts())
+    checked, once = Checked(Counts()), Checked(Counts())
     given = torch.randn(6, 4)
     out = checked.forward((given.clone().requires_grad_(),))
     alone = once.run((given,), None, True).outputs[0]
-    one, other = checked.stage.module, once.stage.module
+    one, other = checked.site.stage.module, once.site.stage.module
     assert torch.equal(out, alone) and (one.calls, one.name) == (1, "new.")
     assert torch.equal(one.mean, other.mean) and torch.equal(one.last, other.last)
     assert all(torch.equal(mine, others) for mine, others in zip(one.buffers(), other.buffers(), strict=True))
@@ -260,10 +250,10 @@ class Depends(nn.Module):
 
 def test_a_count_that_outputs_depend_on_is_found():
     with pytest.raises(UnsupportedError, match="the code of Depends"):
-        Site(Depends()).forward()
-    fast = Site(Depends(), "fast")
+        Checked(Depends()).forward()
+    fast = Checked(Depends(), "fast")
     fast.forward()
-    assert fast.stage.module.calls == 1
+    assert fast.site.stage.module.calls == 1
 
 
 class Writes(nn.Module):
@@ -274,7 +264,7 @@ class Writes(nn.Module):
 
 def test_inputs_and_data_that_a_layer_writes_to_are_whole_again():
     for given in ({"inputs": (torch.zeros(3, dtype=torch.int64),)}, {"batch": torch.zeros(3)}):
-        assert Site(Writes()).forward(**given).tolist() == [1, 1, 1]
+        assert Checked(Writes()).forward(**given).tolist() == [1, 1, 1]
         assert not next(iter(given.values()))[0].any()
 
 
@@ -285,14 +275,14 @@ def test_time_is_counted_apart():
             return x * 1
 
     said: list[str] = []
-    site = Site(Asks())
+    site = Checked(Asks())
     site.activity.work("forward")
     site.forward()
     assert said == ["first forward", "forward"] and site.metered == [False, True]
 
 
 def test_a_forward_that_fails_or_is_given_up_is_run_twice_the_next_time():
-    site = Site(model())
+    site = Checked(model())
     run = site.run
     for at in range(2):
         def fails(*given: Any, at: int = at) -> Forward:
@@ -344,7 +334,7 @@ def test_generators_that_a_layers_code_reaches_by_name_are_set_by_place(name, mo
     script.inner.TABLE, script.inner.outer = {"g": torch.Generator()}, script
     monkeypatch.setitem(globals(), "user_rngs", script)
     reached = REACHED[name]
-    site = Site(model(Noise(lambda: torch.rand(1, generator=reached()))))
+    site = Checked(model(Noise(lambda: torch.rand(1, generator=reached()))))
     site.forward()
     assert site.metered == [False, True]
 
@@ -354,7 +344,7 @@ def test_the_first_layer_of_a_large_model_is_searched_too():
     layers[0].own = torch.Generator()
     layers[0].draw = lambda: torch.rand(1, generator=layers[0].own)
     layers[1].draw = lambda: 0
-    site = Site(nn.Sequential(layers[0], *[nn.Dropout(0.1) for _ in range(3000)], layers[1]))
+    site = Checked(nn.Sequential(layers[0], *[nn.Dropout(0.1) for _ in range(3000)], layers[1]))
     site.forward()
     assert site.metered == [False, True]
 
@@ -362,5 +352,5 @@ def test_the_first_layer_of_a_large_model_is_searched_too():
 def test_a_search_that_ends_early_says_so(monkeypatch):
     monkeypatch.setattr(find_generators, "_MOST", 50)
     with lines() as said:
-        Site(nn.Sequential(*[nn.Dropout(0.1) for _ in range(100)]))
+        Checked(nn.Sequential(*[nn.Dropout(0.1) for _ in range(100)]))
     assert len(said) == 1 and "Sequential leads to more than 50 objects" in said[0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed import HashStore
 
 from megatron_recycle.config import RecycleConfig
@@ -24,17 +25,18 @@ from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.comm.rendezvous import meet, unless_interrupted
 from megatron_recycle.runtime.comm.threads import Threads
-from megatron_recycle.runtime.compute.random_state import Generators, Seeds
+from megatron_recycle.runtime.compute.random_state import Seeds
 from megatron_recycle.runtime.recovery import await_stop, connect_limit
 from megatron_recycle.runtime.worker import StageWorker
+from tests.fakes.site import AgentAlone, PlainStage, site_of
 
 
 def worker(ended: End | None) -> Any:
     """In generation 2, the last that was announced."""
-    agent = SimpleNamespace(stop_generation=2, ended=ended, out_of_reach=False, hint=lambda generation, error: None)
-    return SimpleNamespace(
-        agent=agent, config=SimpleNamespace(heartbeat_timeout=0.1, heartbeat_interval=0.1, report_timeout=0.1),
-        interrupted=lambda standing: agent.stop_generation > 2 or agent.ended is not None)
+    agent = AgentAlone(generation=2)
+    agent.ended = ended
+    return site_of(PlainStage(nn.Linear(1, 1)), agent=agent, heartbeat_timeout=0.2, heartbeat_interval=0.05,
+                   report_timeout=0.1)
 
 
 STANDING = Standing(Process(Worker(0, 0)), epoch=Epoch(2))
@@ -103,7 +105,7 @@ def test_the_end_waits_for_what_was_left_behind():
     ends, threads = threading.Event(), Threads()
     left = threads.start("left behind", ends.wait, 10.0)
     threading.Timer(0.2, ends.set).start()
-    made = SimpleNamespace(leave=lambda: None, site=SimpleNamespace(network=threads))
+    made = SimpleNamespace(leave=lambda: None, site=site_of(PlainStage(nn.Linear(1, 1)), network=threads))
     MethodType(StageWorker.close, made)()
     assert not left.is_alive()
 
@@ -157,11 +159,11 @@ def test_connecting_gets_more_time_with_more_ranks_and_after_each_try_that_took_
 
 
 def test_a_script_finds_its_random_numbers_as_it_left_them_though_its_worker_comes_in_and_compares_data(monkeypatch):
-    draws = Generators(torch.device("cpu"))
+    site = site_of(PlainStage(nn.Linear(1, 1)))
+    draws = site.framework.generators
     comes_in = SimpleNamespace(
         standing=Standing(Process(Worker(0, 0))), stepper=None, _loop=SimpleNamespace(telling=nullcontext),
-        site=SimpleNamespace(framework=SimpleNamespace(generators=draws), config=RecycleConfig(),
-                             phases=SimpleNamespace(waiting=lambda what: nullcontext())))
+        site=site)
     monkeypatch.setattr(recovery, "join", lambda *_: Seeds(draws, 7).set(1, 11) or SimpleNamespace(plan=None))
     monkeypatch.setattr(worker_module, "announce", lambda site, plan: None)
     before = random.getstate(), torch.get_rng_state()

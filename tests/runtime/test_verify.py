@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
-from megatron_recycle.plan import Worker
+from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime import replica_check as verify
 from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
+from tests.fakes.site import PlainStage, site_of
 
 PEERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
 
@@ -27,9 +29,7 @@ def test_a_copy_that_takes_long_is_no_lost_message_though_all_others_wait(me, mo
     for name in ("give", "take"):
         monkeypatch.setattr(verify, name, copied)
     monkeypatch.setattr(verify, "stage_tensors", lambda stage: {})
-    site: Any = SimpleNamespace(
-        phases=SimpleNamespace(working=lambda what: activity.during(WORKING, what)), place=SimpleNamespace(me=me),
-        stage=SimpleNamespace(device="cpu"), agent=SimpleNamespace(event=lambda *_, **__: None))
+    site = site_of(PlainStage(nn.Linear(1, 1)), me=me, grid=Grid(1, (1, 1, 1)), activity=activity)
     stepper: Any = SimpleNamespace(facts=dict, enter=lambda *_: None, standing=SimpleNamespace(committed=3))
     generation: Any = SimpleNamespace(groups=None)
     with activity.during(WAITING, "a check"):
