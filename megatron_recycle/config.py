@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -360,6 +361,7 @@ class RecycleConfig:
             )
 
 
+@functools.cache
 def options() -> tuple[Option, ...]:
     """All settings in the order of their declaration."""
     hints = get_type_hints(RecycleConfig)

@@ -18,6 +18,12 @@ def seeds(usual: int) -> list[Any]:
     return [*range(usual), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(usual, 6 * usual))]
 
 
+def by_day(count: int, values: Iterable[Any]) -> list[Any]:
+    """All of ``values``, the first ``count`` of them by day too."""
+    return [value if number < count else pytest.param(value, marks=pytest.mark.night)
+            for number, value in enumerate(values)]
+
+
 def rows(*values: Iterable[Any], every: int) -> list[Any]:
     """All combinations of ``values``, one of ``every`` by day; if ``every`` divides none of their counts, each value is
     met by day."""

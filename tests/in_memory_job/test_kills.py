@@ -18,7 +18,7 @@ from tests.in_memory_job.job import Job, Shape, check, undisturbed
 from tests.in_memory_job.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
 from tests.in_memory_job.wires import Asked
 from tests.moments import Moment
-from tests.seeds import seeds
+from tests.seeds import by_day, rows, seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
@@ -73,9 +73,8 @@ def test_an_evaluation_right_after_a_worker_has_come_back():
         check(job, job.wait(), came={"1:1"})
 
 
-@pytest.mark.parametrize("worker", SHAPES["saves"].workers)
-@pytest.mark.parametrize("phase", ["save", "saved"])
-def test_a_worker_killed_in_a_checkpoint(worker, phase):
+@pytest.mark.parametrize(("phase", "worker"), rows(["save", "saved"], SHAPES["saves"].workers, every=3))
+def test_a_worker_killed_in_a_checkpoint(phase, worker):
     """Before its part is written, and when all parts are there but not the name, which the first worker gives."""
     for iteration in range(1, 3):
         Scene("saves", SHAPES["saves"], [Moment(worker, phase, iteration - 1)], out={worker},
@@ -121,7 +120,7 @@ def test_the_fast_reduction_agrees_to_rounding():
             check(job, job.wait(), {worker}, within=1e-5)
 
 
-@pytest.mark.parametrize("seed", seeds(20))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_random_campaign(seed):
     """One or two deaths, at once, one in the recovery from the other, or while another stands elsewhere; deaths of the
     coordinator; processes that come back, or are declared out and do not know; messages that take a while."""
@@ -130,7 +129,7 @@ def test_random_campaign(seed):
 
 @pytest.mark.parametrize(("dies", "phase"), [
     ("2:0", "boundary"), ("2:0", "recovering"), ("0:1", "joining"), ("1:1", "joining"), ("2:1", "joined")])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", by_day(1, range(2)))
 def test_another_worker_dies_while_one_comes_in(dies, phase, seed):
     """At the boundary that it waits for, in the recovery that takes it in, while it gives or gets the state: the one
     that comes in may be that one. Then the first iteration with it is at risk."""
@@ -149,7 +148,7 @@ def test_another_worker_dies_while_one_comes_in(dies, phase, seed):
         assert {dies} >= {job.processes[rank].name for rank, result in results.items() if result.status != 0}
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", by_day(1, range(2)))
 def test_who_comes_back_costs_the_stages_that_lost_nobody_no_communicator(seed):
     """All others stand at a boundary then, and nothing is under way."""
     shape, late = replace(SHAPE, iterations=7), Moment("0:0", "forward", 1)
@@ -161,7 +160,7 @@ def test_who_comes_back_costs_the_stages_that_lost_nobody_no_communicator(seed):
     assert "stage0.0" not in made and {"stage1.0", "world.0", "control"} <= set(made)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", by_day(2, range(4)))
 def test_who_dies_costs_the_stages_that_lost_nobody_no_communicator(seed, monkeypatch):
     """All are in the middle of an iteration. Its own stage, and that of all, are made again; the others'
     stay, with a sum in them that all have begun."""
@@ -181,7 +180,7 @@ def test_who_dies_costs_the_stages_that_lost_nobody_no_communicator(seed, monkey
     assert made == {"stage1.0", "world.0", "control", *(["stage1.0-control"] if seed % 2 else [])}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", by_day(2, range(4)))
 def test_a_stage_that_is_in_the_middle_of_its_sum_gets_another_communicator(seed):
     """Two of its three have begun to reduce when somebody of another stage dies."""
     dies = Moment("1:1", "backward", 1)
@@ -202,7 +201,7 @@ def test_a_stage_that_has_nobody_left_ends_the_job_and_says_so():
     assert all("stage 1" in results[rank].error and "checkpoint" in results[rank].error for rank in range(3))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", by_day(2, range(4)))
 def test_without_failures_wrong_guesses_leave_the_bits_of_waiting_and_all_communicators(seed):
     """Every step is wrong at first; three in a row make the stages wait for each other."""
     job = Job(SHAPES["clipped"], seed=seed, slow=0.3)

@@ -19,7 +19,7 @@ from megatron_recycle.runtime.worker import StageWorker
 from tests.in_memory_job.job import Disk, Job, Killed, Shape, differences, undisturbed
 from tests.in_memory_job.model import Block, SmallStage
 from tests.moments import Moment
-from tests.seeds import seeds
+from tests.seeds import by_day, rows, seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
@@ -51,8 +51,7 @@ def check_ends_well(job: Job, out: Collection[str] = (), restored: int = 1) -> N
     assert committed[-1] == job.shape.iterations - 1 and set(committed) == {*range(job.shape.iterations)}
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("phase", "stage"), rows(PHASES, [0, 1], every=3))
 def test_the_last_two_workers_of_a_stage_are_killed_one_after_the_other(phase, stage):
     first, last = Moment(f"0:{stage}", "forward", 1), Moment(f"1:{stage}", phase, 5)
     with Job(SHAPE, [first, last], seed=stage) as job:
@@ -87,7 +86,7 @@ def test_another_stage_is_lost_before_the_next_copies(first, second):
 
 
 @pytest.mark.parametrize("dies", ["1:0", "1:1"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", by_day(1, range(2)))
 def test_another_failure_on_the_way_back(dies, seed):
     """The process that has come for the lost stage dies as well, or the keeper's peer."""
     kills = [Moment("0:0", "forward", 1), Moment("1:0", "backward", 5), Moment(dies, "joining", 4)]
@@ -118,9 +117,8 @@ def test_copies_of_what_is_made_again_are_not_gone_back_to():
     assert guard.report(None, -1) == GuardReport((2,), {1: (2,)})
 
 
-@pytest.mark.parametrize("guard", ["memory", "checkpoint"])
-@pytest.mark.parametrize("phase", ["evaluate", "save", "saved", "collective", "collected"])
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("guard", "phase", "stage"), rows(
+    ["memory", "checkpoint"], ["evaluate", "save", "saved", "collective", "collected"], [0, 1], every=3))
 def test_a_stage_that_is_lost_between_two_iterations_comes_back(phase, stage, guard):
     """The process that comes in passes over what the others' scripts have done there, and takes part in the rest."""
     shape = Shape(2, 2, 2, 6, evaluate=(2, 4), save=(2, 4), collect=(1, 3)).with_settings(guard=guard, guard_interval=2)
@@ -142,7 +140,7 @@ def test_evaluations_and_checkpoints_that_are_done_are_not_done_again():
     assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 3"]
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_random_last_copies(seed):
     """Any job, any two moments; the coordinator may die on the way."""
     draw = random.Random(seed)
@@ -179,8 +177,7 @@ def test_copies_from_before_the_script_has_changed_something_are_not_gone_back_t
 CHECKPOINTS = Shape(2, 2, 2, 8, save=(2, 4)).with_settings(guard="checkpoint")
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("phase", "stage"), rows(PHASES, [0, 1], every=3))
 def test_a_lost_stage_comes_back_from_the_newest_checkpoint(phase, stage):
     with Job(CHECKPOINTS, [Moment(f"0:{stage}", "forward", 1), Moment(f"1:{stage}", phase, 6)], seed=stage) as job:
         check_ends_well(job, out={f"0:{stage}"})

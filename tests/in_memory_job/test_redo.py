@@ -32,7 +32,7 @@ from megatron_recycle.runtime.stepper import Stepper
 from tests.in_memory_job.job import Job, Killed, Result, Shape, check, differences
 from tests.in_memory_job.scenes import SHAPES
 from tests.moments import Moment
-from tests.seeds import rows
+from tests.seeds import by_day, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
@@ -55,7 +55,7 @@ def lost(job: Job) -> list[int]:
     return [event["redone"] for event in job.control.events if event["event"] == "reconciled"]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", by_day(1, range(2)))
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
 @pytest.mark.parametrize(("worker", "phase", "nth"), [
     ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "backward", 0), ("1:0", "forward", 3)])
@@ -100,7 +100,7 @@ def test_work_on_a_wrong_guess_is_not_kept(worker):
         ended(shape, [Moment(worker, "forward", 1, nth)], seed=nth)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", by_day(1, range(2)))
 def test_a_gradient_may_come_before_the_forward_that_is_run_once_more(seed):
     """0:0 has sent nothing yet, and so does not know the shapes of the gradients that 1:1 has kept for it."""
     held, kill = Moment("0:0", "forward", 1), Moment("1:0", "weight", 1)
