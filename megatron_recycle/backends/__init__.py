@@ -1,4 +1,4 @@
-"""The frameworks that the plugin works with; each folder here is the only one that imports its framework."""
+"""The supported frameworks; each folder here is the only code that imports its framework."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ BACKENDS: Mapping[str, str] = {
     "megatron.training.global_vars": "megatron.hook:watch_arguments",
     "megatron.training.training": "megatron.training:install",
 }
-"""A framework's module -> the function of a backend here (``module:function``) that takes it over as soon as it is
-loaded; called with `Options`, and perhaps again with others."""
+"""A framework's module -> the backend function (``module:function``) that takes it over as soon as it is loaded. Called
+with `Options`, and perhaps again with others."""
 
 
 def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, data: Factory | None,
            observer: Observer | None, embed: Embed | None) -> None:
     """Make the installed frameworks build engines that survive failures; see `megatron_recycle.enable`.
 
-    A framework that the script never imports is not loaded, nor is its backend. ``embed`` starts a coordinator for a
-    job whose launcher brings none.
+    Frameworks that the script never imports are not loaded, and neither are their backends. ``embed`` starts a
+    coordinator for a job whose launcher brings none.
     """
     if Launched.read().by_recycle_run:
         take_over()

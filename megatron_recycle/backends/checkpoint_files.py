@@ -1,6 +1,6 @@
-"""Whether files of a checkpoint can be read, without reading them: they are there, and not cut off.
+"""A check that files of a checkpoint are present and not truncated, without reading them.
 
-torch writes zip archives, whose table is at their end. What has other bits than it had is not found so.
+torch writes zip archives, whose table is at their end. Bit rot is not detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ZIP = b"PK"
 
 
 def unreadable(files: Iterable[str | os.PathLike[str]], sizes: Mapping[str, int] | None = None) -> str | None:
-    """Why one of ``files`` cannot be read; None if all can. ``sizes``: bytes that files must have at least."""
+    """The reason why one of ``files`` cannot be read; None if all can. ``sizes``: the least bytes of files."""
     for file in map(Path, files):
         try:
             if (least := (sizes or {}).get(str(file))) is not None:
@@ -43,18 +43,18 @@ def unreadable(files: Iterable[str | os.PathLike[str]], sizes: Mapping[str, int]
 
 
 def started_again() -> bool:
-    """Whether this is another life of the job (`--job-restarts`), which nobody has chosen a checkpoint for."""
+    """Whether this is another life of the job (`--job-restarts`), whose checkpoint no user has chosen."""
     return Launched.read().by_recycle_run and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def newest_readable(folder: str, names: Sequence[Name], check: Callable[[Name], str | None],
                     device: torch.device | str | int) -> Name | None:
-    """The first one of ``names`` whose files can be read on all ranks, who call this together; None if there is none.
+    """The first of ``names`` whose files all ranks can read; None if there is none. All ranks call this together.
 
     Args:
         folder: of the checkpoints.
         names: the newest first; rank 0's count.
-        check: why this rank cannot read its files of one.
+        check: the reason why this rank cannot read a checkpoint's files, or None.
         device: where torch's default group communicates.
     """
     told = [list(names)]

@@ -1,4 +1,4 @@
-"""State that a forward leaves behind in the model: with it, results would depend on where micro-batches run."""
+"""State that a forward leaves in the model, which would make results depend on where micro-batches run."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch import nn
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 
-_FORWARDS = 3  # in which an attribute changes before somebody is told: what is computed once and kept does not
+_FORWARDS = 3  # forwards that must change an attribute before a warning: a cached value changes only once
 _SIMPLE = (bool, int, float, complex, str, torch.Tensor)
 _FRAMEWORKS = ("torch", "deepspeed", "megatron")
 _OWN = {"training", "_parameters", "_buffers", "_modules"}
 
 
 def statistics(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The parts of ``module`` that are known to keep running statistics, by name."""
+    """The parts of ``module`` of known types with running statistics, by name."""
     kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
     return [(name, part) for name, part in module.named_modules()
             if isinstance(part, kinds) and part.track_running_stats]
 
 
 class HiddenState:
-    """Watches what forwards of ``model`` change in it.
+    """Watches the changes that forwards of ``model`` make in it.
 
-    A buffer that changes is refused, whenever that happens: it is state by its name. A number, text or tensor
-    that is an attribute of a module may be state (a count of calls) or only be left for somebody to read (the last
-    loss), which nobody can tell; if each of the first forwards of a chunk of the model changes it, one line says so.
+    A changed buffer is always refused: a buffer is state by definition. A number, text or tensor attribute of a module
+    may be state (a count of calls) or only a value for later reading (the last loss). If each of the first forwards of
+    a chunk changes it, one line says so.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -41,7 +41,7 @@ class HiddenState:
         self._changing: dict[int, set[str]] = {}
 
     def unchanged(self, forward: Callable[[], Any], chunk: int = 0) -> Any:
-        """Run ``forward()``, of this chunk of the model; raises UnsupportedError naming the buffers that it changed."""
+        """Run ``forward()`` of this chunk of the model. Raises UnsupportedError naming the buffers that it changed."""
         before = self._versions()
         attributes = self._attributes() if self._looked[chunk] < _FORWARDS else None
         result = forward()
@@ -79,12 +79,12 @@ class HiddenState:
         found: dict[str, Any] = {}
         for name, module in self._modules:
             if type(module).__module__.partition(".")[0] in _FRAMEWORKS:
-                continue  # DeepSpeed's PipelineModule counts forwards for what is refused (seed_layers)
+                continue  # DeepSpeed's PipelineModule counts forwards for a refused option (seed_layers)
             for key, value in vars(module).items():
                 if key in _OWN or not isinstance(value, _SIMPLE):
                     continue
                 if not isinstance(value, torch.Tensor):
                     found[f"{name}.{key}".lstrip(".")] = (type(value), repr(value))
-                elif value.grad_fn is None:  # one with a graph behind it belongs to this forward
+                elif value.grad_fn is None:  # a tensor with a graph belongs to this forward
                     found[f"{name}.{key}".lstrip(".")] = (id(value), value._version)
         return found

@@ -1,4 +1,4 @@
-"""Code that runs when a module has been imported, so that nobody who does not use a framework loads it."""
+"""Code that runs after a module's import, so that unused frameworks are not loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _forget(name: str) -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Finds one module as everybody else would, once, with a loader that reports when it is done."""
+    """Finds one module as usual, once, with a loader that reports when it is done."""
 
     def __init__(self, name: str, then: Callable[[], None]) -> None:
         self.name = name

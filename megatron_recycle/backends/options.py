@@ -16,7 +16,7 @@ from megatron_recycle.runtime.start import Embed
 
 @dataclass(frozen=True)
 class Options:
-    """Settings come from ``config`` as they are, or are resolved from the framework's own configuration."""
+    """Settings: ``config`` as it is, or else resolved from the framework's own configuration."""
 
     config: RecycleConfig | None = None
     flags: argparse.Namespace | None = None
@@ -26,13 +26,13 @@ class Options:
     setup: SetUp | None = None
 
     def resolve(self, framework_config: Mapping[str, Any]) -> RecycleConfig:
-        """The settings of a job whose framework is configured by ``framework_config``. Raises ConfigError."""
+        """The settings of a job with the framework configuration ``framework_config``. Raises ConfigError."""
         if self.config is not None:
             return self.config
         return RecycleConfig.resolve(framework_config.get(SECTION), self.flags)
 
     def stay_off(self) -> None:
-        """Training begins without the plugin: nothing is recorded any more for who might join, and torch's groups are
-        stock's again."""
+        """Training begins without the plugin: nothing more is recorded for joiners, and torch's groups are stock's
+        again."""
         if self.setup is not None:
             self.setup.close()

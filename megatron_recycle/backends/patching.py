@@ -1,4 +1,4 @@
-"""What stands in the place of a framework's functions and values: for good, or inside a block."""
+"""Replacements of a framework's functions and values: for good, or inside a block."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from typing import Any
 
 STOCK = "recycle_stock"
-"""Attribute of what stands in the place of a framework's: that one."""
+"""Attribute of a replacement that holds the framework's original."""
 
 
 def stock_of(now: Any) -> Any:
-    """What ``now`` stands for; itself, if it is the framework's own."""
+    """The framework's original behind ``now``; ``now`` itself if it is the original."""
     return getattr(now, STOCK, now)
 
 
 def replace(holder: Any, name: str, function: Callable[..., Any]) -> None:
-    """Put ``function``, which is given the original one first, in that one's place; again: with another one."""
+    """Replace a function of ``holder`` by ``function``, which gets the original as first argument; repeatable."""
     setattr(holder, name, _standing_for(stock_of(getattr(holder, name)), function))
 
 
@@ -42,7 +42,7 @@ def _standing_for(stock: Any, function: Callable[..., Any]) -> Callable[..., Any
 
 @contextmanager
 def replaced(holder: Any, **values: Any) -> Iterator[None]:
-    """Inside the block ``holder``, an object or a module, has these ``values`` as attributes of its own."""
+    """Inside the block ``holder``, an object or a module, has these ``values`` as its own attributes."""
     own = vars(holder)
     before = {name: own[name] for name in values if name in own}
     own.update(values)

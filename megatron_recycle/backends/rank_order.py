@@ -11,19 +11,19 @@ from megatron_recycle.observe.log import get_logger
 
 
 def spreads(options: Options, settings: RecycleConfig, stages: int, parts: int, size: int) -> bool:
-    """Whether ranks are to be counted through a pipeline first; all processes come to the same answer.
+    """Whether ranks are to be counted through a pipeline first; all processes get the same answer.
 
     A process that joins, perhaps on a host with another number of workers, counts as the job did at its start.
     """
     launched = Launched.read()
 
     def find() -> bool:
-        if launched.local_size is None or launched.local_size >= size:  # nobody knows, or it makes no difference
+        if launched.local_size is None or launched.local_size >= size:  # unknown, or it makes no difference
             return False
         try:
             grid = placement(stages, parts, size, launched.local_size)
         except ConfigError:
-            return False  # the framework says better what is wrong with its numbers
+            return False  # the framework's own message on its numbers is better
         spread = grid.spreads(settings.placement)
         if spread and launched.rank == 0:
             get_logger().info(

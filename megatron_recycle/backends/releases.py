@@ -9,7 +9,7 @@ Release = tuple[int, ...]
 
 
 def release_of(version: str) -> Release:
-    """The numbers of ``version``, whoever has built it ("0.16.1+g55ac" is 0.16.1); empty if it is no version."""
+    """The numbers of ``version`` without build labels ("0.16.1+g55ac" is 0.16.1); empty if it is no version."""
     try:
         return Version(version).release
     except InvalidVersion:

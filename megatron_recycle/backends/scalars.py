@@ -1,4 +1,4 @@
-"""A job's state as numbers for its curves, which a framework's own writers take (TensorBoard, CSV, W&B)."""
+"""A job's state as numbers for curves in a framework's own writers (TensorBoard, CSV, W&B)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from megatron_recycle.plan import Plan
 
 
 class Scalars:
-    """Call it where an iteration's numbers are written: it returns `Recycle/...` and their values.
+    """Call it where an iteration's numbers are written: it returns `Recycle/...` names and their values.
 
-    `iteration_seconds` is the time since the call before, so that a failure is a peak; a worker that has just begun to
-    write has none yet.
+    `iteration_seconds` is the time since the last call, so that a failure is a peak; absent on a worker's first call.
     """
 
     def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
@@ -32,7 +31,7 @@ class Scalars:
                 (found if before is None else {**found, "iteration_seconds": now - before}).items()}
 
     def rerouted(self) -> int:
-        """Stages of micro-batches that run away from home in each iteration of the plan in use."""
+        """Stages of micro-batches that run as guests in each iteration of the plan in use."""
         plan = self._session.worker.plan
         if self._counted[0] is not plan:
             self._counted = (plan, sum(worker.pipeline != pipeline

@@ -1,9 +1,9 @@
 """One process's part in a job, from the coordinator's address to the end of the script: the same for all frameworks.
 
 A backend makes a `Session` as soon as its framework knows the grid, and starts it when the script first trains. The
-session begins iterations, knows whether the script is still where the job was before this worker came in, makes the
-script's errors and the job's end known to each other, and keeps what needs all workers from waiting for those that are
-gone. The backend's `runtime.stage.Stage` computes an iteration.
+session begins iterations, knows whether the script is still catching up with the job, and announces the script's errors
+and the job's end. It keeps operations that need all workers from waiting for dead ones. The backend's
+`runtime.stage.Stage` computes an iteration.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from megatron_recycle.runtime.start import connect
 from megatron_recycle.runtime.worker import StageWorker
 
 Restore = Callable[[Groups, str, str], None]
-"""(groups of those that are left, where a checkpoint is, the name of the try that wrote it): loads this worker's part
-of it; see `Framework.restore`."""
+"""(groups of the live workers, where a checkpoint is, the name of the try that wrote it): loads this worker's part of
+it; see `Framework.restore`."""
 SaveLast = Callable[[Groups, int], str]
-"""(groups of those that are left, last committed iteration) -> where the checkpoint is; see `StageWorker`."""
+"""(groups of the live workers, last committed iteration) -> where the checkpoint is; see `StageWorker`."""
 
 
 def _unprotected(place: Place, settings: RecycleConfig) -> str | None:
-    """What a job with one pipeline should know before anything fails; None: it has several, or a guard."""
+    """A warning, before anything fails, for a job with one pipeline and no guard; None for all others."""
     if place.grid.pipelines > 1 or settings.guard == "memory":
         return None
     guard = "`--recycle-guard memory`, which keeps each stage's copy on another one, " if place.grid.stages > 1 else ""
@@ -79,17 +79,17 @@ class Session:
     Args:
         place: position, grid, ranks.
         settings: of the job.
-        options: what `enable()` was given.
+        options: the arguments of `enable()`.
         device: where the stage computes.
 
     Attributes:
         agent: this process's link to the coordinator.
         network: makes the groups of a generation.
-        generators: what the user's code may draw random numbers from.
+        generators: all sources of random numbers that the user's code may draw from.
         grids: of iterations.
-        iteration: the one that the script has asked for last.
+        iteration: the last one that the script has asked for.
         busy: whether the runtime is at work, and not the script's own code.
-        shares: whether that is what all workers do `together`.
+        shares: whether the runtime is inside `together`, which all workers run.
     """
 
     def __init__(self, place: Place, settings: RecycleConfig, options: Options, device: torch.device) -> None:
@@ -131,23 +131,23 @@ class Session:
         return self.place.ranks[self.place.me][self.place.part]
 
     def seeds(self, kind: str = "data") -> Seeds:
-        """Random numbers by place for ``kind``, whatever reads or makes micro-batches."""
+        """Random numbers by place for ``kind``: the code that reads or makes micro-batches."""
         return Seeds(self.generators, self.settings.seed, kind)
 
     def start(self, stage: Stage, splitter: Deferring, data: DataSource, *, first: int = 0,
               number: int = 0, save_last: SaveLast | None = None, restore: Restore | None = None,
               folder: Callable[[], str | None] = lambda: None) -> None:
-        """The script is about to train for the first time: make the worker.
+        """Make the worker, when the script is about to train for the first time.
 
         Args:
             stage: the framework's side.
             splitter: defers weight gradients of the stage's linear layers.
             data: micro-batches by place.
             first: number of the script's first iteration.
-            number: of each pipeline's micro-batch that it begins with.
-            save_last: writes this worker's part of a last checkpoint; None: there is no such thing.
-            restore: loads this worker's part of a checkpoint of this run. Inside of it torch knows of those that are
-                left only. None: there is no such thing.
+            number: of each pipeline's first micro-batch.
+            save_last: writes this worker's part of a last checkpoint; None: not supported.
+            restore: loads this worker's part of a checkpoint of this run. Inside of it torch knows the live workers
+                only. None: not supported.
             folder: where the script saves, if that is known.
         """
         self.iteration = first - 1
@@ -181,7 +181,7 @@ class Session:
 
     @property
     def worker(self) -> StageWorker:
-        """This process as the runtime knows it, once the session is started."""
+        """This process as the runtime knows it. Requires `started`."""
         assert self._worker is not None
         return self._worker
 
@@ -189,9 +189,9 @@ class Session:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of the script that trains or evaluates: what it raises ends the script's part in the job.
+        """A training or evaluation call of the script: an error in it ends the script's part in the job.
 
-        Raises SystemExit at the end of the job, which one line says.
+        Raises SystemExit at the end of the job, with one log line.
         """
         self._thread = threading.get_ident()
         HERE.tell()
@@ -201,8 +201,8 @@ class Session:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Inside the block the runtime is at work, and not the script's own code. The job's end is the script's:
-        SystemExit. Status 0: others have ended well, and this is a part of a worker that had lost another part."""
+        """Inside the block the runtime is at work, and not the script's own code. The job's end raises SystemExit. Its
+        status is 0 if the other workers have ended well and this part was stranded."""
         before, self.busy = self.busy, True
         try:
             yield
@@ -215,25 +215,25 @@ class Session:
 
     @property
     def in_thread(self) -> bool:
-        """Whether it is the thread that trains that asks."""
+        """Whether the caller is the training thread."""
         return threading.get_ident() == self._thread
 
     @property
     def in_script(self) -> bool:
-        """Whether it is the script's own code that asks, in the thread that trains, between two iterations."""
+        """Whether the caller is the script's own code, in the training thread, between two iterations."""
         return self._worker is not None and not self.busy and self.in_thread
 
     def _outside(self) -> bool:
-        """Whether it is the script's own code that asks, between two iterations or behind the last one: not beside a
-        thread that trains."""
+        """Whether the caller is the script's own code, between two iterations or after the last one, while no other
+        thread trains."""
         trains = self._thread in {thread.ident for thread in threading.enumerate()}
         return not self.busy and (self.in_thread or not trains)
 
     def begin(self) -> bool:
-        """The script begins its next iteration, with which this worker takes part in the job if it does not yet.
+        """Begin the script's next iteration; the first call makes this worker take part in the job.
 
-        Returns whether the job had done it before this worker came in: then nothing is to be trained. The script's
-        loop passes over such iterations, so that it ends where the others' do.
+        Returns whether the job had done the iteration before this worker came in. Then nothing is to be trained: the
+        script's loop passes over it, and so ends with the other workers' loops.
         """
         self._begin()
         self.iteration += 1
@@ -246,29 +246,29 @@ class Session:
             self._groups.install()
 
     def resize(self, microbatches: int) -> None:
-        """From the script's next iteration on each pipeline has so many micro-batches. Raises UnsupportedError."""
+        """Set the micro-batches per pipeline from the script's next iteration on. Raises UnsupportedError."""
         policy, before = self.settings.policy, max(self.grids.of(self.iteration + 1).microbatches)
         if not POLICIES[policy].reroutes and microbatches != before:
             raise UnsupportedError(f"another number of micro-batches is not there with policy {policy}, whose plans "
                                    "are the coordinator's alone: leave policy out, or keep the batch size")
         if self.started and max(self.grids.of(self.iteration + 1).microbatches) != microbatches:
-            # Void iterations are brought to their end by all workers alike: they have to know of the same plan.
+            # All workers drain void iterations alike, so they need the same plan.
             self.worker.settle()
-        if self.started and self.worker.comes_in:  # it has been told the job's
+        if self.started and self.worker.comes_in:  # its grids are the job's already
             return
         if self.grids.change(self.iteration + 1, microbatches) and self.rank == 0:
             get_logger().info("megatron-recycle: from iteration %d on each pipeline has %d micro-batches",
                               self.iteration + 1, microbatches)
 
     def reshape(self, what: str) -> None:
-        """From the script's next iteration on stages may pass on other shapes, as all workers' scripts say by
+        """Allow other shapes between stages from the script's next iteration on. All workers' scripts say so by
         ``what``."""
         with self.call():
             self.worker.reshape(self.iteration + 1, what)
 
     def follow(self, microbatches: int) -> None:
-        """End this worker alone if its script, which has gone through its loop again, asks for other ``microbatches``
-        of a pipeline for the iteration that it has begun than the job's. Raises JobEnded."""
+        """End this worker alone if its script asks for another number of micro-batches than the job's for the iteration
+        begun: a script that catches up may compute another one. Raises JobEnded."""
         wanted = max(self.grids.of(self.iteration).microbatches)
         if microbatches != wanted:
             refuse_itself(self.worker.site, (
@@ -277,22 +277,22 @@ class Session:
                 "worker knows"))
 
     def train(self) -> float:
-        """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,
-        or the last one that is known if the job has done without this worker."""
+        """Run the iteration that the script has begun, through any failures. Returns the mean loss of its global batch,
+        or the last known one if the job has done it without this worker."""
         return self.worker.train(self.iteration)
 
     def save(self, what: str, write: Write, clear: Callable[[], None], otherwise: Callable[[], Any], *,
              ends: bool = False) -> Any:
-        """Write a checkpoint with all workers that are left, through failures. Returns True once it is there, or was
-        when this worker came in, and False where it cannot be written.
+        """Write a checkpoint with all live workers, through failures. Returns True once it is there, or was when this
+        worker came in, and False where it cannot be written.
 
         Args:
-            what: is written, in messages.
-            write: writes this worker's part. Inside of it torch knows of those that are left only.
-            clear: removes what there is of one that cannot be written.
-            otherwise: the framework's own way, between other calls than those of the thread that trains, and before
-                the first of them, where all are there.
-            ends: whether it is only the end of one that was begun before, if there is such.
+            what: the subject of messages.
+            write: writes this worker's part. Inside of it torch knows the live workers only.
+            clear: removes the remains of a checkpoint that cannot be written.
+            otherwise: the framework's own way. Runs for calls outside the training thread, or before the first
+                iteration, where no worker is missing.
+            ends: whether this only ends a write begun before, if there is one.
         """
         if not self.in_script:
             return self.together(what, otherwise, False)
@@ -315,7 +315,7 @@ class Session:
     @property
     def catches_up(self) -> bool:
         """Whether the script is at an iteration that the job had done before this worker came in, or came in again: the
-        others have done all that belongs to it."""
+        other workers have done all that belongs to it."""
         if self._worker is None:
             return is_joining()
         entered = self._worker.standing.joined_after
@@ -330,15 +330,15 @@ class Session:
     # ---- what all workers do together between two iterations
 
     def live(self) -> tuple[Worker, ...]:
-        """The workers that are left, in the order of their ranks."""
+        """The live workers, in the order of their ranks."""
         return self._worker.live() if self._worker is not None else tuple(self.place.ranks)
 
     def missing(self) -> list[str]:
-        """The workers that are not there any more."""
+        """The names of the grid's other workers."""
         return [str(worker) for worker in sorted(set(self.place.ranks) - set(self.live()))]
 
     def status(self) -> JobStatus:
-        """How the job is, for the script."""
+        """The job's status, for the script."""
         live, agent = self.live(), self.agent
         of = Counter(worker.stage for worker in live)
         few = tuple(stage for stage in sorted(of) if of[stage] == 1) if self.place.grid.pipelines > 1 else ()
@@ -348,8 +348,8 @@ class Session:
                          lives=agent.members)
 
     def is_logging_rank(self, which: int = 0) -> bool:
-        """Whether this worker says what is said once in a job: it is the first one that is left, or, where a framework
-        logs on its last rank, which has the loss, the last one of those that compute it (``which`` -1)."""
+        """Whether this is the logging rank: the first live worker in rank order or, with ``which`` -1, where a
+        framework logs on its last rank, the last live worker that computes the loss."""
         if self._worker is None:
             return False
         live = self.live()
@@ -357,16 +357,17 @@ class Session:
         return (with_loss or live if which else live)[which] == self.place.me
 
     def together(self, what: str, run: Callable[[], Any], otherwise: Any, without: str | None = None) -> Any:
-        """The result of ``run``, or ``otherwise``, with a line that says why, where not all workers can run it.
+        """The result of ``run``; or ``otherwise``, with a log line on why, where not all workers can run it.
 
         Args:
-            what: is run, in messages.
+            what: the subject of messages.
             run: waits for all workers.
-            without: what to say of it if some are missing, before their names.
+            without: the message if workers are missing, before their names.
 
-        Raises what ``run`` raises, unless that comes of a failure: the next iteration then begins with the recovery.
+        Raises the errors of ``run``, except those that a failure caused: the next iteration then begins with the
+        recovery.
         """
-        if self.in_script:  # in another thread of the script's the training loop must not run a second time
+        if self.in_script:  # called from another script thread, settling must not start a second training loop
             self.settle()
         if self.catches_up:
             get_logger().info("megatron-recycle: %s is left out: the job did that before this worker came in", what)
@@ -376,7 +377,7 @@ class Session:
                                without or f"{what} is left out while workers are missing", ", ".join(missing))
             return otherwise
         setup = self._options.setup
-        # A worker that joins leaves this out, also before its first iteration.
+        # Not recorded: a joining worker leaves this out, also before its first iteration.
         with self.at_work(), nullcontext() if setup is None else setup.apart():
             self.shares = True
             try:
@@ -394,17 +395,17 @@ class Session:
     # ---- the end
 
     def fail(self, error: BaseException) -> None:
-        """The script is over, by ``error``: tell the others, and wait for what they decide."""
+        """Report the ``error`` that ended the script, and wait for the coordinator's decision."""
         if self.agent.ended is not None:
             return
-        self.busy = True  # who reads parameters from now on is no script, and may be in the midst of a recovery
+        self.busy = True  # from now on a reader of parameters is not the script, and a recovery may be under way
         if self._worker is None:
             self.agent.ending(Fault.of(error))
         else:
             self._worker.fail(error)
 
     def finish(self) -> None:
-        """At the end of the process: if the script ended well, stand by until all others have ended too."""
+        """At the end of the process: if the script ended well, stand by until all other workers have ended too."""
         if self._worker is None:
             self.agent.close()
             return
@@ -426,17 +427,17 @@ class Session:
                 HERE.end(self.agent.ended.status, self.agent.ended.message)
 
     def _abort(self, generation: int) -> None:
-        """The generation in force is over, for another one of this number. In the agent's thread."""
+        """End the generation in force: the one numbered ``generation`` follows. Called in the agent's thread."""
         if self._worker is not None:
             self._worker.abort(generation)
 
 
 class LivingGroups:
-    """Carries out what the script asks of its groups, from its first iteration on.
+    """Carries out the script's calls to its groups, from its first iteration on.
 
     Args:
         session: this process's.
-        at_work: a block in which the runtime is.
+        at_work: a block during which the runtime is at work.
     """
 
     def __init__(self, session: Session, at_work: Callable[[], AbstractContextManager[None]]) -> None:
@@ -445,8 +446,8 @@ class LivingGroups:
 
     @contextmanager
     def _as_in_training(self) -> Iterator[None]:
-        """torch takes a function mode of the script away while that handles the call of a collective, and the runtime
-        may train in it: a step or an iteration is made again with all modes."""
+        """Restore the script's function modes, which torch disables while one of them handles a collective. The runtime
+        may train inside that call, and must repeat a step or an iteration under all modes."""
         with ExitStack() as modes:
             for mode in self._modes[len(_get_current_function_mode_stack()):]:
                 modes.enter_context(mode)
@@ -493,7 +494,7 @@ class LivingGroups:
 
     def arrive(self, message: UnderWay) -> None:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
-        once = not self._session.in_script  # else it is waited for in the midst of an iteration, say
+        once = not self._session.in_script  # otherwise the wait comes in the midst of an iteration, say
         with self._at_work(), self._as_in_training():
             assert isinstance(message, Message)
             self._session.worker.arrive(message, once)

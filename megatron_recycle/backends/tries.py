@@ -1,4 +1,4 @@
-"""Tries to write a checkpoint: each writes beside the checkpoint's place, which names what is whole alone.
+"""Tries to write a checkpoint beside its place, so that the place's name stands for whole checkpoints only.
 
 A try has a folder of its own, whose name begins with a dot, and ends in ``.part`` until all of it is there.
 """
@@ -12,11 +12,11 @@ from pathlib import Path
 
 
 class Try:
-    """One try to write the checkpoint ``place``, by a ``name`` that no other has.
+    """One try to write the checkpoint ``place``, with a unique ``name``.
 
     Attributes:
-        part: where it writes.
-        whole: where all of it is then, until it gets its name.
+        part: the folder for writing.
+        whole: the folder of the complete checkpoint, until it gets its name.
     """
 
     def __init__(self, place: Path, name: str) -> None:
@@ -26,20 +26,20 @@ class Try:
 
     @property
     def found(self) -> Path:
-        """Where the checkpoint is, which all know to be whole: who names it may have died before. What has its name
-        then is none, or an older one."""
+        """The folder of the checkpoint, once all workers know it to be whole. The worker that names it may have died
+        before: then ``place`` is missing, or an older checkpoint."""
         return self.whole if self.whole.exists() else self.place
 
     def finish(self, whole: Callable[[str], None], keeps: bool = False) -> None:
-        """Give what is written its name, once ``whole`` was called with that; ``keeps`` as in `give_name`."""
+        """Call ``whole`` with the place, and rename the written folder to it; ``keeps`` as in `give_name`."""
         self.part.rename(self.whole)
-        whole(str(self.place.absolute()))  # only names are given from here on, which need no room
+        whole(str(self.place.absolute()))  # only renames follow, which need no room
         give_name(self.whole, self.place, keeps)
 
 
 def give_name(hidden: Path, place: Path, keeps: bool = False) -> None:
-    """Give what is whole its name; what had it before goes, and what other tries have left. ``keeps``: but for files of
-    the one before that this one has not, the script's own beside stock's."""
+    """Rename the complete folder ``hidden`` to ``place``, and remove its predecessor and other tries' remains.
+    ``keeps``: keep those of the predecessor's files that the new folder lacks, the script's own beside stock's."""
     old = hidden.with_name(f"{hidden.name}.old")
     if place.exists():
         place.rename(old)
@@ -51,6 +51,6 @@ def give_name(hidden: Path, place: Path, keeps: bool = False) -> None:
 
 
 def remove_tries(place: Path, ending: str = "") -> None:
-    """Remove what tries to write the checkpoint ``place`` have left, if its name has this ``ending``."""
+    """Remove the remains of tries to write the checkpoint ``place``, if their names have this ``ending``."""
     for left in place.parent.glob(f".{glob.escape(place.name)}.*{ending}"):
         shutil.rmtree(left, ignore_errors=True)

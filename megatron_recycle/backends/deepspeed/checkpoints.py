@@ -1,8 +1,8 @@
-"""Checkpoints of a DeepSpeed job, which stock loads as any other; of one with workers missing too.
+"""Checkpoints of a DeepSpeed job, which stock loads as any other, also if workers were missing.
 
-The files are stock's, written by stock's code. Which worker writes which, it tells by data-parallel ranks, some of
-which may be gone: here these are the ranks among a stage's live workers. All of it is written into a folder of its own,
-whose name begins with a dot, and gets the checkpoint's name when everything is there; ``latest`` comes last.
+The files are stock's, written by stock's code. It assigns files to data-parallel ranks, some of which may be dead: here
+these are the ranks among a stage's live workers. All of it is written into a folder of its own, whose name begins with
+a dot, and gets the checkpoint's name when complete; ``latest`` comes last.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Checkpoints:
 
     Args:
         engine: the script's.
-        wanted: the folder that the configuration names for a last checkpoint; None: where the script has saved.
+        wanted: the folder that the configuration names for a last checkpoint; None: the script's last folder.
     """
 
     def __init__(self, engine: PipelineEngine, wanted: str | None) -> None:
@@ -50,24 +50,24 @@ class Checkpoints:
 
     @property
     def folder(self) -> str | None:
-        """Where a last checkpoint would be written; None if nothing names a folder."""
+        """The folder of a last checkpoint; None if no folder is known."""
         return self._wanted or self._folder
 
     def seen(self, folder: Any) -> None:
-        """The script saves to ``folder``."""
+        """Note that the script saves to ``folder``."""
         self._folder = str(folder)
 
     def saved(self, tag: str | None) -> None:
-        """It has, just now."""
+        """Note that the script has just saved."""
         self._saved = self._engine.global_steps, self._tag(tag)
 
     def loaded(self) -> None:
-        """The script has loaded one: what it saves from now on may be another state of the same step."""
+        """Note that the script has loaded a checkpoint: its next save may be another state of the same step."""
         self._saved = None
 
     def unreadable(self, folder: Any, tag: str) -> str | None:
-        """Why this worker's files of a checkpoint cannot be read; None if they can. Stock takes another stage's
-        optimizer state where its own stage's is missing."""
+        """The reason why this worker's files of a checkpoint cannot be read; None if they can. Where a stage's
+        optimizer state is missing, stock takes another stage's."""
         engine, module = self._engine, self._engine.module
         state = Path(engine._get_ckpt_name(str(folder), tag))
         place = state.parent
@@ -75,13 +75,13 @@ class Checkpoints:
                   for index, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
         part = state.name.removeprefix("mp_rank_").split("_")[0]
         shards = place.glob(f"*zero_pp_rank_*_mp_rank_{part}_optim_states.pt")
-        # With two chunks what was written without them is in the files of other stages.
+        # With two chunks, layers saved by a job without them are in other stages' files.
         others = [place / f"mp_rank_{rank:02d}_model_states.pt" for rank in range(
             engine.mp_world_size if chunks_of(module) is not None else 0)]
         return unreadable([state, *others, *(file for files in layers for file in files), *shards])
 
     def readable(self, folder: Any) -> str | None:
-        """The newest checkpoint in ``folder`` that all workers can read, ``latest``'s first; None: there is none."""
+        """The newest checkpoint in ``folder`` that all workers can read, ``latest``'s first; None if there is none."""
         place = Path(folder)
         try:
             latest = (place / "latest").read_text().strip()
@@ -100,12 +100,11 @@ class Checkpoints:
 
     def write(self, save: Save, save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None,
               save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
-        """Write this worker's part of what stock's `save_checkpoint` would, at the same time as all members of
-        ``save``, who are all that torch knows of meanwhile. Returns True. Raises GenerationOver, NotWritten, and what
-        stock raises."""
+        """Write this worker's part of stock's `save_checkpoint` files, together with all members of ``save``, the only
+        workers that torch sees meanwhile. Returns True. Raises GenerationOver, NotWritten, and stock's errors."""
         groups, said = save.generation.groups, [self._tag(tag)]
         self._engine._checkpoint_tag_validation(said[0])
-        dist.broadcast_object_list(said)  # one that has the time in it, say: all write into the same folder
+        dist.broadcast_object_list(said)  # one folder for all, even if a tag contains the time, say
         place = self._place = Path(save_dir, said[0])
         told, written = str(place.absolute()), Try(place, save.name)
         with save.all_write(told):
@@ -120,25 +119,25 @@ class Checkpoints:
         return True
 
     def clear(self) -> None:
-        """Remove what there is of the checkpoint that cannot be written."""
+        """Remove the remains of the checkpoint that cannot be written."""
         if self._place is not None:
             _remove_parts(self._place)
 
     def write_last(self, groups: Groups) -> str:
-        """Write this worker's part of a last checkpoint, at the same time as all of ``groups``; returns the
-        checkpoint's folder, or nothing if another worker could not write its own.
+        """Write this worker's part of a last checkpoint, at the same time as all of ``groups``. Returns the
+        checkpoint's folder, or nothing if another worker could not write its own part.
 
         Raises RecycleError where the job has no folder for it, SaveError where this worker cannot write, GenerationOver
-        if another one is lost meanwhile.
+        if another worker is lost meanwhile.
         """
         folder, tag = self.folder, self._tag(None)
         done = self._wanted is None and self._saved is not None and self._saved[0] == self._engine.global_steps
-        # Not Path.exists(), which raises where the folder cannot be looked into: here alone, while the others count.
+        # Not Path.exists(), which raises on an unreadable folder: here alone, while the others are in count().
         taken = folder is not None and os.path.exists(os.path.join(folder, tag))
         nowhere, already, exists = count(groups.control, folder is None, done, taken)
         if nowhere or folder is None:
             raise RecycleError("the script has not saved before; give --recycle-emergency-checkpoint DIR")
-        if already:  # but one that came in afterwards does not know under which name
+        if already:  # a worker that came in afterwards does not know its name
             return str(Path(folder).absolute() / self._saved[1]) if done and self._saved is not None else ""
         if exists:  # of an earlier life, perhaps whole: it stays as it is
             tag += "_emergency"
@@ -155,7 +154,7 @@ class Checkpoints:
             raise
         if not whole:
             _remove_parts(place)
-        return str(place.absolute()) if whole else ""  # the one that could not says why
+        return str(place.absolute()) if whole else ""  # the worker that could not write says why
 
     def _tag(self, tag: Any) -> str:
         return f"global_step{self._engine.global_steps}" if tag is None else str(tag)
@@ -163,13 +162,13 @@ class Checkpoints:
     def _write_stage(self, groups: Groups, folder: Any, hidden: Path, tag: str,
                      client_state: Mapping[str, Any] | None = None, exclude_frozen_parameters: bool = False,
                      check: Callable[[], None] = lambda: None) -> None:
-        """This worker's share of its stage's files, into ``hidden`` inside of ``folder``."""
+        """Write this worker's share of its stage's files into ``hidden``, inside of ``folder``."""
         engine, peers = self._engine, groups.peers(groups.me.stage)
         commit = CheckpointCommitInfo(tag=tag, save_dir=folder, save_latest=True)
         engine.checkpoint_engine.makedirs(str(hidden), exist_ok=True)
         engine.checkpoint_engine.create(commit)
         rank, size = peers.index(groups.me), len(peers)
-        # Stock takes this worker for the one of this data-parallel rank among so many.
+        # To stock, this worker is data-parallel rank `rank` of `size`.
         with (replaced(engine.grid, data_parallel_id=rank, data_parallel_size=size),
               replaced(engine, save_non_zero_checkpoint=rank == 0), _checked(engine.checkpoint_engine, check)):
             engine._save_checkpoint(str(folder), os.path.relpath(hidden, folder), client_state=client_state or {},
@@ -178,8 +177,8 @@ class Checkpoints:
         engine.checkpoint_engine.commit(commit)
 
     def _write_shards(self, groups: Groups, folder: Any, tag: str) -> None:
-        """Those of the optimizer's state that this worker speaks for, each in the file of the rank that it is named
-        after: a twin writes for the dead."""
+        """Write the optimizer shards that this worker speaks for, each in the file of its rank by stock: a live holder
+        writes for dead ranks."""
         engine = self._engine
         cuts = engine.session.worker.cuts
         if cuts is None:
@@ -195,7 +194,7 @@ class Checkpoints:
 
 
 def _remove_parts(place: Path) -> None:
-    """Remove what tries to write the checkpoint ``place`` have left that are not whole."""
+    """Remove the incomplete remains of tries to write the checkpoint ``place``."""
     remove_tries(place, ".part")
     with suppress(OSError):
         place.with_name(_POINTER).unlink()
@@ -208,15 +207,15 @@ def _finish(hidden: Path, place: Path) -> None:
 
 
 def _pointer(folder: Any, tag: str) -> Path:
-    """A file that makes ``tag`` the checkpoint that is loaded by default, once it is named ``latest``."""
+    """A file that makes ``tag`` the default checkpoint to load, once it is renamed to ``latest``."""
     path = Path(folder, _POINTER)
     path.write_text(tag)
     return path
 
 
 def _by_all(groups: Groups, write: Callable[[], None] | None) -> bool:
-    """Run ``write``, if there is something to write here; whether nobody's has failed. Raises what this one has raised,
-    once the others know of it: they would wait for this worker."""
+    """Run ``write``, if given. Returns whether it succeeded on all workers. An error here is raised after the others
+    know of it, since they would wait for this worker."""
     error: Exception | None = None
     try:
         if write is not None:

@@ -1,9 +1,8 @@
 """DeepSpeed: a `PipelineEngine` whose training schedule is a plan and whose iterations survive failures.
 
-`install` makes `deepspeed.initialize()` return :class:`RecyclePipelineEngine`. The engine keeps stock's
-outside (train_batch, its log lines, timers, monitors, learning-rate schedule, counters) and hands the
-inside of an iteration to the runtime; the arithmetic is stock's, operation by operation, so that results
-without failures have stock's bits.
+`install` makes `deepspeed.initialize()` return :class:`RecyclePipelineEngine`. The engine keeps stock's outside
+(train_batch, its log lines, timers, monitors, learning-rate schedule, counters) and hands the inside of an iteration to
+the runtime. The arithmetic is stock's, operation by operation: results without failures have stock's bits.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ from megatron_recycle.runtime.compute.split import Splitter
 
 
 def warn_of_no_pipeline(model: Any) -> None:
-    """Say at the start that nothing protects an engine without pipeline stages, as one rank."""
+    """Warn at the start, on one rank, that an engine without pipeline stages has no protection."""
     launched = Launched.read()
     if launched.by_recycle_run and not launched.rank:
         get_logger().warning(
@@ -118,7 +117,7 @@ class RecyclePipelineEngine(WrappingEngine):
         self._loss_stage: int | None = None
         super().__init__(settings.state_copies, *args, **keywords)
         check_supported(self)
-        # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
+        # Activations travel whole: stock would cut them over tensor-parallel ranks, and join them on arrival.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         if self.wall_clock_breakdown():
             self.timers: Any = Timers()
@@ -137,12 +136,12 @@ class RecyclePipelineEngine(WrappingEngine):
         self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
-        # Whoever asks for the state, or puts another in its place, wants it as it stays.
+        # Readers of the state, and loaders of another one, need the committed state.
         settle_when_asked(self.module, torch_optimizer(self), self.settle)
 
     def is_last_stage(self) -> bool:
-        """Whether this worker computes the loss, and so gets labels and gives losses and logits: with two chunks per
-        stage those of the first stage, which has the last layers too."""
+        """Whether this worker computes the loss, and so gets labels and gives losses and logits. With two chunks per
+        stage that is the first stage, which has the last layers too."""
         return super().is_last_stage() if self._loss_stage is None else self.stage_id == self._loss_stage
 
     def _loss_stage_global_rank(self) -> int:
@@ -183,13 +182,13 @@ class RecyclePipelineEngine(WrappingEngine):
         return loss
 
     def _take_given(self, data_iter: Any) -> Any:
-        """The script's iterator for the next iteration, if it has given one now."""
+        """The iterator that the script has set for the next iteration, if any."""
         given, self._given = data_iter if data_iter is not None else self._given, None
         return given
 
     def _train_iteration(self) -> torch.Tensor:
-        """The iteration that the script asks for. An iteration that the job had done before this worker came in is over
-        at once, with the loss that it had."""
+        """Train the iteration that the script asks for. If the job had done it before this worker came in, return at
+        once with its loss."""
         passed = self.session.begin()
         self.session.follow(self.micro_batches)
         if passed:
@@ -204,7 +203,7 @@ class RecyclePipelineEngine(WrappingEngine):
         return loss
 
     def _numbers(self, loss: torch.Tensor) -> list[Event]:
-        """What stock's monitors write of an iteration, and the job's state."""
+        """The numbers of an iteration for stock's monitors, and the job's state."""
         found = {"lr": self.get_lr()[0], "train_loss": loss.mean().item()}
         if self.fp16_enabled():
             found["loss_scale"] = self._get_optimizer_loss_scale()
@@ -232,17 +231,17 @@ class RecyclePipelineEngine(WrappingEngine):
             self.session.settle()
 
     def get_global_grad_norm(self) -> float | None:
-        """As stock: in 16 bits that of the last iteration, for whose verdict this waits; None in fp32."""
+        """As stock: in 16 bits the last iteration's norm, after waiting for its verdict; None in fp32."""
         self.settle()
         verdict = self.session.worker.standing.verdict if self.session.started else None
         if (self.masters is None and self.sharded is None) or verdict is None:
             return super().get_global_grad_norm()
         return math.sqrt(self._stage.passed if self.session.catches_up else sum(verdict.norm_squares))
 
-    # ---- what may be changed while a job runs, and what not
+    # ---- changes while a job runs, allowed and refused
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """As stock: from the next iteration on each pipeline has more or fewer micro-batches. To be called on all ranks
+        """As stock: from the next iteration on each pipeline has more or fewer micro-batches. Call it on all ranks
         before the same iteration. Raises ValueError as stock, UnsupportedError with another policy than reroute."""
         super().set_train_batch_size(train_batch_size)
         if not self.session.started:
@@ -256,8 +255,8 @@ class RecyclePipelineEngine(WrappingEngine):
         refuse_another(name, micro_batch_size, self._started_with[name])
 
     def reset_activation_shape(self) -> None:
-        """As stock: from the next iteration on samples may be longer or shorter. To be called on all ranks before the
-        same iteration."""
+        """As stock: from the next iteration on samples may be longer or shorter. Call it on all ranks before the same
+        iteration."""
         super().reset_activation_shape()
         if self.session.in_script:
             self.session.reshape("reset_activation_shape()")
@@ -275,8 +274,8 @@ class RecyclePipelineEngine(WrappingEngine):
             self._given = iterator
 
     def _data_source(self, iterator: bool) -> DataSource:
-        """Where micro-batches are read; what `set_batch_fn` was given is part of the reading, so that first and last
-        stage see the same, also where it draws random numbers."""
+        """The source of micro-batches. The function of `set_batch_fn` is part of it, so that first and last stage read
+        the same data, also if it draws random numbers."""
         self._plain = self._plain_source(iterator)
         return Mapped(self._plain, lambda: self.batch_fn, self.session.seeds("batch_fn"))
 
@@ -295,12 +294,12 @@ class RecyclePipelineEngine(WrappingEngine):
         return source
 
     def is_logging_rank(self) -> bool:
-        """Whether this worker says what is said once in a job: it is the first live one, and at an iteration that is
-        not over yet."""
+        """Whether this is the logging rank: the first live worker's first part, unless it passes over an iteration that
+        is already done."""
         return self.session.is_logging_rank() and self.session.place.part == 0 and not self.session.catches_up
 
     def _log_as_rank_zero(self, loss: torch.Tensor) -> None:
-        """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
+        """Stock logs on rank 0 only; once that is dead, the first live worker prints the same line."""
         lines = self.timers.lines() if isinstance(self.timers, Timers) else []
         if lines and self.is_logging_rank():
             print(*lines, sep="\n", flush=True)
@@ -313,17 +312,16 @@ class RecyclePipelineEngine(WrappingEngine):
         print(f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {elapsed:0.3f} "
               f"samples/sec: {self.train_batch_size() / elapsed:0.3f}")
 
-    # ---- what all ranks do together between iterations
+    # ---- calls of all ranks together, between iterations
 
     def eval_batch(self, *args: Any, **keywords: Any) -> Any:
         """As stock, also while workers are missing, and through failures; micro-batches may have another shape than
-        those of the last one. The mean has the same bits whoever is left (see `evaluation_data`).
+        before. The mean has the same bits for any set of live workers (see `evaluation_data`).
 
-        Not a number, with an error line, where nobody is left who can read a pipeline's micro-batches, and, while a
-        worker is missing, without ``compute_loss``. With ``return_logits`` each worker of the last stage has those of
-        its own pipeline's last micro-batch, as in stock; None, with an error line, where another worker has run it,
-        since this one is a guest elsewhere. The iterator goes on all the same: first
-        and last stage would read different ones of an iterator that one of them has not been through.
+        NaN, with an error line, where no live worker can read a pipeline's micro-batches, and, while a worker is
+        missing, without ``compute_loss``. With ``return_logits`` each worker of the last stage has the logits of its
+        own pipeline's last micro-batch, as in stock; None, with an error line, where another worker has run it as a
+        guest. The iterator advances all the same: otherwise first and last stage would go on at different places of it.
         """
         bound = inspect.signature(PipelineEngine.eval_batch).bind(self, *args, **keywords)
         bound.apply_defaults()
@@ -340,7 +338,7 @@ class RecyclePipelineEngine(WrappingEngine):
         def evaluate() -> Any:
             if self.session.place.placement:
                 return self._evaluations.run_first(wanted, given)
-            self.reset_activation_shape()  # stages tell each other the shape with the first message
+            self.reset_activation_shape()  # stages send each other the shape with the first message
             return PipelineEngine.eval_batch(*bound.args, **bound.kwargs)
 
         loss = torch.tensor(torch.nan, device=self.device)
@@ -368,8 +366,8 @@ class RecyclePipelineEngine(WrappingEngine):
         return done
 
     def checkpoint_due(self) -> bool:
-        """Whether the script should write a checkpoint now, so that with the failure rate that `mtbf` tells least time
-        is lost: the same on all ranks, which call it together. Raises ConfigError without `mtbf`."""
+        """Whether the script should write a checkpoint now to lose least time at the failure rate of `mtbf`. All ranks
+        call this together and get the same answer. Raises ConfigError without `mtbf`."""
         if self.session.settings.mtbf is None:
             raise ConfigError("checkpoint_due() goes by how often the job fails: give mtbf (--recycle-mtbf SECONDS)")
         started = self.session.started
@@ -379,9 +377,9 @@ class RecyclePipelineEngine(WrappingEngine):
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **keywords: Any) -> Any:
         """As stock, also between two iterations, and while workers are missing: every worker reads its own stage's
-        files. Micro-batches are read on from where training is."""
+        files. Micro-batches are read on from training's current place."""
         self.settle()
-        own = False  # whether this job has written it
+        own = False  # whether this job has written the checkpoint
         if started_again() and not self.session.started and tag is None:
             written = self._checkpoints.readable(load_dir)
             universal = self.load_universal_checkpoint()
@@ -391,7 +389,7 @@ class RecyclePipelineEngine(WrappingEngine):
             return self._load_stock(load_dir, tag, *args, **keywords)
 
     def _load(self, place: Path) -> None:
-        """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""
+        """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and stock's errors."""
         if place.exists() and (why := self._checkpoints.unreadable(place.parent, place.name)) is not None:
             raise RecycleError(why)
         with replaced(self, goes_back=True):
@@ -399,7 +397,7 @@ class RecyclePipelineEngine(WrappingEngine):
         if found[0] is None:
             raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
                                "checkpoints on a file system that all hosts share")
-        self._stage.native.begin_anew()  # some of those that load it have just been started
+        self._stage.native.begin_anew()  # some of the loading processes are new
 
     def _load_stock(self, *args: Any, **keywords: Any) -> Any:
         found = super().load_checkpoint(*args, **keywords)

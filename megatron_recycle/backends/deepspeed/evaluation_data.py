@@ -1,9 +1,9 @@
-"""`eval_batch()` on any grid: forwards in the order of the plan, each micro-batch's loss known to everybody.
+"""`eval_batch()` on any grid: forwards in the order of the plan, with each micro-batch's loss known to all workers.
 
-A pipeline's micro-batches come from the script's iterators at its two ends, as in stock. Those that run elsewhere are
-handed out by an end that is left. Where none is, they are the other pipelines' ones if all of these have the same, as
-with a plain list; else copies of the iterator's loader read them (`LoaderSource`). The losses are added up in stock's
-order, the pipelines from the first to the last: so the result has the same bits whoever is left.
+A pipeline's micro-batches come from the script's iterators at its two ends, as in stock. Micro-batches that run
+elsewhere are sent by a live end. If no end is left, the other pipelines' micro-batches are used where all of these are
+equal, as with a plain list; otherwise copies of the iterator's loader read them (`LoaderSource`). Losses are added in
+stock's order, from the first pipeline to the last: so the result has the same bits for any set of live workers.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class EvaluationData:
     """The script's iterators of its evaluations, one after another.
 
     Args:
-        place: of this worker, which reads the iterator if it is at an end of its pipeline. Of its parts others than
-            the first may have none.
-        seeds: what random numbers micro-batches are read with.
+        place: of this worker, which reads the iterator if it is at an end of its pipeline. Parts other than the first
+            may have none.
+        seeds: random numbers for reading micro-batches.
 
     Attributes:
-        ended: whether the iterator has come to its end before the evaluation has.
-        asked: pipeline and number of the micro-batch that was asked for last.
-        failed: why an evaluation that could not be made could not be; empty: an iterator has ended.
+        ended: whether the iterator has ended before the evaluation.
+        asked: pipeline and number of the last micro-batch asked for.
+        failed: the reason why an evaluation was not possible; empty: an iterator has ended.
     """
 
-    since = 0  # nobody goes back behind an evaluation that is over
+    since = 0  # no recovery goes back behind a finished evaluation
 
     def __init__(self, place: Place, seeds: Seeds) -> None:
         self._me, self._grid, self._part = place.me, place.grid, place.part
         self._ends = 0, (len(place.placement) or place.grid.stages) - 1
         """The first chunk of the model and the last one."""
         self._reading = {0, place.loss_stage}
-        """The stages that have them."""
+        """Their stages."""
         self._seeds = seeds
         self._reads = False
         self._iterator: Any = None
@@ -60,8 +60,8 @@ class EvaluationData:
         self.failed = ""
 
     def begin(self, iterator: Iterator[Any] | None, microbatches: int) -> None:
-        """An evaluation of so many ``microbatches`` of each pipeline begins: those of ``iterator`` are taken, whatever
-        becomes of them. Raises DataError where there is none and one is needed, and what it raises."""
+        """Begin an evaluation of ``microbatches`` per pipeline: takes them from ``iterator``, even if they are never
+        used. Raises DataError where an iterator is needed and missing, and the iterator's errors."""
         self._first, self._next = self._next, self._next + microbatches
         self.ended, self._shared, self.failed = False, {}, ""
         self._reads = self._me.stage in self._reading and (iterator is not None or not self._part)
@@ -69,7 +69,7 @@ class EvaluationData:
             return
         if iterator is None:
             raise DataError("eval_batch() got no data iterator on the first or last stage of a pipeline")
-        if iterator is not self._iterator:  # one that goes on goes on where it was
+        if iterator is not self._iterator:  # the same iterator goes on at its place
             self._iterator, self._source = iterator, LoaderSource(self._me.pipeline, self._seeds, anything=True)
             self._source.give(iterator, self._first)
         self._source.forget(self._me.pipeline, self._first)
@@ -84,7 +84,7 @@ class EvaluationData:
     def batch(self, pipeline: int, number: int) -> Batch:
         self.asked = pipeline, number
         if not self._reads:
-            return None  # another part gives it to this one
+            return None  # another part sends it to this one
         found = self._shared.get((pipeline, number))
         if found is not None:
             return found
@@ -92,7 +92,7 @@ class EvaluationData:
         return self._source.batch(self._me.pipeline if own else pipeline, self._first + number)
 
     def forget(self, pipeline: int, before: int) -> None:
-        pass  # when the next one begins
+        pass  # done when the next evaluation begins
 
     def share(self, plan: Plan, microbatches: Sequence[Microbatch], number: int, groups: Groups) -> bool:
         """As `runtime.evaluation.Shared`."""
@@ -106,7 +106,7 @@ class EvaluationData:
         told = self._tell(away, givers, number, groups)
         self._shared = {place: batch for one in told for place, batch in one.batches.items()}
         digests = {one.pipeline: one.digests for one in told if one.digests}
-        if len(digests) > 1:  # of a single one nobody can tell: it stays as it was
+        if len(digests) > 1:  # a single digest proves nothing: the flag stays
             self._alike = len(set(digests.values())) == 1
         orphans = [place for place in away if self._reads and place[0] not in givers and groups.me in (
             route[place[0], place[1], end] for end in self._ends)]
@@ -128,7 +128,7 @@ class EvaluationData:
 
     def _tell(self, away: Sequence[Microbatch], givers: Mapping[int, Worker], number: int,
               groups: Groups) -> list[_Told]:
-        """All that workers tell each other of the micro-batches of their own pipelines."""
+        """The messages of all workers on the micro-batches of their own pipelines."""
         own = [self._source.batch(self._me.pipeline, at)
                for at in range(self._first, self._next if self._reads else self._first)]
         mine = _Told(self._me.pipeline, tuple(map(digest, own)), {
@@ -142,8 +142,8 @@ class EvaluationData:
 
 
 class _Told(NamedTuple):
-    """What a worker tells the others: checksums of all that it has read of its ``pipeline``, and those micro-batches
-    that run elsewhere, by their number in the evaluation."""
+    """A worker's message: checksums of all that it has read of its ``pipeline``, and its micro-batches that run
+    elsewhere, by number in the evaluation."""
 
     pipeline: int
     digests: tuple[int, ...]
@@ -160,7 +160,7 @@ class MappedEvaluation(Mapped):
 
 
 class Taken:
-    """An iterator over the next micro-batches of the script's, of which an evaluation takes a known number.
+    """An iterator over the script's next micro-batches, of which an evaluation takes a known number.
 
     Args:
         data: the script's; None where it has none.
@@ -181,8 +181,8 @@ class Taken:
         return found
 
     def finish(self) -> None:
-        """Pass over what the evaluation has not taken: it was left out or cut short. Where the data ends before, the
-        next evaluation finds out, as it does in stock."""
+        """Skip the micro-batches left over by an evaluation that was left out or cut short. If the data ends first, the
+        next evaluation finds out, as in stock."""
         while self._left > 0:
             try:
                 next(self)
@@ -191,13 +191,13 @@ class Taken:
 
 
 def unknown(table: torch.Tensor) -> bool:
-    """Whether a pass could not be made."""
+    """Whether a pass was not possible."""
     return bool(table[0, 1].isnan())
 
 
 def filled(table: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """``table`` of a pass over fewer micro-batches than ``grid`` has: in the place of those that it left out, each
-    pipeline's others in turn. For who was not told how many they were."""
+    """``table`` of a pass over fewer micro-batches than ``grid`` has. In place of those left out, it repeats each
+    pipeline's others in turn: for a joiner, which does not know how many there were."""
     found = table.clone()
     for pipeline in range(grid.pipelines):
         own = [index for index, (of, _) in enumerate(grid.items()) if of == pipeline]

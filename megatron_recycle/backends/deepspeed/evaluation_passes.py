@@ -28,7 +28,7 @@ from megatron_recycle.runtime.place import Place
 
 
 class Evaluations:
-    """What `eval_batch()` does, one evaluation after another.
+    """Runs `eval_batch()`, one evaluation after another.
 
     Args:
         engine: DeepSpeed's.
@@ -43,9 +43,9 @@ class Evaluations:
         self._data = EvaluationData(session.place, session.seeds("evaluation data"))
 
     def run(self, iterator: Any, microbatches: int, reduce: str | None, everywhere: bool, logits: bool) -> Any:
-        """The mean loss of so many ``microbatches`` of each pipeline; without ``reduce`` this pipeline's, one by one.
-        Not ``everywhere``: on the last stage only. With ``logits`` beside those of this pipeline's last micro-batch."""
-        outputs: list[Any] = []  # of that micro-batch; several where a failure had it made again
+        """The mean loss of ``microbatches`` of each pipeline; without ``reduce`` this pipeline's losses, one by one.
+        Not ``everywhere``: on the last stage only. With ``logits`` also those of this pipeline's last micro-batch."""
+        outputs: list[Any] = []  # of that micro-batch; several if a failure made it run again
 
         def seen(made: Any) -> None:
             if self._data.asked == (self._session.place.me.pipeline, microbatches - 1):
@@ -67,7 +67,7 @@ class Evaluations:
         return outputs[-1] if outputs else None
 
     def run_first(self, microbatches: int, given: Mapping[str, Any]) -> Any:
-        """As `run`, where stages have several chunks, before training begins: with all workers. ``given`` are the
+        """As `run`, where stages have several chunks, before training begins: needs all workers. ``given``: the
         script's arguments. Raises UnsupportedError."""
         if not (given["compute_loss"] and given["reduce_output"] in (None, "avg")):
             raise UnsupportedError("eval_batch(compute_loss=False), and reduce_output other than avg and None, run in "
@@ -90,7 +90,7 @@ class Evaluations:
                 data.begin(iterator, microbatches)
             source = MappedEvaluation(data, lambda: engine.batch_fn, session.seeds("evaluation batch_fn"))
             tables = [session.evaluate(source, number, microbatches) for number in range(passes(grid, microbatches))]
-        if past := session.catches_up:  # then the table is of the last pass that the others have made
+        if past := session.catches_up:  # then the table is of the other workers' last pass
             tables = [filled(table, grid) for table in tables]
         if data.ended or (not past and not data.failed and any(map(unknown, tables))):
             raise StopIteration
@@ -105,7 +105,7 @@ class Evaluations:
         return self._told(of_pipelines, reduce, everywhere)
 
     def _told(self, of_pipelines: Sequence[torch.Tensor], reduce: str | None, everywhere: bool) -> Any:
-        """What stock returns of the losses of each pipeline."""
+        """Stock's return value for the losses of each pipeline."""
         engine, session = self._engine, self._session
         last = engine.is_last_stage()
         if reduce is None:
@@ -118,16 +118,16 @@ class Evaluations:
 
 # ---- before training
 
-# Nobody follows a plan yet, and DeepSpeed's own schedule runs stages of one chunk only: one micro-batch after the other
-# goes through the chunks, with the losses that the runtime's evaluations have.
+# There is no plan yet, and DeepSpeed's own schedule runs only stages of one chunk: so micro-batches go through the
+# chunks one by one, with the same losses as in the runtime's evaluations.
 
 
 def evaluate_first(engine: PipelineEngine, running: Running, place: Place, data: Iterator[Any] | None,
                    microbatches: int) -> list[torch.Tensor]:
-    """The losses of each pipeline's ``microbatches``, (microbatches,), on all workers, which call it together; data is
-    read where the first chunk is.
+    """The losses of each pipeline's ``microbatches``, (microbatches,), on all workers, which call this together. The
+    first chunk's stage reads the data.
 
-    Raises StopIteration, on all of them, where it ends before.
+    Raises StopIteration on all workers if the data ends before.
     """
     batches: list[Any] | None = []
     if place.placement[0] == place.me.stage:
@@ -157,7 +157,7 @@ def _taken(engine: PipelineEngine, data: Iterator[Any] | None, microbatches: int
 
 
 def _through(engine: PipelineEngine, running: Running, place: Place, batch: Any) -> torch.Tensor | None:
-    """One micro-batch through this stage's chunks; its loss, where that is computed."""
+    """Run one micro-batch through this stage's chunks; returns its loss on the stage that computes it."""
     me, stages, loss = place.me.stage, place.placement, None
     made: tuple[torch.Tensor, ...] = ()
     for at, chunk in enumerate(place.chunks):

@@ -1,5 +1,5 @@
-"""Which layers move between stages where a stage gets two chunks, and which cannot: from what all stages tell of their
-layers before, since a pipeline's layers are nobody's as a whole."""
+"""Moves of layers between stages for two chunks per stage, and layers that cannot move. All stages send descriptions of
+their layers first, since no process holds a whole pipeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
     """A tensor of a layer."""
 
     path: str
-    """Its name in the layer."""
+    """Its attribute path in the layer."""
     kind: str
     shape: tuple[int, ...]
     dtype: str
@@ -31,25 +31,25 @@ class Piece(NamedTuple):
     same: int
     """Its number on its stage: pieces of one number are one tensor."""
     group: int | None
-    """The optimizer's group that it is in."""
+    """Its group in the optimizer."""
     called: str | None
-    """By which name, if the groups have names."""
+    """Its name in that group, if groups have names."""
 
 
 class Layer(NamedTuple):
-    """A layer of a model's list, or another part that a stage has of it."""
+    """A layer of a model's list, or another part of the model on a stage."""
 
     name: str
     """Its number; `tied(key)`; `LOSS`."""
     pieces: tuple[Piece, ...]
     likeness: int
-    """The same where a layer is built alike, but for its numbers."""
+    """Equal for layers that are built alike, whatever their values."""
     trouble: str
-    """Why it cannot move; nothing: it can."""
+    """The reason why it cannot move; empty: it can."""
     bits: str = ""
-    """Of a tied layer, a checksum of what is tied."""
+    """For a tied layer: a checksum of its tied tensors."""
     beside: tuple[str, ...] = ()
-    """Of a tied layer, trained parameters that are not tied."""
+    """For a tied layer: trained parameters that are not tied."""
 
     @property
     def size(self) -> int:
@@ -72,7 +72,7 @@ def words(name: str) -> str:
 
 
 def tensors(layer: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
-    """The tensors of ``layer`` with their kinds, by path; also those that are plain attributes."""
+    """The tensors of ``layer`` with their kinds, by path; plain attributes included."""
     found = {path: (PARAMETER, one) for path, one in layer.named_parameters(remove_duplicate=False)}
     found |= {path: (BUFFER, one) for path, one in layer.named_buffers(remove_duplicate=False)}
     for prefix, module in layer.named_modules():
@@ -82,14 +82,14 @@ def tensors(layer: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
 
 
 def ids(layers: Iterable[nn.Module]) -> set[int]:
-    """Those of all tensors of ``layers``."""
+    """The ids of all tensors of ``layers``."""
     return {id(one) for layer in layers for _, one in tensors(layer).values()}
 
 
 def describe(layers: Mapping[str, nn.Module], grouped: Mapping[int, tuple[int, str | None]],
              ties: Mapping[str, Sequence[torch.Tensor]]) -> list[Layer]:
-    """What is told of ``layers``. ``grouped``: group and name of each parameter that the optimizer has, by id;
-    ``ties``: what is tied of the tied ones."""
+    """The descriptions of ``layers`` for other stages. ``grouped``: group and name of each of the optimizer's
+    parameters, by id; ``ties``: the tied tensors of tied layers."""
     numbers: dict[int, int] = {}
     return [Layer(name, tuple(
                 Piece(path, kind, tuple(one.shape), str(one.dtype).removeprefix("torch."), one.requires_grad,
@@ -102,15 +102,15 @@ def describe(layers: Mapping[str, nn.Module], grouped: Mapping[int, tuple[int, s
 
 
 def built_alike(layer: nn.Module, told: Layer) -> bool:
-    """Whether ``layer`` is what its stage has told of it, but for the values of its tensors."""
+    """Whether ``layer`` fits its stage's description, apart from the values of its tensors."""
     return likeness(layer, _LEFT_OUT) == told.likeness
 
 
 def put(layer: nn.Module, piece: Piece, value: torch.Tensor) -> None:
-    """Give the tensor of ``layer`` that ``piece`` names the bits of ``value``, and what else the other stage said."""
+    """Copy ``value`` into the tensor of ``layer`` at ``piece``, with the other stage's type and training flag."""
     target: torch.Tensor = attrgetter(piece.path)(layer)
     if target.dtype == value.dtype:
-        target.data.copy_(value)  # with the strides that it was built with
+        target.data.copy_(value)  # keeps its own strides
     else:
         target.data = value
     if piece.kind == PARAMETER:
@@ -118,7 +118,7 @@ def put(layer: nn.Module, piece: Piece, value: torch.Tensor) -> None:
 
 
 def put_same(layer: nn.Module, path: str, tensor: torch.Tensor) -> None:
-    """Make ``tensor`` itself the one that ``layer`` has at ``path``."""
+    """Put ``tensor`` itself into ``layer`` at ``path``."""
     prefix, _, name = path.rpartition(".")
     module = layer.get_submodule(prefix)
     if name in module._parameters:
@@ -131,7 +131,7 @@ def put_same(layer: nn.Module, path: str, tensor: torch.Tensor) -> None:
 
 
 def differs(layer: nn.Module, told: Layer) -> str:
-    """What ``layer``, built anew, has otherwise than its stage has told; nothing: it is alike."""
+    """The difference in tensors between ``layer``, built anew, and its stage's description; empty: none."""
     own = {path: (kind, tuple(one.shape)) for path, (kind, one) in tensors(layer).items()}
     asked = {piece.path: (piece.kind, piece.shape) for piece in told.pieces}
     names = [path for path in {**own, **asked} if own.get(path) != asked.get(path)]
@@ -154,7 +154,7 @@ def _bits(found: Sequence[torch.Tensor]) -> str:
 
 
 class Told(NamedTuple):
-    """What one stage tells: its layers, what the groups of its optimizer say, what cannot move."""
+    """The description that one stage sends: its layers, its optimizer's groups, and layers that cannot move."""
 
     layers: Sequence[Layer]
     given: bool
@@ -165,7 +165,7 @@ class Told(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A layer goes from the stage that has built it to another, or stays."""
+    """A layer's move from the stage that has built it to its new stage, perhaps the same."""
 
     layer: Layer
     source: int
@@ -173,7 +173,7 @@ class Move(NamedTuple):
 
 
 def groups_apart(told: Sequence[Told]) -> list[str]:
-    """Why parameters cannot go into the groups of another stage; nothing: they can."""
+    """The reasons why parameters cannot go into the groups of another stage; empty: they can."""
     first = told[0]
     for stage, one in enumerate(told):
         if (one.given, one.settings) != (first.given, first.settings):
@@ -186,7 +186,7 @@ def groups_apart(told: Sequence[Told]) -> list[str]:
 
 
 def name_of(number: int, spec: Any) -> str | None:
-    """By which `Layer.name` the layer ``number`` is told; None: it is a function."""
+    """The `Layer.name` of the layer ``number``; None: it is a function."""
     if isinstance(spec, TiedLayerSpec):
         return tied(spec.key)
     return str(number) if isinstance(spec, (LayerSpec, nn.Module)) else None
@@ -199,7 +199,7 @@ def layer_weights(specs: Sequence[Any], told: Sequence[Told]) -> list[int]:
 
 
 def moves_of(specs: Sequence[Any], chunks: Chunks, told: Sequence[Told], wrong: list[str]) -> list[Move]:
-    """Where each layer goes, in the list's order; adds to ``wrong`` what cannot."""
+    """The move of each layer, in the list's order; adds faults of layers that cannot move to ``wrong``."""
     by_name = [{layer.name: layer for layer in one.layers} for one in told]
     moves: dict[str, Move] = {}
     for number, spec in enumerate(specs):
@@ -224,7 +224,7 @@ def moves_of(specs: Sequence[Any], chunks: Chunks, told: Sequence[Told], wrong: 
 
 
 def _ties_apart(specs: Sequence[Any], chunks: Chunks, by_name: Sequence[Mapping[str, Layer]]) -> Iterator[str]:
-    """Copies of a tied layer that are not one and the same."""
+    """Faults of tied layers whose copies differ."""
     for key in dict.fromkeys(spec.key for spec in specs if isinstance(spec, TiedLayerSpec)):
         found = [(number, spec) for number, spec in enumerate(specs) if name_of(number, spec) == tied(key)]
         stages = sorted({chunks.stock_stage_of(number) for number, _ in found})
@@ -243,7 +243,7 @@ def _ties_apart(specs: Sequence[Any], chunks: Chunks, by_name: Sequence[Mapping[
 
 
 def _shared_apart(moves: Iterable[Move]) -> Iterator[str]:
-    """Tensors that several layers share on one stage, and would not any more."""
+    """Faults of tensors that layers share on one stage, but would no longer share."""
     shared: dict[tuple[int, int], list[Move]] = {}
     for move in moves:
         for piece in move.layer.pieces:
@@ -256,7 +256,7 @@ def _shared_apart(moves: Iterable[Move]) -> Iterator[str]:
 
 
 def _modules_in(function: Any) -> str:
-    """What a function, or another callable that is no module, holds of a model."""
+    """The names of modules and parameters that a function, or another callable, holds."""
     held = [function, getattr(function, "__self__", None), *getattr(function, "args", ()),
             *(getattr(function, "keywords", None) or {}).values(), *(vars(function).values() if hasattr(
                 function, "__dict__") else ()), *(cell.cell_contents for cell in getattr(

@@ -1,12 +1,12 @@
 """16-bit training with fp32 master weights that are whole on every worker.
 
-Stock's `BF16_Optimizer` spreads masters and moments over the data-parallel ranks, so that a dead worker takes a part of
-them along; stock's fp16 optimizers ask other ranks for overflow and norm, which come from the verdict here. This one
-does neither. Its state dict has the form of stock's `FP16_UnfusedOptimizer`.
+Stock's `BF16_Optimizer` cuts masters and moments over the data-parallel ranks, so that a dead worker's part is lost.
+Stock's fp16 optimizers ask other ranks for overflow and norm, which come from the verdict here. This one does neither.
+Its state dict has the form of stock's `FP16_UnfusedOptimizer`.
 
-Loss scaling follows stock's rule (`FP16_UnfusedOptimizer._update_scale`, which is the one that goes with optimizers of
-torch; it takes no notice of `hysteresis`), except where DeepSpeed 0.19.8 is at odds with itself: there the loss is
-scaled only under ZeRO, and gradients are divided by the scale that holds after the step.
+Loss scaling follows stock's rule for torch optimizers (`FP16_UnfusedOptimizer._update_scale`, which ignores
+`hysteresis`), except where DeepSpeed 0.19.8 contradicts itself: it scales the loss only under ZeRO, and divides
+gradients by the scale that holds after the step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WrappingOptimizer(DeepSpeedOptimizer):
     """An engine's optimizer around a torch one.
 
     Attributes:
-        overflow: whether the next `step` only notes an overflow, as stock's name for it.
+        overflow: whether the next `step` only notes an overflow; stock's name.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -61,7 +61,7 @@ class MasterWeightOptimizer(WrappingOptimizer):
 
     Args:
         optimizer: over the model's parameters; its groups are pointed to the copies.
-        loss_scale_config: stock's numbers; without ``use_grad_scaling`` nothing is scaled.
+        loss_scale_config: stock's numbers; without ``use_grad_scaling`` there is no scaling.
 
     Attributes:
         masters: the copy of each parameter.
@@ -106,7 +106,7 @@ class MasterWeightOptimizer(WrappingOptimizer):
         return {name: getattr(self.loss_scale_config, name) for name in _SCALING}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Put back what `counters` gave."""
+        """Restore the result of `counters`."""
         for name in _SCALING:
             setattr(self.loss_scale_config, name, counters[name])
 
@@ -120,14 +120,14 @@ class MasterWeightOptimizer(WrappingOptimizer):
                 INNER: inner, MASTERS: [group["params"] for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
-        """Take over what `state_dict` gave, moments only if wanted; masters in any case."""
+        """Load a state dict of this class: masters always, moments if wanted."""
         config = self.loss_scale_config
         config.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
         self.set_counters({name: state_dict.get(name) for name in _SCALING})
         if config.dynamic_loss_scale:
             config.scale_factor, config.scale_window = state_dict["scale_factor"], state_dict["scale_window"]
         if load_optimizer_states:
-            # Copied: the inner optimizer would keep the lists of what it is given.
+            # Copied: the inner optimizer would keep references to the lists.
             self.optimizer.load_state_dict(copy.deepcopy(state_dict[INNER]))
         with torch.no_grad():
             for group, saved in zip(self.param_groups, state_dict[MASTERS], strict=True):
@@ -136,7 +136,7 @@ class MasterWeightOptimizer(WrappingOptimizer):
         self._copy_to_model()
 
     def refresh_fp32_params(self) -> None:
-        """Make the masters what the model's parameters are: only those were loaded."""
+        """Set the masters from the model's parameters, where only those were loaded."""
         for parameter, master in self.masters.items():
             master.data.copy_(parameter.data)
 
@@ -146,7 +146,7 @@ class MasterWeightOptimizer(WrappingOptimizer):
 
 
 def _update(config: LossScaleConfig, overflow: bool) -> None:
-    """Stock's rule."""
+    """Stock's rule for the loss scale."""
     if config.dynamic_loss_scale:
         if overflow:
             config.cur_scale = max(config.cur_scale / config.scale_factor, config.min_loss_scale)

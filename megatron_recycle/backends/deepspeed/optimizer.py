@@ -1,8 +1,8 @@
 """State of optimizers and learning-rate schedules outside of `state` and `param_groups`.
 
-A step that is undone and made again must find everything as it was. Attributes of plain data are copied and put back,
-as state is. Changes elsewhere, in objects of other kinds or by hooks, cannot be put back: with staggered steps they are
-refused at the first step.
+A step that is undone and repeated must find everything unchanged. Attributes of plain data are copied and restored, as
+state is. Changes in other objects, or by hooks, cannot be undone: with staggered steps they are refused at the first
+steps.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.edits import copied, same
 
 _TORCH = ("state", "param_groups", "defaults")
-"""Attributes of every optimizer that are put back elsewhere, or do not change."""
+"""Attributes of every optimizer that are restored elsewhere, or do not change."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _DEPTH = 5
-"""How many attributes and items of each other a look goes into."""
+"""The depth of a look into nested attributes and items."""
 _REMEDY = ('with "step": "staggered" a step may be undone and made again, which would do that twice. Set '
            '"recycle": {"step": "barrier"}')
 
@@ -36,7 +36,7 @@ def own_data(holder: Any) -> dict[str, Any]:
 
 
 def put_back(holder: Any, data: Mapping[str, Any]) -> None:
-    """Give ``holder`` what `own_data` gave."""
+    """Restore the result of `own_data` in ``holder``."""
     attributes = data["attributes"]
     for name, value in list(_attributes(holder)):
         if _is_plain(value) and name not in attributes:
@@ -59,7 +59,7 @@ def schedule_data(schedule: Any) -> Any:
 
 
 def set_schedule(schedule: Any, data: Any) -> None:
-    """Put back what `schedule_data` gave."""
+    """Restore the result of `schedule_data`."""
     if schedule is None:
         return
     if _keeps_itself(schedule):
@@ -69,7 +69,7 @@ def set_schedule(schedule: Any, data: Any) -> None:
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UnsupportedError, by name, if something is to be called with every step of ``optimizer``."""
+    """Raises UnsupportedError, with names, if ``optimizer`` has step hooks."""
     hooks = [hook for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
              for hook in getattr(optimizer, kind, {}).values()]
     hooks += [*torch_optimizers._global_optimizer_pre_hooks.values(),
@@ -80,12 +80,12 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 class FirstSteps:
-    """Looks, at the first few steps, whether they change what nobody can put back.
+    """Checks that the first few steps change nothing that cannot be restored.
 
     Args:
-        holders: optimizer and schedule, by what messages call them.
+        holders: optimizer and schedule, by their names in messages.
 
-    ``known`` is what is put back, or no part of them: tensors by `data_ptr`, other objects by `id`.
+    ``known``: objects that are restored, or are no part of them: tensors by `data_ptr`, others by `id`.
     """
 
     def __init__(self, holders: Mapping[str, Any]) -> None:
@@ -95,15 +95,15 @@ class FirstSteps:
 
     @property
     def over(self) -> bool:
-        """Whether they have been made."""
+        """Whether these steps are done."""
         return not self._left
 
     def before(self, known: Collection[int]) -> None:
-        """A step is about to be made."""
+        """Call it before a step."""
         self._before = self._traces(known)
 
     def after(self, known: Collection[int]) -> None:
-        """It has been made. Raises UnsupportedError that names the attributes it changed."""
+        """Call it after a step. Raises UnsupportedError naming the attributes that it changed."""
         self._left -= 1
         now = self._traces(known)
         changed = sorted(name for name in now if name in self._before and now[name] != self._before[name])
@@ -143,7 +143,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _trace(value: Any, known: Collection[int], depth: int) -> Any:
-    """Something that is another after ``value`` has changed, as far as ``depth`` steps into it."""
+    """A fingerprint of ``value``, ``depth`` levels deep, that differs once ``value`` has changed."""
     if isinstance(value, torch.Tensor):
         return None if value.data_ptr() in known else (tuple(value.shape), value.detach().double().sum().item())
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):

@@ -1,9 +1,9 @@
 """An optimizer's state in checkpoints, by the names of its parameters.
 
-Stock writes it by numbers, which count a stage's parameters: loaded by a stage with other layers of the same shapes,
-moments would go to the wrong ones, and nobody would notice. With two chunks a stage has other layers than in a job
-without, so that there it is written by name, in the same files, under a key that stock does not know and fails on. Here
-either is read, by either: a stage takes what it needs from the files of all stages that had it.
+Stock numbers a stage's parameters: a stage with other layers of the same shapes would load wrong moments without
+notice. With two chunks stages have other layers than without. So the state is then written by name, in the same files,
+under a key that makes stock fail. Here both forms are read, with and without chunks: a stage takes its parts from the
+files of all stages that had them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ KEY = "recycle_by_layer"
 _OF_GROUP = ("params", "param_names")
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf",
                 "sum")
-"""Entries of torch's optimizers that are of their parameter's shape."""
+"""Entries of torch's optimizers with their parameter's shape."""
 
 Names = Sequence[Sequence[str | None]]
-"""Of the parameters of each group, in their order; None: not the model's."""
+"""The parameters' names in each group, in order; None: not the model's."""
 
 
 def written(engine: PipelineEngine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the engine's optimizer gives as its ``state``, as a checkpoint has it."""
+    """The ``state`` of the engine's optimizer, in the form of a checkpoint."""
     chunks = chunks_of(engine.module)
     if chunks is None:
         return state
@@ -45,13 +45,13 @@ def written(engine: PipelineEngine, state: Mapping[str, Any]) -> Mapping[str, An
 
 
 def written_shard(engine: PipelineEngine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A shard's ``state``, as a checkpoint has it: not for stages with other layers."""
+    """A shard's ``state``, in the form of a checkpoint: not for stages with other layers."""
     chunks = chunks_of(engine.module)
     return state if chunks is None else {KEY: {"parts": chunks.parts, "shard": state}}
 
 
 def read_shard(engine: PipelineEngine, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `written_shard` was given. Raises RecycleError if it is of stages with other layers."""
+    """The shard's state, as given to `written_shard`. Raises RecycleError if it is of stages with other layers."""
     chunks = chunks_of(engine.module)
     parts = state[KEY]["parts"] if KEY in state else None
     if parts != (None if chunks is None else chunks.parts):
@@ -62,8 +62,9 @@ def read_shard(engine: PipelineEngine, state: Mapping[str, Any]) -> Mapping[str,
 
 
 def reading(engine: PipelineEngine, *arguments: Any, **keywords: Any) -> AbstractContextManager[None]:
-    """Inside the block, in which the engine loads a checkpoint (``arguments`` of its `_load_checkpoint`), it finds the
-    optimizer's state by this stage's own numbers, however it was written. Raises RecycleError where it was not."""
+    """Inside the block the engine loads a checkpoint (``arguments`` of its `_load_checkpoint`), and finds the
+    optimizer's state by this stage's own numbers, in whichever form it was written. Raises RecycleError if it
+    cannot."""
     bound = inspect.signature(PipelineEngine._load_checkpoint).bind(engine, *arguments, **keywords)
     bound.apply_defaults()
     given, writer = bound.arguments, engine.checkpoint_engine
@@ -83,7 +84,7 @@ def reading(engine: PipelineEngine, *arguments: Any, **keywords: Any) -> Abstrac
 
 def _own(engine: PipelineEngine, state: Mapping[str, Any], folder: Path,
          load: Callable[[str], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The state of this stage's parameters by its own numbers, from what its own file has and others'."""
+    """The state of this stage's parameters by its own numbers, from its own file and other stages'."""
     chunks = chunks_of(engine.module)
     if KEY in state:
         own, read_other = state[KEY], lambda name: load(name)[KEY]
@@ -127,8 +128,8 @@ def _own(engine: PipelineEngine, state: Mapping[str, Any], folder: Path,
 
 def _of_stock(engine: PipelineEngine, chunks: Chunks, folder: Path, load: Callable[[str], Mapping[str, Any]]) -> tuple[
         Mapping[str, Any], dict[str, str], Callable[[str], Mapping[str, Any]]]:
-    """What a checkpoint without chunks has: one of the entries that this stage needs, in which file each layer is, and
-    how one is read. What the numbers in there mean is known from the stages that this job has begun with."""
+    """For a checkpoint without chunks: one entry that this stage needs, the file of each layer, and a function that
+    reads one. The meaning of its numbers is known from this job's stages at the start."""
     files, order = len(engine._get_all_ckpt_names(str(folder.parent), folder.name)), stock_order(engine.module)
     why = ("another number of stages" if files != engine.mp_world_size else
            "an optimizer that the script's own function groups" if not order else "")
@@ -155,7 +156,7 @@ def _of_stock(engine: PipelineEngine, chunks: Chunks, folder: Path, load: Callab
 
 
 def _by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """A state in stock's form, by ``names``. Raises ValueError if there are not as many."""
+    """A state in stock's form, by ``names``. Raises ValueError if their numbers differ."""
     outer = None
     if INNER in state:
         outer = {key: value for key, value in state.items() if key not in (INNER, MASTERS)}
@@ -174,7 +175,7 @@ def _by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
 
 
 def _names(engine: PipelineEngine) -> Names:
-    """Of the parameters of each of the optimizer's groups."""
+    """The parameters' names in each of the optimizer's groups."""
     names = {id(one): name for name, one in engine.module.named_parameters()}
     copies = engine.masters.masters if engine.masters is not None else {}
     names |= {id(master): names[id(one)] for one, master in copies.items() if id(one) in names}
@@ -182,7 +183,7 @@ def _names(engine: PipelineEngine) -> Names:
 
 
 def _layers(engine: PipelineEngine) -> dict[str, int]:
-    """The first number in the model's list of each layer that parameters are named after."""
+    """The first number in the model's list of each layer, by the layer's name in parameter names."""
     found: dict[str, int] = {}
     for number, spec in enumerate(engine.module._layer_specs):
         if (name := name_of(number, spec)) is not None:
@@ -191,13 +192,13 @@ def _layers(engine: PipelineEngine) -> dict[str, int]:
 
 
 def _layer(name: str) -> str:
-    """The layer that has the parameter ``name``."""
+    """The layer's name in the parameter's ``name``."""
     first, *rest = name.split(".")
     return f"{first}.{rest[0]}" if first == "tied_modules" else first
 
 
 def _file(engine: PipelineEngine, stage: int) -> Path:
-    """The name of the file that holds the optimizer's state of ``stage``, of this worker's tensor-parallel part."""
+    """The file with the optimizer's state of ``stage``, of this worker's tensor-parallel part."""
     grid = engine.grid
     ranks = sorted(grid.topology().get_axis_list(axis="data", idx=grid.get_data_parallel_id()))
     number = ranks.index(grid.stage_to_global(stage_id=stage))

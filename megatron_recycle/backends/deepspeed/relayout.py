@@ -1,9 +1,8 @@
-"""A model that DeepSpeed has built for one chunk per stage is laid into a V of two, before there is an engine.
+"""Relayout: a model that DeepSpeed has built for one chunk per stage becomes a V of two, before there is an engine.
 
-Its first weights are those of the job without chunks, bit for bit: each layer's tensors travel from the stage that has
-built it to the one that holds it from now on. That one builds the layer anew, without a trace in the random generators.
-What a script has done to a layer meanwhile travels as far as it is in tensors (values, types, what is trained);
-anything else is refused, on all ranks alike.
+Its first weights are those of the job without chunks, bit for bit: each layer's tensors travel from the stage that
+built it to its new stage. That stage builds the layer anew, and restores the random generators. A script's changes to a
+layer travel if they are in tensors (values, types, what is trained); anything else is refused, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -61,22 +60,22 @@ _OFF = f'or leave chunks out ("{SECTION}": {{"chunks": 1}}), which trains as Dee
 
 
 def remember_method(module: PipelineModule, method: str) -> None:
-    """``module`` was cut by ``method``, which DeepSpeed does not keep."""
+    """Note that ``module`` was cut by ``method``, which DeepSpeed does not keep."""
     setattr(module, _METHOD, method)
 
 
 def lay_out(module: PipelineModule, optimizer: Any, model_parameters: Any,
             setup: SetUp | None = None) -> tuple[Any, Any]:
-    """Lay the layers of ``module`` into a V of two chunks per stage; to be called by all ranks. Weights and buffers
-    have the bits that they had before.
+    """Lay the layers of ``module`` into a V of two chunks per stage; all ranks call this. Weights and buffers keep
+    their bits.
 
     ``optimizer``, if it is one, and ``model_parameters``, as the script gives them to `deepspeed.initialize()`, follow
-    the layers, in the script's own lists. A process that joins takes the layout from ``setup``, the record of the job's
-    start, and waits for nobody: its peers give it the state later.
+    the layers, in the script's own lists. A joiner takes the layout from ``setup``, the record of the job's start, and
+    waits for no other process: its peers send the state later.
 
-    Returns ``optimizer`` and ``model_parameters`` for the engine. Raises UnsupportedError that lists what cannot move.
+    Returns ``optimizer`` and ``model_parameters`` for the engine. Raises UnsupportedError listing all that cannot move.
     """
-    if chunks_of(module) is not None:  # initialize() for the second time
+    if chunks_of(module) is not None:  # a second initialize()
         return optimizer, model_parameters
     _check_alone(module)
     groups = Groups(optimizer, model_parameters)
@@ -114,14 +113,14 @@ def lay_out(module: PipelineModule, optimizer: Any, model_parameters: Any,
 
 
 def stock_order(module: PipelineModule) -> dict[int, list[list[str | None]]]:
-    """Names of the parameters of each group of the optimizer, in their order, that stages would have without chunks;
-    of those that have built layers of this one."""
+    """Parameter names of each optimizer group, in order, as stages would have them without chunks. Only for the stages
+    that built layers of this one."""
     found: dict[int, list[list[str | None]]] = getattr(module, _ORDER)
     return found
 
 
 def _check_alone(module: PipelineModule) -> None:
-    """Raises UnsupportedError for what all ranks see by themselves."""
+    """Raises UnsupportedError for faults that all ranks see without communication."""
     layers, stages = len(module._layer_specs), module.num_stages
     if hasattr(module, "phase_bounds"):
         why = "a DualPipeVModule has two chunks of its own: build a PipelineModule"
@@ -138,7 +137,7 @@ def _check_alone(module: PipelineModule) -> None:
 
 
 def _layers(module: PipelineModule) -> tuple[dict[str, nn.Module], list[str]]:
-    """The layers of this stage as DeepSpeed has built them, and what else is there that no other stage would know."""
+    """The layers of this stage as DeepSpeed has built them, and faults: changes that other stages would not know."""
     found: dict[str, nn.Module] = {}
     faults: list[str] = []
     for place, number in enumerate(range(module._local_start, module._local_stop)):
@@ -177,7 +176,7 @@ def _told(module: PipelineModule, own: Mapping[str, nn.Module], groups: Groups, 
 
 
 def _gather(module: PipelineModule, told: Told) -> list[Told]:
-    """What all stages of this pipeline have told."""
+    """The descriptions sent by all stages of this pipeline."""
     group = module._grid.get_pipe_parallel_group()
     found: list[Any] = [None] * module.num_stages
     dist.all_gather_object(found, msgspec.json.encode(told), group=group)
@@ -185,7 +184,7 @@ def _gather(module: PipelineModule, told: Told) -> list[Told]:
 
 
 def _agree(module: PipelineModule, wrong: Sequence[str], parts: Sequence[int]) -> None:
-    """Raises UnsupportedError on all ranks with what is ``wrong`` on any, or if they do not cut alike."""
+    """Raises UnsupportedError on all ranks with the faults of any (``wrong``), or if they do not cut alike."""
     found: list[Any] = [None] * module.world_size
     dist.all_gather_object(found, (list(wrong), list(parts)), group=module.world_group)
     faults = list(dict.fromkeys(fault for one, _ in found for fault in one))
@@ -201,9 +200,9 @@ def _refuse(faults: Sequence[str]) -> None:
 
 
 def _cut(module: PipelineModule, weights: Sequence[int]) -> tuple[int, ...]:
-    """Bounds of two chunks per stage, by the script's own way to cut and DeepSpeed's code for it."""
+    """Bounds of two chunks per stage, by the script's partition method and DeepSpeed's code for it."""
     kept = {name: getattr(module, name) for name in ("parts", "_local_start", "_local_stop")}
-    # Stock builds the whole model to count, and prints the list of stages, which they are not.
+    # Stock would build the whole model to count, and would print chunks as stages.
     with (replaced(module, **kept, num_stages=2 * module.num_stages, _count_layer_params=lambda: list(weights)),
           contextlib.redirect_stdout(io.StringIO())):
         module._partition_layers(method=getattr(module, _METHOD))
@@ -217,14 +216,14 @@ def _cut(module: PipelineModule, weights: Sequence[int]) -> tuple[int, ...]:
 
 def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, nn.Module], wrong: list[str],
                joins: bool) -> dict[str, nn.Module]:
-    """Send and receive layers, one at a time; returns those that this stage has from now on. Adds to ``wrong`` what is
-    not as it was told; a process that joins, for which nobody waits, raises UnsupportedError with it."""
+    """Send and receive layers, one at a time; returns this stage's new layers. Adds differences from a layer's
+    description to ``wrong``. A joiner, for which no other process waits, raises UnsupportedError with them."""
     held, twice = dict[str, nn.Module](), dict[tuple[int, int], nn.Module]()
     grid, stage = module._grid, module.stage_id
     device = torch.device(get_accelerator().device_name(module.local_rank))
     generators = Generators(device)
     generators.adopt_trackers()
-    for move in moves:  # the same order on all stages: nobody waits in a circle
+    for move in moves:  # the same order on all stages, so that there is no deadlock
         name = move.layer.name
         if move.source == move.target:
             held[name] = own[name]
@@ -238,7 +237,7 @@ def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, 
                     if (alias := twice.get((id(built), move.source))) is not None:
                         built = alias
                     elif name != LOSS and ids([built]) & ids((*own.values(), *held.values())):
-                        # It stands in the list several times, and with stock on several stages, each with its own.
+                        # It is several times in the list; in stock, several stages have one each.
                         built = twice[id(built), move.source] = copy.deepcopy(built)
                     else:
                         twice[id(built), move.source] = built
@@ -267,7 +266,7 @@ def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, 
 
 
 def _share(moves: Sequence[Move], held: Mapping[str, nn.Module], wrong: list[str]) -> None:
-    """Make tensors that were one on their stage one here. Adds to ``wrong`` those that are one only here."""
+    """Make tensors that were shared on their stage shared here. Adds to ``wrong`` those that are shared only here."""
     first: dict[tuple[int, int], torch.Tensor] = {}
     owners: dict[int, tuple[tuple[int, int], str]] = {}
     for move in moves if not wrong else ():
@@ -336,7 +335,7 @@ def _install(module: PipelineModule, chunks: Chunks, held: Mapping[str, nn.Modul
         module.forward_funcs.append(layer)
     for one in module.parameters():
         one.ds_pipe_replicated = False
-    module.tied_comms = {}  # what is tied is on one stage
+    module.tied_comms = {}  # tied layers are on one stage
     become_chunked(module, chunks)
     module.parts = list(chunks.parts)
     first = chunks.ranges(module.stage_id)[0]
@@ -346,7 +345,7 @@ def _install(module: PipelineModule, chunks: Chunks, held: Mapping[str, nn.Modul
 
 
 def _let_go(module: PipelineModule, gone: dict[str, nn.Module], own: dict[str, nn.Module]) -> None:
-    """Forget the layers that have left; say which ones the script holds on to, since what it does with them is lost."""
+    """Forget the layers that have left. Warn of those that the script still holds: its changes to them are lost."""
     for name, layer in gone.items():
         layer.apply(partial(_mark, words(name)))
     specs = module._layer_specs
@@ -377,7 +376,7 @@ def _mark(where: str, part: nn.Module) -> None:
 
 
 def _checked(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``make``, unless what it makes has layers that have left."""
+    """``make``, with a check that its optimizer has no layers that have left."""
     @functools.wraps(make, updated=())
     def checked(*arguments: Any, **keywords: Any) -> Any:
         made = make(*arguments, **keywords)

@@ -1,11 +1,11 @@
-"""Shards of ZeRO-1 from checkpoints that were cut otherwise: by another number of pipelines, or in no shards at all.
+"""Shards of ZeRO-1 from checkpoints with another cut: for another number of pipelines, or without shards.
 
 Stock lays the parameters of a group end to end, pads them, and gives each rank an equal piece; masters and moments lie
-alike. So what a shard is to have lies in one file, or in a few that follow each other.
+alike. So the content of a shard lies in one file, or in a few consecutive ones.
 
-Universal checkpoints (`ds_to_universal`) have a folder for each parameter, whatever the job was cut into. Stock's
-reader fills the fragment of a parameter that lies in a rank's partition. Here it is given the parameter as a whole, of
-which every shard takes its pieces.
+Universal checkpoints (`ds_to_universal`) have a folder for each parameter, independent of the job's cut. Stock's reader
+fills the fragment of a parameter in a rank's partition. Here it gets the whole parameter, from which every shard takes
+its pieces.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_recycle.errors import RecycleError, UnsupportedError
 from megatron_recycle.runtime.compute.sharded_optimizer import Slot, piece_of
 
 BASE, MASTERS = "base_optimizer_state", "single_partition_of_fp32_groups"
-"""Where stock's state of a rank has the optimizer's own, and its masters."""
+"""Keys in stock's state of a rank: the optimizer's own state, and its masters."""
 
 State = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ def recut(read: Callable[[int], State], before: int, shard: int, count: int, num
 
     Args:
         read: gives the state of one of the ``before`` ranks that have written the checkpoint.
-        numels: by parameter group, how many numbers there are without padding.
+        numels: by parameter group, the number of elements without padding.
 
     Raises UnsupportedError.
     """
@@ -46,7 +46,7 @@ def recut(read: Callable[[int], State], before: int, shard: int, count: int, num
                                "supported yet: load it without the plugin, and save with it off")
 
     def flat(numel: int, of_rank: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The shard's part of a group of ``numel`` numbers, of what each old rank has of that."""
+        """The shard's part of a group of ``numel`` numbers, from each old rank's part."""
         size, each = piece_of(numel, count), piece_of(numel, before)
         found = torch.zeros(size, dtype=next(iter(of_rank.values())).dtype)
         for number, values in of_rank.items():
@@ -73,8 +73,7 @@ def recut(read: Callable[[int], State], before: int, shard: int, count: int, num
 
 
 def unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps of a slot, by key; bitsandbytes' `state_dict` has some of it in a dictionary of its
-    own."""
+    """An optimizer's state of a slot, by key; bitsandbytes' `state_dict` nests some of it in a dictionary."""
     return {inner: each for key, value in state.items() for inner, each in (
         value.items() if isinstance(value, Mapping) else [(key, value)])}
 
@@ -86,7 +85,7 @@ def _common(old: int, before: int, new: int, after: int, numel: int) -> tuple[in
 
 
 def _overlapping(before: int, shard: int, count: int, numels: Sequence[int]) -> list[int]:
-    """The ranks of the checkpoint that have something of ``shard``; one of them at least, whose numbers it gets."""
+    """The checkpoint's ranks that overlap with ``shard``; at least one, for the values that are not cut."""
     found = [number for number in range(before)
              if any(low < high for low, high in (_common(number, before, shard, count, numel) for numel in numels))]
     return found or [before - 1]
@@ -97,7 +96,7 @@ def _overlapping(before: int, shard: int, count: int, numels: Sequence[int]) -> 
 
 @dataclass
 class Whole:
-    """A parameter's numbers: its master, and what the optimizer keeps of each, flat, by key; and its step."""
+    """A parameter's whole state: master, optimizer state (flat, by key), and step."""
 
     master: torch.Tensor
     optim_fragment: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -105,16 +104,16 @@ class Whole:
 
     @property
     def lp_fragment_address(self) -> fragment_address:
-        """Which of the parameter's numbers are wanted, for stock's reader."""
+        """The wanted range of the parameter, for stock's reader: all of it."""
         return fragment_address(numel=self.master.numel(), start=0)
 
     def get_hp_fragment(self) -> torch.Tensor:
-        """Where stock's reader puts the master."""
+        """The tensor that stock's reader fills with the master."""
         return self.master
 
 
 def read_universal(checkpoint: str) -> Mapping[str, Any]:
-    """What a checkpoint has of the optimizer as a whole. Raises RecycleError."""
+    """A checkpoint's optimizer state that belongs to no parameter. Raises RecycleError."""
     path = Path(checkpoint, "zero", "optimizer_state.pt")
     if not path.is_file():
         raise RecycleError(f"{path} is missing, which a universal checkpoint has: convert again (ds_to_universal), or "
@@ -124,8 +123,8 @@ def read_universal(checkpoint: str) -> Mapping[str, Any]:
 
 
 def read_parameter(checkpoint: str, name: str, parameter: nn.Parameter, part: int, parts: int) -> Whole:
-    """One parameter, of which this is tensor-parallel part ``part`` of ``parts``. Raises RecycleError, and what stock
-    does where shapes are others."""
+    """The state of one parameter, which is tensor-parallel part ``part`` of ``parts``. Raises RecycleError, and stock's
+    errors for other shapes."""
     folder = Path(checkpoint, "zero", name)
     if not (folder / f"{FP32_WEIGHT_KEY}.pt").is_file():
         raise RecycleError(f"the universal checkpoint has no parameter {name} (no {folder}/{FP32_WEIGHT_KEY}.pt): it "
@@ -139,8 +138,8 @@ def read_parameter(checkpoint: str, name: str, parameter: nn.Parameter, part: in
 
 def shards_of(slots: Mapping[int, Sequence[Slot]], parameters: Sequence[nn.Parameter], groups: Any,
            read: Callable[[nn.Parameter], Whole]) -> dict[int, dict[str, Any]]:
-    """By shard of ``slots``, the optimizer's state as stock's ZeRO-1 writes it; ``groups``: the optimizer's settings.
-    ``read`` gives each of ``parameters``, which take turns, since all of them may be more than a host has room for."""
+    """By shard of ``slots``, the optimizer's state in the form of stock's ZeRO-1; ``groups``: the optimizer's settings.
+    ``read`` loads ``parameters`` one at a time, since a host may lack memory for all of them."""
     masters = {shard: [torch.zeros(slot.size) for slot in each] for shard, each in slots.items()}
     states: dict[int, dict[int, dict[str, Any]]] = {
         shard: {number: {} for number in range(len(each))} for shard, each in slots.items()}
@@ -162,7 +161,7 @@ def shards_of(slots: Mapping[int, Sequence[Slot]], parameters: Sequence[nn.Param
 
 
 class _StandIn:
-    """What stock's reader asks of a parameter, so that nothing is hung on the model's own."""
+    """Acts as the parameter for stock's reader, which would set attributes on the model's own."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self._parameter = parameter

@@ -1,7 +1,7 @@
 """Forwards and backwards of micro-batches through the layers of a stage of a DeepSpeed pipeline.
 
-Which layers those are is a matter of the moment: the stage's own, those of one of its two chunks, or, while a neighbour
-lends some, others (`lent_layers`). Stock's module runs whatever stands in its list.
+The layers may change: the stage's own, those of one of its two chunks, or others, while a neighbour lends some
+(`lent_layers`). Stock's module runs the layers in its list.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron_recycle.runtime.stage import Forward
 
 
 class Running:
-    """What runs on one stage.
+    """Runs micro-batches on one stage.
 
     Args:
         engine: DeepSpeed's, built.
 
     Attributes:
-        evaluated: gets what the last layers give of each micro-batch of an evaluation; None: nobody.
+        evaluated: called with the last layers' output for each micro-batch of an evaluation; None: not called.
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
@@ -60,8 +60,8 @@ class Running:
                 else self._chunks.ranges(self._engine.stage_id))
 
     def layers(self, chunk: int) -> Sequence[Callable[..., Any]]:
-        """Those of a chunk; the script may have put others in their place. Raises UnsupportedError where it has put in
-        more, or taken some out: nobody can tell of which chunk."""
+        """The layers of a chunk; the script may have replaced some. Raises UnsupportedError if it has added or removed
+        any, since the chunk's bounds are then unknown."""
         found = list(self._engine.module.forward_funcs if self._whole is None else self._whole)
         if self._chunks is None:
             return found
@@ -74,8 +74,8 @@ class Running:
         return found[first:] if chunk else found[:first]
 
     def by_chunk(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """``parameters``, by name, those of one chunk behind those of the other; one that both have counts as the
-        first's. Raises UnsupportedError for one that no chunk has."""
+        """``parameters``, by name, in the order of chunks; a parameter of both counts as the first's. Raises
+        UnsupportedError for a parameter that no chunk has."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         found = {name: parameters[name] for module in self.modules for parameter in module.parameters()
                  if (name := names.get(id(parameter))) is not None}
@@ -86,7 +86,7 @@ class Running:
 
     @contextmanager
     def chunk(self, chunk: int) -> Iterator[None]:
-        """A block in which the stage is this chunk of it alone."""
+        """A block in which the stage consists of this chunk only."""
         if self._chunks is None:
             yield
             return
@@ -98,7 +98,7 @@ class Running:
 
     @property
     def _last(self) -> bool:
-        """Whether the loss is computed by what runs."""
+        """Whether the running layers compute the loss."""
         engine, chunks = self._engine, self._chunks
         if chunks is None:
             return bool(engine.is_last_stage())
@@ -122,8 +122,8 @@ class Running:
             inputs = self._load(batch[0])
         given = inputs
         if any(getattr(layer, "inplace", False) for layer in engine.module.forward_funcs[:1]):
-            # Autograd lets nobody write over what a gradient is asked for of. Where chunks begin is no choice of the
-            # script's, unlike where its stages do.
+            # Autograd forbids in-place changes to a leaf that needs a gradient. Unlike stages' bounds, chunks' bounds
+            # are not the script's choice.
             given = tuple(tensor.clone() for tensor in inputs)
         single = given[0] if len(given) == 1 else given
         outputs = engine.module(single)
@@ -147,12 +147,12 @@ class Running:
         return Forward((inputs, (loss,)), (), loss, roots=(loss,))
 
     def _trains(self) -> bool:
-        """Whether something is trained of what runs; the rest others may run."""
+        """Whether any running layer is trained; the trained layers may all be elsewhere."""
         return any(parameter.requires_grad for layer in self._engine.module.forward_funcs
                    for module in _modules(layer) for parameter in module.parameters())
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor], scale: float | None) -> list[torch.Tensor]:
-        """As `runtime.stage.Stage.backward`; the loss is multiplied by ``scale``; None: it is as it is."""
+        """As `runtime.stage.Stage.backward`; the loss is multiplied by ``scale``, if given."""
         engine = self._engine
         inputs, outputs = forward.saved
         # Keeps DeepSpeed's hooks for direct .backward() calls quiet.
@@ -187,7 +187,7 @@ class Running:
 
 @contextmanager
 def running(module: PipelineModule, layers: Sequence[Callable[..., Any]]) -> Iterator[None]:
-    """A block in which ``module`` runs these ``layers``, checkpointed from the first one on."""
+    """A block in which ``module`` runs these ``layers``, with checkpointing intervals from the first one on."""
     layers, interval = list(layers), module.activation_checkpoint_interval
     values: dict[str, Any] = {"forward_funcs": layers}
     if interval and hasattr(module, "is_checkpointable_results"):
@@ -198,5 +198,5 @@ def running(module: PipelineModule, layers: Sequence[Callable[..., Any]]) -> Ite
 
 
 def _modules(layer: Callable[..., Any]) -> list[nn.Module]:
-    """Those that ``layer`` runs: itself, or those that a function of the script's is bound to, if it is tied."""
+    """The modules that ``layer`` runs: itself or, if it is tied, those that the script's function is bound to."""
     return [module for module in (layer, *getattr(layer, "args", ())) if isinstance(module, nn.Module)]

@@ -44,11 +44,11 @@ from megatron_recycle.runtime.lent.layers import Lending
 from megatron_recycle.runtime.stage import Averaging, Chunk, Forward, Tie, fingerprint
 
 _REFERENCES = ("lr_scheduler", "batch_fn")
-"""Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
+"""Attributes of the engine that a script may set, and that affect a step or a micro-batch."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
 """Attributes that `_take_model_step` changes besides tensors."""
 _SHOWN = ("global_steps", "global_samples", "skipped_steps", "_step_applied")
-"""Those that a script may ask for, which are numbers."""
+"""The numbers among them that a script may read."""
 
 
 class DeepSpeedStage:
@@ -58,7 +58,7 @@ class DeepSpeedStage:
         engine: DeepSpeed's, built.
         keeper: its optimizer, if that has fp32 copies of 16-bit parameters, or shards.
         settings: of the job.
-        is_logging_rank: whether this worker says what is said once in a job.
+        is_logging_rank: whether this worker is the logging rank.
     """
 
     report_width = 0
@@ -72,18 +72,18 @@ class DeepSpeedStage:
         self._engine = engine
         self._optimizer = keeper
         self.averaging: Averaging = self._zero.averaging if self._zero is not None else (
-            # Before the sum, a part of it too: it is what keeps sums of 16 bits from overflowing.
+            # "before" also with a predivide factor: dividing before the sum keeps 16-bit sums from overflowing.
             "after" if engine.postscale_gradients() and engine.gradient_predivide_factor() == 1.0 else "before")
         self._staggered = settings.step == "staggered"
         self._logs_now = is_logging_rank
         self.device = engine.device
         self.passed = 0.0
-        """The squared gradient norm of an iteration that the script passes over."""
+        """The squared gradient norm of a past iteration that the script passes over."""
         self.module: nn.Module = engine.module
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self.running = Running(engine)
-        """What runs of each micro-batch."""
+        """Runs the layers for each micro-batch."""
         self._lendings: Sequence[Lending | None] = [None] * len(self.running.ranges)
         if settings.lend == "auto":
             self._lendings = lendings_of(engine, self.running, settings.lend_layers)
@@ -92,7 +92,7 @@ class DeepSpeedStage:
         optimizer = torch_optimizer(engine)
         self.native = NativeAdam(optimizer)
         self._first_steps = FirstSteps({"optimizer": optimizer, "lr_scheduler": engine.lr_scheduler})
-        # As stock: bf16 gradients are summed in fp32, those of fp16 in their own type, where the scale keeps them.
+        # As stock: bf16 gradients are summed in fp32, fp16 ones in fp16, where the scale keeps them.
         self.gradient_dtype = torch.float32 if engine.bfloat16_enabled() else None
         if self._zero is not None:
             self.gradient_dtype = engine.get_data_types()[1]
@@ -101,8 +101,7 @@ class DeepSpeedStage:
         self.ties = ties_of(engine)
 
     def _found(self) -> dict[str, nn.Parameter]:
-        """The parameters that are to be trained, by name, as stock lists them; of two chunks one's behind the other's.
-        """
+        """The trained parameters by name, in stock's order; with two chunks, those of the first come first."""
         found = {name: parameter for name, parameter in self._state.parameters().items()
                  if parameter.requires_grad and parameter.numel()}
         return found if chunks_of(self.module) is None else self.running.by_chunk(found)
@@ -110,12 +109,12 @@ class DeepSpeedStage:
     def _use(self, trained: Mapping[str, nn.Parameter]) -> None:
         self._state.trained = trained
         self.parameters: Sequence[nn.Parameter] = list(trained.values())
-        # In 16 bits, those that the optimizer was given: without a copy there is nothing to step.
+        # With 16-bit masters: the optimizer's parameters only. A parameter without a copy is never stepped.
         self._stepped = [self._masters.get(parameter) if self._masters else parameter for parameter in self.parameters]
 
     def look(self) -> bool:
-        """Follows parameters that were frozen, unfrozen, added or replaced; refuses what a step could not be undone
-        with, gradients of the script's own, and hooks on sums of gradients, which are formed otherwise here."""
+        """Follow parameters that were frozen, unfrozen, added or replaced. Refuses hooks that make a step impossible to
+        undo, the script's own gradients, and hooks on gradient sums, which are formed otherwise here."""
         engine = self._engine
         self._clipping.look()
         if self._staggered:
@@ -163,7 +162,7 @@ class DeepSpeedStage:
         return self._clipping.coefficient(norm_squares)
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-        skipping = self._clipping.scaled or self._zero  # what leaves out a step whose gradients are not finite
+        skipping = self._clipping.scaled or self._zero  # leaves out a step with non-finite gradients
         if skipping is not None:
             skipping.overflow = math.isnan(coefficient)
         if skipping is not None and skipping.overflow:
@@ -190,7 +189,7 @@ class DeepSpeedStage:
             self._first_steps.after(self._known())
 
     def _known(self) -> set[int]:
-        """Objects that `FirstSteps` need not look at."""
+        """Objects that `FirstSteps` need not check."""
         engine = self._engine
         optimizer = torch_optimizer(engine)
         parts = (engine, engine.module, engine.optimizer, optimizer, engine.lr_scheduler, optimizer.param_groups,
@@ -225,7 +224,7 @@ class DeepSpeedStage:
         self._set_own(counters["own"])
 
     def _set_own(self, counters: Any) -> None:
-        """State of the engine beside that of a torch optimizer."""
+        """Set the engine's state beside that of a torch optimizer."""
         engine, counters = self._engine, copied(counters)
         set_schedule(engine.lr_scheduler, counters["schedule"])
         if self._optimizer is not None:
@@ -254,7 +253,7 @@ class DeepSpeedStage:
 
     @property
     def may_guess_wrong(self) -> bool:
-        # Under ZeRO-1 a step is left out where the gradients of any stage are not finite.
+        # Under ZeRO-1 a step is left out if any stage's gradients are not finite.
         return self._clipping.scaled is not None or self._zero is not None or (
             self._clipping.limit > 0.0 and self._engine.num_stages > 1)
 
@@ -266,7 +265,7 @@ class DeepSpeedStage:
                            *rates]).tobytes()
 
     def recall(self, summary: bytes) -> None:
-        """Counters, rates and scale are put back before the next iteration is trained (`load_state`)."""
+        """Counters, rates and scale are restored before the next iteration is trained (`load_state`)."""
         engine = self._engine
         self.passed, scale, *rest = array("d", summary)
         for name, value in zip(_SHOWN, rest):
@@ -278,14 +277,14 @@ class DeepSpeedStage:
             self._optimizer.set_counters({**self._optimizer.counters(), "cur_scale": scale})
 
     def regroup(self, groups: Groups) -> None:
-        """DeepSpeed's own groups stay, which are living ones as the script's are."""
-        # Told with an evaluation's first message, which new neighbours have not seen.
+        """DeepSpeed's own groups stay: they are living ones, as the script's are."""
+        # The shape is sent with an evaluation's first message, which new neighbours have not seen.
         self._engine.reset_activation_shape()
 
 
 def tied_stages(module: PipelineModule) -> tuple[tuple[int, ...], ...]:
-    """Groups of stages that wait for each other before they step, since tied layers live in several of them: the same
-    on all workers. Layers that have a stage in common make one group of all their stages."""
+    """Groups of stages that wait for each other before they step, since they share tied layers: the same on all
+    workers. Layers with a common stage make one group of all their stages."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
@@ -301,7 +300,7 @@ def ties_of(engine: PipelineEngine) -> list[Tie]:
     """This stage's copies of tied parameters, in the same order on all stages."""
     topology, module, found, first = engine.grid.topology(), engine.module, [], 0
     specs = {spec.key: spec for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)}
-    for key in sorted(specs):  # also those of other stages, whose numbers this one leaves out
+    for key in sorted(specs):  # other stages' ties included, whose numbers are not used here
         comm = module.tied_comms.get(key, {"ranks": (), "weight_attr": ()})
         stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
         found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True, number=number)

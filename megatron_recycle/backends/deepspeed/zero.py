@@ -1,8 +1,8 @@
 """ZeRO-1: DeepSpeed's optimizer in shards, as the runtime drives it.
 
-Stock's `DeepSpeedZeroOptimizer` and `BF16_Optimizer` tie a shard to a data-parallel rank, so that a dead worker takes
-its shard along. Here a shard is where the runtime's table says, on several workers; the cuts, the arithmetic of a step
-and the form of checkpoints are stock's.
+Stock's `DeepSpeedZeroOptimizer` and `BF16_Optimizer` tie a shard to a data-parallel rank, so that a dead worker's shard
+is lost. Here the runtime's table places each shard on several workers. The cuts, the arithmetic of a step and the form
+of checkpoints are stock's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_recycle.runtime.stage import Averaging
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of the loss scaling that an update changes."""
 _OF_BLOCKS = ("absmax1", "absmax2", "qmap1", "qmap2")
-"""What bitsandbytes keeps of each block, or of all."""
+"""Quantisation state of bitsandbytes, per block or shared by all."""
 
 
 class ZeroOptimizer(WrappingOptimizer):
@@ -49,13 +49,13 @@ class ZeroOptimizer(WrappingOptimizer):
     Args:
         optimizer: over the model's parameters.
         group: the data-parallel group, whose ranks name shards in checkpoints.
-        rank, size: this worker's there, and how many there are.
+        rank, size: of this worker in it, and its size.
         copies: of each shard.
         names: of the parameters.
         clipping: limit on the gradient's norm; 0: none.
         wire: the type in which gradients travel.
         scaler: stock's, of losses.
-        bf16: whether stock would take its `BF16_Optimizer` for it.
+        bf16: whether stock would use its `BF16_Optimizer`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Any, rank: int, size: int, copies: int,
@@ -68,18 +68,18 @@ class ZeroOptimizer(WrappingOptimizer):
         self._rank = rank
         self._names = names
         self.clip_grad = clipping
-        """Stock's name, for scripts that set it: an engine's `gradient_clipping` is where it begins, and no more."""
+        """Stock's name, for scripts that set it; an engine's `gradient_clipping` is only its initial value."""
         self.scaler = scaler
         self._bf16 = bf16
 
     @property
     def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
-        """The model's parameters by group, by the name that stock asks for when it writes their shapes."""
+        """The model's parameters by group, under stock's name, which it reads to write their shapes."""
         return self._groups
 
     @property
     def averaging(self) -> Averaging:
-        """Where stock divides by the number of pipelines."""
+        """The place where stock divides by the number of pipelines."""
         return "after" if self._bf16 else "before"
 
     @property
@@ -100,18 +100,18 @@ class ZeroOptimizer(WrappingOptimizer):
         return float(self.scaler.cur_scale)
 
     def counters(self) -> dict[str, Any]:
-        """State besides shards that `step` changes, or is made with."""
+        """State besides shards that `step` changes or uses."""
         return {"clip_grad": self.clip_grad,
                 **{name: vars(self.scaler)[name] for name in _SCALING if name in vars(self.scaler)}}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Put back what `counters` gave."""
+        """Restore the result of `counters`."""
         self.clip_grad = counters["clip_grad"]
         vars(self.scaler).update({name: value for name, value in counters.items() if name != "clip_grad"})
 
     def step(self, closure: None = None) -> None:
-        """One update of this worker's shards, with the gradients that they were given, which are unscaled already;
-        after an overflow only the scale changes."""
+        """One update of this worker's shards, with the gradients loaded into them, already unscaled; after an overflow
+        only the scale changes."""
         if self.scales:
             self.scaler.update_scale(self.overflow)
         if not self.overflow:
@@ -125,7 +125,7 @@ class ZeroOptimizer(WrappingOptimizer):
     # ---- checkpoints
 
     def state_dict(self, shard: int | None = None) -> dict[str, Any]:
-        """Stock's, of the rank whose shard that is; of this worker's own place if none is given."""
+        """Stock's state dict of the rank of ``shard``; of this worker's own rank by default."""
         shard, shards = self._rank if shard is None else shard, self.shards
         inner, held = self.optimizer.state_dict(), shards.held
         if shard not in held:
@@ -154,7 +154,7 @@ class ZeroOptimizer(WrappingOptimizer):
 
     def load_state_dict(self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True,
                         load_from_fp32_weights: bool = False, **_: Any) -> None:
-        """Take over this worker's shards of a checkpoint, stock's or ours."""
+        """Load this worker's shards from a checkpoint, stock's or ours."""
         for shard in self.shards.held:
             self._load(shard, state_dict_list[shard], load_optimizer_states, load_from_fp32_weights)
             self._load_counters(state_dict_list[shard])
@@ -162,7 +162,7 @@ class ZeroOptimizer(WrappingOptimizer):
             self.refresh_fp32_params()
 
     def load_universal(self, checkpoint: str, part: int, parts: int) -> None:
-        """Take over a universal checkpoint: this worker's shards, and all of its stage's parameters, of which it has
+        """Load a universal checkpoint: this worker's shards, and all of its stage's parameters, of which it has
         tensor-parallel part ``part`` of ``parts``. As stock, always with the optimizer's state. Raises RecycleError."""
         saved = read_universal(checkpoint)
 
@@ -215,15 +215,15 @@ class ZeroOptimizer(WrappingOptimizer):
                 master.data[:length].copy_(values[:length])
 
     def refresh_fp32_params(self) -> None:
-        """Make the masters what the model's parameters are: only those were loaded."""
+        """Set the masters from the model's parameters, where only those were loaded."""
         for shard in self.shards.held:
             self.shards.refresh(shard)
 
-    _restore_from_bit16_weights = refresh_fp32_params  # what stock calls after it has loaded no optimizer state
+    _restore_from_bit16_weights = refresh_fp32_params  # stock's call after loading no optimizer state
 
     @property
     def numels(self) -> list[int]:
-        """How many numbers each group has, without padding."""
+        """The number of elements of each group, without padding."""
         return [sum(parameter.numel() for parameter in group) for group in self._groups]
 
     def _padding(self, number: int, shard: int) -> int:
@@ -231,7 +231,7 @@ class ZeroOptimizer(WrappingOptimizer):
         return min(size, max(0, (shard + 1) * size - self.numels[number]))
 
     def _mappings(self, shard: int) -> list[OrderedDict[str, fragment_address]]:
-        """Where parameters lie in a shard, by group: for `ds_to_universal`."""
+        """The ranges of parameters in a shard, by group: for `ds_to_universal`."""
         return [OrderedDict((self._names[piece.parameter],
                              fragment_address(numel=piece.end - piece.start, start=piece.offset))
                             for piece in slot.pieces)
@@ -239,8 +239,8 @@ class ZeroOptimizer(WrappingOptimizer):
 
 
 def clipping_coefficient(norm_squares: Sequence[float], stages: int, limit: float) -> float:
-    """Stock's clipping of ZeRO-1, operation by operation: shards add up inside of a stage, then stages do. Not a number
-    if some gradient is not finite: the step is left out. ``limit`` 0: gradients stay as they are."""
+    """Stock's clipping of ZeRO-1, operation by operation: sums over shards of a stage, then over stages. NaN if a
+    gradient is not finite: the step is left out. ``limit`` 0: gradients stay as they are."""
     each = len(norm_squares) // stages
     total = torch.zeros(1)
     for stage in range(stages):
@@ -248,7 +248,7 @@ def clipping_coefficient(norm_squares: Sequence[float], stages: int, limit: floa
         for value in norm_squares[stage * each:(stage + 1) * each]:
             of_stage += value
         total += of_stage
-    norm = torch.linalg.vector_norm(torch.stack([total.pow(1.0 / 2.0)]))  # of groups, as if there were one
+    norm = torch.linalg.vector_norm(torch.stack([total.pow(1.0 / 2.0)]))  # over groups, as if there were one
     if not math.isfinite(norm.item()):
         return math.nan
     if limit <= 0.0:

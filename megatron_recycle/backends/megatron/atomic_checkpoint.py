@@ -1,9 +1,8 @@
 """A checkpoint of Megatron-LM's, written beside its place until all of it is there.
 
-Stock writes into ``iter_N`` from the first file on, and names N the newest one when every rank has written. Here it
-writes into a folder whose name begins with a dot, one for each try, and ends in ``.part`` until all of it is there; it
-gets its name when stock is about to name it.
-Nothing of Megatron is imported here.
+Stock writes into ``iter_N`` from the first file on, and names N the newest one when every rank has written. Here each
+try writes into a folder of its own, whose name begins with a dot and ends in ``.part`` until all of it is there. It
+gets its name when stock is about to name it. Nothing of Megatron is imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from megatron_recycle.backends.tries import Try, remove_tries
 
 TRACKER = "latest_checkpointed_iteration.txt"
 FOLDER = "iter_"
-"""How the folder of a checkpoint begins; its iteration follows."""
+"""The beginning of a checkpoint folder's name; its iteration follows."""
 
 
 def place_of(folder: str, iteration: int) -> Path:
@@ -29,17 +28,17 @@ def place_of(folder: str, iteration: int) -> Path:
 
 @contextmanager
 def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[str], None]) -> Iterator[None]:
-    """Inside the block stock's `save_checkpoint` writes ``iteration`` into ``folder`` in this way.
+    """Inside the block stock's `save_checkpoint` writes ``iteration`` into ``folder`` atomically.
 
     Args:
         stock: Megatron-LM's module of checkpoints.
-        name: of this try, which no other has.
-        whole: called with the checkpoint's place before it gets its name, by the rank that names it. What it raises
-            leaves the one before named.
+        name: of this try, unique.
+        whole: called with the checkpoint's place by the rank that names it, before it does. After an error in it the
+            previous checkpoint stays named.
     """
     written = Try(place_of(folder, iteration), name)
     open_file, succeed = opener(stock), stock.wandb_utils.on_save_checkpoint_success
-    remote = "://" in folder  # an object store has no folders that could be renamed
+    remote = "://" in folder  # an object store has no folders to rename
 
     def open_(path: Any, mode: str = "r", *given: Any, **keywords: Any) -> Any:
         if "w" not in mode or os.path.basename(path) != TRACKER:
@@ -58,7 +57,7 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
 
 
 class _Files:
-    """In the place of the object with which Megatron-LM reaches files since core 0.19."""
+    """Replacement of Megatron-LM's object for file access since core 0.19."""
 
     def __init__(self, stock: Any, open_file: Callable[..., Any]) -> None:
         self._stock = stock
@@ -69,7 +68,7 @@ class _Files:
 
 
 def opener(stock: Any) -> Callable[..., Any]:
-    """The function with which ``stock``, Megatron-LM's module of checkpoints, opens files."""
+    """The function by which ``stock``, Megatron-LM's module of checkpoints, opens files."""
     found: Callable[..., Any] = stock.open_file if hasattr(stock, "open_file") else stock.maybe_msc.open
     return found
 
@@ -82,7 +81,7 @@ def opening(stock: Any, open_file: Callable[..., Any]) -> AbstractContextManager
 
 
 def renamed(stock: Any, folder: str, number: int, to: str) -> AbstractContextManager[None]:
-    """Inside the block the checkpoint of iteration ``number`` in ``folder`` is under the name ``to`` for stock."""
+    """Inside the block stock finds the checkpoint of iteration ``number`` in ``folder`` under the name ``to``."""
     name_of, own = stock.get_checkpoint_name, place_of(folder, number).name
 
     def get_checkpoint_name(checkpoints_path: str, iteration: int, *given: Any, **keywords: Any) -> str:
@@ -95,22 +94,22 @@ def renamed(stock: Any, folder: str, number: int, to: str) -> AbstractContextMan
 
 
 def found_at(place: str, name: str) -> str:
-    """The name of the folder in which the checkpoint is that the try ``name`` was to name ``place``, and that all know
-    to be whole: who names it may have died before. What has its name then is none, or an older one."""
+    """The folder name of the checkpoint of the try ``name`` for ``place``, once all workers know it to be whole. The
+    rank that names it may have died before: then ``place`` is missing, or an older checkpoint."""
     return Path(place).name if "://" in place else Try(Path(place), name).found.name
 
 
 @contextmanager
 def read_from(stock: Any, folder: str, iteration: int, name: str) -> Iterator[None]:
-    """Inside the block stock loads the checkpoint of ``iteration`` from the folder ``name`` in ``folder``, whichever is
-    the newest."""
+    """Inside the block stock loads the checkpoint of ``iteration`` from the folder ``name`` in ``folder``, even if it
+    is not the newest."""
     with (replaced(stock, read_metadata=lambda *given, **keywords: (iteration, False)),
           renamed(stock, folder, iteration, name)):
         yield
 
 
 def remove_parts(place: Path) -> None:
-    """Remove what tries to write the checkpoint ``place`` have left that is not whole."""
+    """Remove the incomplete remains of tries to write the checkpoint ``place``."""
     remove_tries(place, ".part")
     with suppress(OSError):
         place.with_name(f"{TRACKER}.part").unlink()
@@ -118,7 +117,7 @@ def remove_parts(place: Path) -> None:
 
 @contextmanager
 def _rewritten(path: Path, then: Callable[[], None]) -> Iterator[Any]:
-    """A text file that is the old one until all of the new one is written, and ``then`` has been called."""
+    """A text file that keeps its old content until all of the new one is written, and ``then`` has been called."""
     part = path.with_name(f"{path.name}.part")
     with part.open("w") as file:
         yield file

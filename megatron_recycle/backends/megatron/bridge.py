@@ -1,11 +1,11 @@
-"""Megatron-Bridge's training loop, which has the place of Megatron-LM's in its recipes, and NeMo's since it calls it.
+"""Megatron-Bridge's training loop, which replaces Megatron-LM's in its recipes, and in NeMo's, which call it.
 
-The loop asks core for a schedule as Megatron-LM's does (`hook`), and hands groups and a communicator of its own making
-to it: they are the standard ones, or are refused (`support.check_call`). What its loop asks other ranks in an iteration
-is known here; who speaks, and what is written, follows from who is left. Its configuration has Megatron-LM's options
-under the same names, in several parts (`options`).
+The loop asks core for a schedule as Megatron-LM's does (`hook`). It passes groups and a communicator of its own making:
+these are the standard ones, or are refused (`support.check_call`). Its queries to other ranks during an iteration are
+answered here; the live workers decide which rank logs and writes. Its configuration has Megatron-LM's options under the
+same names, in several parts (`options`).
 
-The functions with which `schedule` asks its loop are those of `training`. Nothing of Megatron is imported here.
+The functions that `schedule` calls are those of `training`. Nothing of Megatron is imported here.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.setup_record import SetUp
 
-if TYPE_CHECKING:  # which imports Megatron
+if TYPE_CHECKING:  # it imports Megatron
     from megatron_recycle.backends.megatron.groups import Kept
 
 BRIDGE_TESTED: Mapping[Release, tuple[str, Release]] = {(0, 6): ("0.6.2", (0, 19))}
-"""First two numbers of each supported Megatron-Bridge -> the one that the tests ran with, and the core it is for."""
+"""First two numbers of each supported Megatron-Bridge -> the tested release, and its core."""
 TRAIN = "megatron.bridge.training.train"
 SETUP = "megatron.bridge.training.setup"
 CHECKPOINTS = "megatron.bridge.training.checkpointing"
 PARTS = ("model", "ddp", "optimizer", "scheduler", "train", "validation", "checkpoint", "logger", "rng", "dist",
          "dataset", "rerun_state_machine", "profiling", "ft", "inprocess_restart", "nvrx_straggler", "straggler",
          "tensor_inspect")
-"""Of Bridge's configuration, that hold options."""
+"""The parts of Bridge's configuration with options."""
 _ALIKE = (("train", "train_iters global_batch_size micro_batch_size exit_interval"),
           ("validation", "eval_interval eval_iters"), ("rng", "seed"),
           ("dataset", "seq_length split dataloader_type random_seed reset_position_ids reset_attention_mask "
@@ -63,22 +63,22 @@ _ALIKE = (("train", "train_iters global_batch_size micro_batch_size exit_interva
           ("scheduler", "lr_decay_style lr_decay_iters lr_warmup_iters lr_warmup_fraction start_weight_decay "
                         "end_weight_decay"),
           ("model", "attention_dropout hidden_dropout calculate_per_token_loss"))
-"""What decides what an iteration computes, beside the model's, which its parameters show."""
+"""Options that decide the results of an iteration. Not here: the model's, which its parameters show."""
 _COUNTERS = ("step", "consumed_train_samples", "skipped_train_samples", "consumed_valid_samples",
              "floating_point_operations_so_far")
 
 
 _SAVED = "  successfully saved checkpoint from iteration"
-"""What the rank that names a checkpoint prints when all of it is there."""
+"""The line that the checkpoint-naming rank prints when a checkpoint is complete."""
 
 
 @dataclass
 class _Job:
-    """What this process trains with Bridge's loop.
+    """This process's training with Bridge's loop.
 
     Attributes:
-        told: lines on options that were set otherwise.
-        parts: arguments of the loop's `train`, by name; none before.
+        told: lines on changed options.
+        parts: arguments of the loop's `train`, by name; None before.
         counters: of its state, when training began.
         steps: of the learning rate's scheduler then, in samples.
         kept: Megatron's groups, once training has begun.
@@ -95,13 +95,13 @@ _job = _Job()
 
 
 def trains() -> bool:
-    """Whether it is Bridge's loop that trains in this process."""
+    """Whether Bridge's loop trains in this process."""
     return _job.parts is not None
 
 
 def watch_setup(options: Options) -> None:
-    """Judge a configuration before Bridge builds anything of it; have a process that joins go through the same set-up
-    as those of the job's start. Bridge's module of its set-up has just been loaded; again: with other options."""
+    """Judge a configuration before Bridge builds anything of it, and give joiners the same set-up as the job's first
+    processes. Call it when Bridge's set-up module has just been loaded; again: with other options."""
 
     def setup(stock: Callable[..., Any], state: Any, *rest: Any, **keywords: Any) -> Any:
         settings = options.resolve({})
@@ -121,9 +121,9 @@ def watch_setup(options: Options) -> None:
 
 
 def watch_training(options: Options) -> None:
-    """Rebind what Bridge's loop, which has just been imported, calls; again: with other options."""
+    """Rebind functions that Bridge's loop calls, right after its import; again: with other options."""
     if not is_supported():
-        return  # it is refused when it is set up
+        return  # its set-up refuses it
 
     def training(stock: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
         if options.resolve({}).enabled:
@@ -134,7 +134,7 @@ def watch_training(options: Options) -> None:
         return stock(*given, **keywords)
 
     def train_step(stock: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-        # All that it asks others for is known here, and stages need not wait for each other.
+        # All answers of other ranks are known here, so that stages need not wait for each other.
         with nullcontext() if _job.kept is None else _job.kept.alone():
             returned = stock(*given, **keywords)
         if _job.kept is not None and _job.parts is not None:
@@ -146,7 +146,7 @@ def watch_training(options: Options) -> None:
 
 
 def is_supported() -> bool:
-    """Whether this backend is written for the Bridge that is loaded, and for the core that it is used with."""
+    """Whether this backend supports the loaded Bridge together with its core."""
     version = release_of(_version())
     return BRIDGE_TESTED.get(version[:2], ("", ()))[1] == release()[:2]
 
@@ -159,7 +159,7 @@ def _version() -> str:
 
 
 def _judge(configuration: Any, settings: RecycleConfig) -> list[str]:
-    """Judge the whole ``configuration``, and set in it what is to be set otherwise; returns lines on that. Raises
+    """Judge the whole ``configuration``, and change options in it where needed; returns a line for each change. Raises
     UnsupportedError."""
     check_version()
     if not is_supported():
@@ -188,7 +188,7 @@ def _judge(configuration: Any, settings: RecycleConfig) -> list[str]:
 
 
 def _loading(record: SetUp, stock: Callable[..., Any], given: inspect.BoundArguments) -> tuple[int, Any]:
-    """In place of `load_checkpoint`."""
+    """Replacement of `load_checkpoint`."""
     state = given.arguments["state"].train_state
 
     def take(noted: Mapping[str, Any]) -> None:
@@ -203,15 +203,15 @@ def _loading(record: SetUp, stock: Callable[..., Any], given: inspect.BoundArgum
 
 
 def _count_nominal(state: Any) -> None:
-    """The loop adds up lengths of sequences where they are computed, for its figures of floating-point operations: as
-    many as each pipeline has are counted instead, so that all workers tell the same."""
+    """Count nominal sequence lengths, as each pipeline has them, for the floating-point figures. The loop counts where
+    they are computed; so all workers report the same."""
     train: Any = sys.modules[TRAIN]
     samples = state.cfg.train.micro_batch_size * train.get_num_microbatches()
     length = state.cfg.dataset.seq_length
     state._flops_seqlen_sum, state._flops_seqlen_sq_sum = samples * length, samples * length ** 2
 
 
-# ---- what the schedule asks its loop for, as `training` answers it
+# ---- the schedule's queries to its loop, as `training` answers them
 
 
 def told() -> list[str]:
@@ -230,7 +230,7 @@ def backend() -> str | None:
 
 
 def settings() -> dict[str, Any]:
-    """What all workers must have alike, by its name in the configuration."""
+    """The options that all workers must have alike, by their names in the configuration."""
     found = {f"{part}.{name}": getattr(getattr(_configuration(), part), name, None)
              for part, names in _ALIKE for name in names.split()}
     assert _job.counters is not None
@@ -248,12 +248,12 @@ def last_checkpoint(wanted: str | None, among: Callable[[Groups], AbstractContex
 
 
 def way_back() -> None:
-    """There is none yet: a stage that is lost ends the job with a last checkpoint."""
+    """None, as not supported yet: a lost stage ends the job with a last checkpoint."""
     return
 
 
 def collections() -> Iterator[Any]:
-    """Of process groups, that the loop keeps."""
+    """The process-group collections that the loop keeps."""
     assert _job.parts is not None
     yield _job.parts["pg_collection"]
 
@@ -265,14 +265,14 @@ def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, is_logg
     rebind(CHECKPOINTS, "save_checkpoint", partial(save_checkpoint, sys.modules[CHECKPOINTS], session, kept, last))
     rebind("megatron.bridge.utils.common_utils", "print_rank_last",
            lambda _, text: print_line(text, is_logging_rank, part))
-    # All stages have the same.
+    # The value is the same on all stages.
     rebind("megatron.bridge.training.utils.train_utils", "reduce_max_stat_across_model_parallel_group",
                 lambda _, stat, mp_group=None: stat)
     rebind("megatron.bridge.training.utils.train_utils", "training_log", _log_of_training(session))
 
 
 def _log_of_training(session: Session) -> Callable[..., bool]:
-    """In place of the loop's `training_log`: nothing is written of iterations that the others have had."""
+    """Replacement of the loop's `training_log`: writes nothing about iterations that other workers have logged."""
 
     def training_log(stock: Callable[..., bool], *given: Any, **keywords: Any) -> bool:
         if not session.catches_up:
@@ -300,7 +300,7 @@ def _configuration() -> Any:
 @contextmanager
 def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[str], None]) -> Iterator[None]:
     """Inside the block Bridge's `save_checkpoint` writes ``iteration`` into ``folder`` as `atomic_checkpoint.aside`
-    says; arguments as there. It names a checkpoint in two files: they get their names with it."""
+    does; same arguments. Bridge's two files that name the newest checkpoint are renamed with it."""
     written = Try(place_of(folder, iteration), name)
     tells: list[str] = []
     later: list[Callable[[], None]] = []
@@ -308,7 +308,7 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
     def of_newest(stock_name: Callable[..., str], directory: str, *given: Any, **keywords: Any) -> str:
         found = stock_name(directory, *given, **keywords)
         if directory != folder:
-            return found  # of one checkpoint
+            return found  # a file of one checkpoint
         tells.append(found)
         return f"{found}.part"
 
@@ -342,13 +342,13 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
 
 
 def _with(module: Any, **functions: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Inside the block these are ``module``'s functions; each is given the one that it replaces."""
+    """Inside the block ``functions`` replace ``module``'s; each gets the original as first argument."""
     return replaced(module, **{name: partial(function, getattr(module, name)) for name, function in functions.items()})
 
 
 def save_checkpoint(module: Any, session: Session, kept: Kept, last: LastCheckpoint | None, stock: Callable[..., None],
                     state: Any, *given: Any, **keywords: Any) -> None:
-    """In place of Bridge's function, ``stock`` of its ``module`` of checkpoints; the rest as in `LoopSaves`."""
+    """Replacement of Bridge's function ``stock``, in its ``module`` of checkpoints; the rest as in `LoopSaves`."""
     iteration, passing = int(state.train_state.step), bool(keywords.get("non_persistent_ckpt", False))
     folder = folder_of(state.cfg.checkpoint, passing, module)
 
@@ -406,7 +406,7 @@ class LastBridgeCheckpoint(LastCheckpoint):
                          pg_collection=begun.parts["pg_collection"])
 
     def _read(self, configuration: Any, iteration: int) -> int:
-        """Samples that the evaluations up to ``iteration`` read, that after it included."""
+        """Samples that the evaluations up to ``iteration`` read, including the one after it."""
         every, each = configuration.validation.eval_interval, configuration.validation.eval_iters
         if not (every and each and self._state.train_state.do_valid):
             return 0

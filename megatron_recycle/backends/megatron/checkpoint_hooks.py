@@ -1,15 +1,15 @@
 """The checkpoints of Megatron-LM's own training loop, once workers may be missing.
 
-The loop's functions write them, asked by all workers that are left and again after a failure: what they find in
-Megatron's modules are the living ones' groups and a folder beside the checkpoint's own, until it is whole.
+The loop's functions write them, called by all live workers, and again after a failure. In Megatron's modules they find
+the live workers' groups, and a folder beside the checkpoint's own until it is whole.
 
-Asynchronous ones (`--async-save`) are written beside training, and named once all of it is there. Stock prepares such a
-checkpoint together, and hands out what is left to be done as a request: a function that writes this rank's files from a
+Asynchronous checkpoints (`--async-save`) are written beside training, and named once complete. Stock prepares such a
+checkpoint collectively, and returns the remaining work as a request: a function that writes this rank's files from a
 copy, and others that all ranks call in the end. The first runs in a process of its own. Before each iteration all
-workers tell each other how far they are, and when all have written, name the checkpoint together: a pass of its own
-each time, whether there is anything to name or not, since a worker that comes in counts them. A checkpoint needs the
-files of all who have prepared it: where one of them is lost, or another has come in, it is given up, and the one before
-stays the newest. Nothing of Megatron is imported before one is written.
+workers exchange their progress; when all have written, they name the checkpoint together. This is one pass each time,
+even if there is nothing to name, since a joiner counts passes. A checkpoint needs the files of all workers that
+prepared it: if one is lost, or another comes in, it is given up, and the one before stays the newest. Nothing of
+Megatron is imported before one is written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.saving import Save, Written
 
-if TYPE_CHECKING:  # which imports Megatron
+if TYPE_CHECKING:  # it imports Megatron
     from megatron_recycle.backends.megatron.groups import Kept
 
 _OF_GROUP = "recycle_group"
@@ -44,14 +44,14 @@ _LOOK_SECONDS = 0.1
 
 
 class LoopSaves:
-    """What stands in place of the loop's `save_checkpoint` and `maybe_finalize_async_save`.
+    """Replacements of the loop's `save_checkpoint` and `maybe_finalize_async_save`.
 
     Args:
-        loop: `megatron.training.training`, with the functions that are stock's.
+        loop: `megatron.training.training`, with stock's functions.
         stock: `megatron.training.checkpointing`.
         session: of the job.
         kept: Megatron's groups.
-        last: writes a last checkpoint, and has to know of others; None: there is no such thing.
+        last: writes a last checkpoint, and must know of the others; None: not supported.
 
     Attributes:
         saved: iterations that this worker has seen saved.
@@ -91,7 +91,7 @@ class LoopSaves:
                                otherwise=lambda: None, ends=True)
 
     def _write(self, save: Save, iteration: int, passing: bool, given: Sequence[Any], keywords: dict[str, Any]) -> bool:
-        """Whether there is a checkpoint then. ``passing``: one that the next one of its kind takes the place of."""
+        """Write a checkpoint; returns whether it exists then. ``passing``: replaced by the next of its kind."""
         arguments = self._loop.get_args()
         groups = save.generation.groups
         needs_all = _needs_all(arguments, passing) if groups.control.size < arguments.world_size else None
@@ -101,13 +101,13 @@ class LoopSaves:
                                ", ".join(self._session.missing()))
             return False
         folder, beside = folder_of(arguments, passing, self._stock), arguments.async_save and not passing
-        self._background.drop()  # of a try that a failure has ended
+        self._background.drop()  # left by a try that a failure has ended
         requests: list[Any] = []
         with (writing(save, self._kept, None if passing else self._last, folder, iteration),
               aside(self._stock, folder, iteration, save.name, save.whole),
               replaced(arguments, async_save=beside), replaced(self._stock, schedule_async_save=requests.append)):
             forget_old_groups([*given, *keywords.values()])
-            # Newer loops name the groups, which have members that may be gone.
+            # Newer loops pass groups, whose members may be dead.
             self._save(iteration, *given, **{name: self._kept.now(value) for name, value in keywords.items()})
             for request in requests:
                 written = Written(self._session.worker.standing.committed, save.facts)
@@ -116,7 +116,7 @@ class LoopSaves:
         return True
 
     def _give_name(self, save: Save, written: Unfinished) -> None:
-        """Of a checkpoint that all have written."""
+        """Name a checkpoint that all workers have written."""
         with (writing(save, self._kept, self._last, written.folder, written.iteration),
               aside(self._stock, written.folder, written.iteration, written.name,
                     lambda place: save.whole(place, written.written))):
@@ -125,8 +125,8 @@ class LoopSaves:
 
 
 def folder_of(settings: Any, passing: bool, stock: Any) -> str:
-    """Where a loop saves, by its ``settings``. ``passing``: a checkpoint that the next one of its kind takes the place
-    of; ``stock``: the loop's module of checkpoints."""
+    """The folder that a loop saves to, by its ``settings``. ``passing``: a non-persistent checkpoint, replaced by the
+    next of its kind; ``stock``: the loop's module of checkpoints."""
     if not passing:
         return str(settings.save)
     return str(settings.non_persistent_global_ckpt_dir or os.path.join(
@@ -135,8 +135,9 @@ def folder_of(settings: Any, passing: bool, stock: Any) -> str:
 
 @contextmanager
 def writing(save: Save, kept: Kept, last: LastCheckpoint | None, folder: str, iteration: int) -> Iterator[None]:
-    """A block in which the members of ``save``, who are all that Megatron sees, write or name a checkpoint, of which
-    ``last`` is told. An error of Megatron's that is no Exception becomes one, if it is no failure of ``save``'s."""
+    """A block in which ``save``'s members, the only workers that Megatron sees, write or name a checkpoint; ``last`` is
+    notified. A CheckpointException, which is no Exception, becomes a RuntimeError, unless ``save`` itself has
+    failed."""
     with (save.each_writes(str(place_of(folder, iteration))), kept.of_those_left(save.generation.groups),
           nullcontext() if last is None else last.saving(iteration)):
         try:
@@ -149,15 +150,15 @@ def writing(save: Save, kept: Kept, last: LastCheckpoint | None, folder: str, it
 
 
 def _needs_all(arguments: Any, passing: bool) -> str | None:
-    """The option with which no worker's part of a checkpoint is another one's; None: there is none."""
+    """The option that makes each worker's part of a checkpoint unique to it; None: no such option is set."""
     if arguments.data_parallel_random_init:
         return "--data-parallel-random-init"
     return "--non-persistent-ckpt-type local" if passing and arguments.non_persistent_ckpt_type == "local" else None
 
 
 def forget_old_groups(arguments: Iterable[Any]) -> None:
-    """Megatron keeps how it saves, with the group that shares the writing, from one checkpoint to the next, among the
-    ``arguments`` of its function: not with other members."""
+    """Drop saving strategies made for other members: Megatron caches them, with the group that shares the writing,
+    among the ``arguments`` of its function from one checkpoint to the next."""
     state: Any = sys.modules["megatron.core.parallel_state"]
     group = state.get_data_parallel_group(with_context_parallel=True)
     for context in (argument for argument in arguments if isinstance(argument, dict)):
@@ -171,13 +172,13 @@ class Unfinished:
     """A checkpoint that is being written.
 
     Attributes:
-        iteration: the one that the loop counts.
-        written: what the runtime knows of it.
-        members: those who have prepared it.
+        iteration: by the loop's count.
+        written: the runtime's facts about it.
+        members: the workers that have prepared it.
         folder: where the loop saves.
-        name: of the try, which no other has.
+        name: of the try, unique.
         request: Megatron's.
-        writer: Megatron's, which has the process.
+        writer: Megatron's, with the writing process.
     """
 
     iteration: int
@@ -198,9 +199,9 @@ class Background:
     """The checkpoint that is being written, if there is one.
 
     Args:
-        members: gives the workers that are left.
-        is_logging_rank: whether this worker says what is said once.
-        forget: called with the iteration (the runtime's) of one that is given up.
+        members: gives the live workers.
+        is_logging_rank: whether this worker is the logging rank.
+        forget: called with the (runtime's) iteration of a checkpoint that is given up.
     """
 
     def __init__(self, members: Callable[[], Collection[Worker]], is_logging_rank: Callable[[], bool],
@@ -210,19 +211,19 @@ class Background:
         self._naming: Unfinished | None = None
 
     def begin(self, iteration: int, written: Written, folder: str, name: str, request: Any) -> None:
-        """Write this rank's files of ``request`` beside training; the rest is as in `Unfinished`. There is no other
-        one."""
+        """Write this rank's files of ``request`` beside training; other arguments as in `Unfinished`. No other write is
+        pending."""
         self._naming = None
         self._now = Unfinished(iteration, written, self._members(), folder, name, request, _started(request))
 
     def finish(self, save: Save, name: Callable[[Unfinished], None], wait: bool) -> None:
-        """Name the checkpoint, if all have written it; by all members of ``save`` together.
+        """Name the checkpoint, if all workers have written it. All members of ``save`` call this together.
 
         Args:
             name: carries that out; called on all.
-            wait: for those that still write.
+            wait: for workers that are still writing.
 
-        Raises GenerationOver, and what ``name`` raises.
+        Raises GenerationOver, and the errors of ``name``.
         """
         now, groups = self._now, save.generation.groups
         mine = now is not None and now.members == groups.members
@@ -237,7 +238,7 @@ class Background:
                 return
             save.check()
             time.sleep(_LOOK_SECONDS)
-        self._now, self._naming = None, now  # what it has written can be asked for once
+        self._now, self._naming = None, now  # its results can be asked for only once
         now.writer.close()
         try:
             name(now)
@@ -248,14 +249,14 @@ class Background:
         self._naming = None
 
     def unwritten(self) -> None:
-        """All know that a part of the one that was about to get its name could not be written."""
+        """Forget the checkpoint that was being named: all workers know that a part of it could not be written."""
         now, self._naming = self._naming, None
         if now is not None:
             self._forget(now.written.iteration)
             remove_parts(place_of(now.folder, now.iteration))
 
     def drop(self, why: str = "") -> None:
-        """Give up what is being written. ``why``: for the log, which has nothing without."""
+        """Give up the pending checkpoint. ``why``: for the log; without it no line is logged."""
         now, self._now = self._now, None
         if now is None:
             return
@@ -263,7 +264,7 @@ class Background:
             process.kill()
             process.join()
         if (module := sys.modules.get(_WRITERS)) is not None:
-            module._results_queue = None  # type: ignore[attr-defined] # may hold what that process has told
+            module._results_queue = None  # type: ignore[attr-defined] # may hold results of the killed process
         self._forget(now.written.iteration)
         if why and self._logs_now():
             remove_parts(place_of(now.folder, now.iteration))
@@ -273,7 +274,7 @@ class Background:
 
 
 def _started(request: Any) -> Any:
-    """Megatron's object that carries ``request`` out in a process of its own."""
+    """Megatron's object that runs ``request`` in a process of its own."""
     from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
     writer = TemporalAsyncCaller()

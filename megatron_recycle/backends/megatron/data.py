@@ -1,4 +1,4 @@
-"""Micro-batches of any pipeline from the data iterator that Megatron gives to one."""
+"""Micro-batches of any pipeline, from the data iterator that Megatron gives to one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler ha
 
 
 class NoData:
-    """Where there is no data iterator: on stages between first and last, which are asked for nothing, and on other
-    tensor-parallel ``part``s than the first, which reads for all of them, as Megatron-LM's loaders do."""
+    """The source without a data iterator. On stages between first and last it is never read. On tensor-parallel
+    ``part``s but the first it gives None, since the first reads for all, as Megatron-LM's loaders do."""
 
     since = 0
 
@@ -42,10 +42,10 @@ class NoData:
 
 
 def read_from(batch: Batch) -> Iterator[Any] | None:
-    """What `forward_step` reads ``batch`` from; None, as the script has it, if it reads none here.
+    """The iterator from which `forward_step` reads ``batch``; None, as the script has it, if it reads none here.
 
-    A dictionary is given as a copy: pretrain_gpt.py of newer cores empties it of what this stage has no use for, and
-    the micro-batch may be run again.
+    A dictionary is copied: pretrain_gpt.py of newer cores removes entries that this stage does not use, and the
+    micro-batch may be run again.
     """
     if batch is not None:
         return iter([{**batch} if type(batch) is dict else batch])
@@ -53,8 +53,8 @@ def read_from(batch: Batch) -> Iterator[Any] | None:
 
 
 class Shifted:
-    """Another source's micro-batches, each further on by as many as ``before`` tells of its number. ``source`` may
-    become known later."""
+    """Another source's micro-batches, with each number moved on by ``before`` of it. ``source`` may become known
+    later."""
 
     def __init__(self, source: DataSource, before: Callable[[int], int]) -> None:
         self.source, self._before = source, before
@@ -66,7 +66,7 @@ class Shifted:
 
     @property
     def since(self) -> int:
-        """As `DataSource`'s."""
+        """As in `DataSource`."""
         return self.source.since
 
     def batch(self, pipeline: int, number: int) -> Batch:
@@ -79,20 +79,20 @@ class Shifted:
 class SamplerSource:
     """One sampler per pipeline served: a copy of Megatron's, with that pipeline's data-parallel rank.
 
-    A sampler gives lists of indices, so that what other iterations read is passed over without reading it.
+    A sampler gives lists of indices, so that other iterations' data is skipped without reading it.
 
     Args:
         dataset: map-style, the same on every worker.
         sampler: yields a micro-batch's indices, by its ``data_parallel_rank``; not advanced.
         collate: list of samples -> batch.
-        seeds: what random numbers they are read with; None: nobody's business.
-        taken: micro-batches that the script has taken itself, and that are not given out.
-        again: whether the sampler begins anew when it has come to its end, as often as needed.
+        seeds: random numbers for reading; None: not controlled.
+        taken: micro-batches that the script has read itself, which are skipped.
+        again: whether the sampler begins anew at its end, as often as needed.
     """
 
     since = 0
     everywhere = True
-    """Of stages between first and last too, if they are given an iterator: BERT's read masks there."""
+    """Also on stages between first and last, if they have an iterator: BERT's read masks there."""
 
     def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0,
                  again: bool = False) -> None:
@@ -118,7 +118,7 @@ class SamplerSource:
 
 
 def _epochs(sampler: Any) -> Iterator[list[int]]:
-    """One after the other; Megatron's sampler keeps count of them. A sampler without anything to give has an end."""
+    """A sampler's epochs in a row; Megatron's sampler counts them. Ends if an epoch is empty."""
     given = True
     while given:
         given = False
@@ -128,8 +128,8 @@ def _epochs(sampler: Any) -> Iterator[list[int]]:
 
 
 def _cycled(loader: Any) -> DataLoader[Any] | None:
-    """The loader that Megatron-LM's generator ``loader`` goes through again and again (``--dataloader-type cyclic``);
-    None: it is something else. Raises DataError."""
+    """The loader behind Megatron-LM's endless generator ``loader`` (``--dataloader-type cyclic``); None: it is no such
+    generator. Raises DataError."""
     if not isinstance(loader, GeneratorType) or loader.__name__ != "cyclic_iter":
         return None
     if inspect.getgeneratorstate(loader) != inspect.GEN_CREATED:
@@ -146,9 +146,9 @@ def _cycled(loader: Any) -> DataLoader[Any] | None:
 
 
 def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
-    """Where to read the micro-batches that ``iterator`` gives to one pipeline. Raises DataError.
+    """The source of the micro-batches that ``iterator`` gives to one pipeline. Raises DataError.
 
-    ``part``: tensor-parallel rank of this process; ``seeds``: what random numbers they are read with.
+    ``part``: tensor-parallel rank of this process; ``seeds``: random numbers for reading.
     """
     iterator = unwrapped(iterator)
     if iterator is None:

@@ -1,10 +1,10 @@
 """Megatron's distributed optimizer, as the runtime drives it.
 
-Stock ties a shard to a data-parallel rank, so that a dead worker takes its shard along. Here a shard is where the
-runtime's table says, on several workers. It begins where stock has cut it (each bucket of the gradient buffer in as
-many equal pieces as there are ranks in an optimizer instance), and each parameter's part of it is stepped apart, as in
-stock. Stock's optimizer keeps its groups, its loader and its forms of checkpoints, and holds no tensors any more: it is
-asked through a view of one shard, in which it finds itself on that shard's rank.
+Stock ties a shard to a data-parallel rank, so that a dead worker's shard is lost. Here the runtime's table places each
+shard on several workers. Shards begin as stock cuts them (each bucket of the gradient buffer in as many equal pieces as
+an optimizer instance has ranks), and each parameter's part is stepped apart, as in stock. Stock's optimizer keeps its
+groups, its loader and its forms of checkpoints, but no tensors. A view of one shard makes it act as on that shard's
+rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATES = ("exp_avg", "exp_avg_sq")
 _TOGETHER = ("fully_reshardable", "dp_zero_gather_scatter")
 """Forms of checkpoints that are gathered from all shards."""
 _OF_ALL = ("per_bucket_numel", "per_bucket_numel_unpadded")
-"""Names in a shard's part of a checkpoint that all shards have alike."""
+"""Names in a shard's part of a checkpoint that are equal in all shards."""
 _LOADERS = {"dp_reshardable": "load_parameter_state_from_dp_reshardable",
             "fully_reshardable": "load_parameter_state_from_fully_reshardable",
             "fully_sharded_model_space": "load_parameter_state_from_fs_model_space"}
@@ -38,12 +38,12 @@ _LOADERS = {"dp_reshardable": "load_parameter_state_from_dp_reshardable",
 
 
 class Distributed:
-    """Takes over ``stock``, with what it has loaded or begun with.
+    """Takes over ``stock`` with its loaded or initial state.
 
     Attributes:
         parameters: of the model, in the order of stock's norm.
-        shards: its state; this worker has to begin with what its rank has in stock.
-        where: gives who holds which shard, and the groups of those that are left; from the start of training on.
+        shards: the state; this worker begins with the shard of its rank in stock.
+        where: gives the shards' holders, and the groups of the live workers; from the start of training on.
     """
 
     def __init__(self, stock: DistributedOptimizer) -> None:
@@ -63,7 +63,7 @@ class Distributed:
         cut = [[Slot(group_of[parameter], of["param"].size, (Piece(parameter, of["param"].start, of["param"].end, 0),))
                 for parameter, of in _in_order(ranges)] for ranges in self._ranges]
         tensors, numbers = self._let_go(own)
-        # As stock's norm has them: by group, and as they lie in the buffers.
+        # The order of stock's norm: by group, then as in the buffers.
         order = {parameter: number for number, parameter in enumerate(
             parameter for buffer in stock.buffers for parameter in buffer.param_index_map)}
         self.parameters = sorted(group_of, key=lambda parameter: (group_of[parameter], order[parameter]))
@@ -79,14 +79,14 @@ class Distributed:
         self._loads = False
 
     def _let_go(self, own: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """What stock has of shard ``own``, as `ShardedOptimizer.take` wants it; it has nothing of that any more."""
+        """Remove shard ``own`` from stock, and return it as arguments of `ShardedOptimizer.take`."""
         stock, tensors, numbers = self._stock, {}, []
         for number, (parameter, _) in enumerate(_in_order(self._ranges[own])):
             group, place = stock.model_param_group_index_map[parameter]
             held = self._inner.param_groups[group]["params"][place]
             state = self._inner.state.pop(held, {})
             tensors[f"{MASTER} {number}"] = self._masters.taken(held, state)
-            # Stock's loader gives one count of steps to all parameters, each of which would add to it.
+            # Stock's loader shares one step count between all parameters, each of which would add to it.
             tensors.update({f"{key} {number}": value if value.dim() else value.clone() for key, value in state.items()
                             if isinstance(value, torch.Tensor)})
             numbers.append({key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
@@ -95,7 +95,7 @@ class Distributed:
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):
             setattr(stock, name, [[] for _ in getattr(stock, name)])
-        for begun in stock.opt_group_ranges:  # what its torch optimizer was made of: the masters are in there once more
+        for begun in stock.opt_group_ranges:  # the torch optimizer's original groups, which hold the masters once more
             begun["orig_group"]["params"] = []
         return tensors, numbers
 
@@ -130,12 +130,12 @@ class Distributed:
         return cuts.spoken_for(groups.me)
 
     def _any(self) -> int:
-        """A shard that this worker holds; the one that it writes first, if it writes any."""
+        """A shard that this worker holds: the first one that it writes, if any."""
         return min(self._spoken_for(), default=self.shards.held[0])
 
     def _sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False,
                             sharding_type: str | None = None, metadata: Mapping[str, Any] | None = None) -> Any:
-        """Stock's, of all shards that this worker writes, also in the place of one that is gone, or has to load."""
+        """Stock's state dict of all shards that this worker writes, dead ranks' included, or that it has to load."""
         if is_loading and not self._loads:
             _too_late()
         first, metadata = self._any(), {"distrib_optim_sharding_type": "fully_sharded_model_space", **(metadata or {})}
@@ -151,7 +151,7 @@ class Distributed:
         found = {shard: (self._to_load(shard) if is_loading else self.view(shard)).sharded_state_dict(
             model_sharded_state_dict, is_loading=is_loading, metadata=metadata)
             for shard in (self.shards.held if is_loading else self._spoken_for())}
-        for shard in found.keys() - {first} if is_loading else ():  # what is told once of all is loaded once
+        for shard in found.keys() - {first} if is_loading else ():  # values shared by all shards are loaded once
             for name in _OF_ALL:
                 found[shard]["param_state"].pop(name, None)
         if not found:
@@ -161,8 +161,8 @@ class Distributed:
 
     def _whole(self, use_gloo_comm: bool = True, empty_data: bool = False,
                return_on_all_ranks: bool = False) -> dict[Any, Any] | None:
-        """Stock's `get_parameter_state_dp_zero`: masters and moments of all shards, as the gradient buffers lie without
-        padding between buckets; on the first worker that is left, or on all of them."""
+        """Stock's `get_parameter_state_dp_zero`: masters and moments of all shards, laid out as the gradient buffers
+        without padding between buckets. On the first live worker, or on all of them."""
         cuts, groups = self.where()
         peers, me = groups.peers(groups.me.stage), groups.me
         found: dict[Any, Any] = {"buckets_coalesced": True}
@@ -185,8 +185,8 @@ class Distributed:
         return found if return_on_all_ranks or peers[0] == me else None
 
     def _part(self, view: Any, shard: int, buffer: int, bucket: int, key: str, length: int) -> torch.Tensor:
-        """``key`` of all that lies in a shard's piece of a bucket; zeros where ``view`` is None. It is in fp32, so that
-        masters are whole there."""
+        """``key`` of a shard's whole piece of a bucket; zeros where ``view`` is None. In fp32, so that masters lose no
+        bits."""
         part = torch.zeros(length // self.shards.count, dtype=torch.float32, device="cpu")
         if view is not None:
             (buckets,) = self._ranges[shard][buffer].values()
@@ -197,12 +197,12 @@ class Distributed:
         return part
 
     def _master(self, shard: int, parameter: nn.Parameter) -> torch.Tensor:
-        """Of the part of ``parameter`` in a shard that this worker holds."""
+        """The master of the part of ``parameter`` in a shard that this worker holds."""
         return next(master for slot, master in zip(self.shards.slots(shard), self.shards.masters(shard))
                     if slot.pieces[0].parameter is parameter)
 
     def _save(self, filename: str) -> None:
-        """Stock's file of all shards, written by the first worker that is left."""
+        """Stock's file of all shards, written by the first live worker."""
         state = self._whole()
         if state is not None:
             torch.save(state, filename)
@@ -212,8 +212,8 @@ class Distributed:
 
     @contextmanager
     def going_back(self) -> Iterator[None]:
-        """A block in which stock's loader loads a checkpoint, of any of its forms, into the shards that this worker
-        has: only then do all peers load the same one."""
+        """A block in which stock's loader may load a checkpoint, of any of its forms, into this worker's shards: only
+        during a way back do all peers load the same one."""
         stock = self._stock
         stock.load_state_dict, stock.load_parameter_state, self._loads = self._load, self._load_file, True
         try:
@@ -222,7 +222,7 @@ class Distributed:
             stock.load_state_dict, stock.load_parameter_state, self._loads = _too_late, _too_late, False
 
     def _to_load(self, shard: int) -> Any:
-        """The view of a shard that this worker has, for stock's functions that load; twins have each a replica."""
+        """The view of a shard of this worker, for stock's loaders; its holders differ in replica number."""
         for master in self.shards.masters(shard):
             state = self._inner.state[master]
             for key in (key for key in _STATES if key not in state):
@@ -232,24 +232,24 @@ class Distributed:
         cuts, groups = self.where()
         view = self.view(shard)
         view.distributed_optimizer_instance_id = cuts.holders[shard].index(groups.me)
-        view.load_state_dict = lambda state_dict: None  # it has all that this would make
+        view.load_state_dict = lambda state_dict: None  # all that it would create is there
         view._set_main_param_and_optimizer_states = lambda parameter, tensors: self._set(shard, parameter, tensors)
         return view
 
     @torch.no_grad()
     def _set(self, shard: int, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Stock's `_set_main_param_and_optimizer_states`; the count of steps is elsewhere."""
+        """Stock's `_set_main_param_and_optimizer_states`, without the step count, which is set elsewhere."""
         slot = next(slot for slot in self.shards.slots(shard) if slot.pieces[0].parameter is parameter)
         self._masters.set(self._master(shard, parameter), _part(slot),
                           {key: tensors[key] for key in ("param", *_STATES)})
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
-        """Stock's `load_state_dict`: counts of steps and, if they are in it, masters and moments. Settings of groups
-        are the loop's."""
+        """Stock's `load_state_dict`: step counts and, if present, masters and moments. Settings of groups are the
+        loop's."""
         steps = {group["step"] for group in state_dict["optimizer"]["param_groups"] if "step" in group}
         views = {shard: self._to_load(shard) for shard in self.shards.held}
-        for step in steps:  # one
-            for group in () if _counts_in_state(self._inner) else self._inner.param_groups:  # of no step yet, too
+        for step in steps:  # only one
+            for group in () if _counts_in_state(self._inner) else self._inner.param_groups:  # also without a step
                 group["step"] = step
             for state in (state for state in self._inner.state.values() if "step" in state):
                 state["step"] = torch.tensor(float(step))
@@ -264,7 +264,7 @@ class Distributed:
             getattr(view, _LOADERS[kind])(found if kind in _TOGETHER else found[shard])
 
     def _load_file(self, filename: str, **_: Any) -> None:
-        """Stock's `load_parameter_state`, of what `_save` has written."""
+        """Stock's `load_parameter_state`, for files of `_save`."""
         state = torch.load(filename, map_location="cpu", weights_only=False)
         for shard in self.shards.held:
             self._to_load(shard)
@@ -279,7 +279,7 @@ class Distributed:
 
 
 def _part(slot: Slot) -> torch.Tensor:
-    """What the model has of a slot, which is a part of one parameter."""
+    """The model's values of a slot, which is a part of one parameter."""
     (piece,) = slot.pieces
     return piece.parameter.data.view(-1)[piece.start:piece.end]
 
@@ -290,7 +290,7 @@ def _counts_in_state(inner: Any) -> bool:
 
 
 class _Rank:
-    """Whoever asks a process group where it is, and how large."""
+    """Acts as a process group that only knows its rank and size."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -303,7 +303,7 @@ class _Rank:
 
 
 def _rank(stock: Any) -> tuple[int, int, int]:
-    """This worker's shard, how many there are, and how many instances of them stock has."""
+    """This worker's shard, the number of shards, and stock's number of optimizer instances."""
     group, config = stock.data_parallel_group, stock.ddp_config
     return group.rank(), group.size(), int(config.num_distributed_optimizer_instances)
 
@@ -312,14 +312,14 @@ def _ranges(stock: Any, rank: _Rank) -> list[dict[Any, Any]]:
     """Stock's `gbuf_ranges` on another rank."""
     ranges = []
     for buffer in stock.buffers:
-        view = copy.copy(buffer)  # which attributes are asked for depends on the version
+        view = copy.copy(buffer)  # the attributes read depend on the version
         view.data_parallel_group = rank
         ranges.append(DistributedOptimizer._build_gbuf_range_map(view))
     return ranges
 
 
 def _in_order(ranges: Sequence[Mapping[Any, Any]]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:
-    """The parameters of a shard, with where they lie, in stock's order."""
+    """The parameters of a shard, with their ranges, in stock's order."""
     return [(parameter, of) for by_kind in ranges for buckets in by_kind.values() for bucket in buckets
             for parameter, of in bucket["param_map"].items()]
 

@@ -1,10 +1,9 @@
 """The last checkpoint of a job that cannot go on, which stock Megatron-LM loads as any other.
 
-The loop's own `save_checkpoint` writes it, among the workers that are left: they are all that it sees, so that the
-first one of each stage writes that stage, and a worker that is lost meanwhile frees the others. A checkpoint holds
-counters beside model and optimizer (samples read, the scheduler's steps). Each worker's loop counts them for itself,
-and may be an iteration ahead or behind, or far behind if the worker has come in: they are counted anew, from where the
-job began.
+The loop's own `save_checkpoint` writes it, and sees the live workers only: so the first of each stage writes that
+stage, and a worker that is lost meanwhile frees the others. A checkpoint holds counters beside model and optimizer
+(samples read, the scheduler's steps). Each worker's loop has its own count, which may be an iteration ahead or behind,
+or far behind in a joiner: so counters are computed anew, from the job's beginning.
 
 Nothing of Megatron is imported here.
 """
@@ -47,7 +46,7 @@ class Beginning:
 
 
 def remember(loop: Any, stock: Callable[..., Any], *given: Any, **keywords: Any) -> Any:
-    """In place of ``stock``, the `train` of Megatron-LM's module ``loop``: for `beginning_of`."""
+    """Replacement of ``stock``, the `train` of Megatron-LM's module ``loop``: records the state for `beginning_of`."""
     parts, now = inspect.signature(stock).bind(*given, **keywords).arguments, loop.get_args()
     setattr(loop, _BEGINNING, Beginning(
         parts, now.iteration, now.consumed_train_samples, now.consumed_valid_samples,
@@ -56,7 +55,7 @@ def remember(loop: Any, stock: Callable[..., Any], *given: Any, **keywords: Any)
 
 
 def beginning_of(loop: Any) -> Beginning | None:
-    """Where the training of Megatron-LM's module ``loop`` began; None: it has not, or there is no such module."""
+    """The start of the training of Megatron-LM's module ``loop``; None: it has not begun, or no such module."""
     return getattr(loop, _BEGINNING, None)
 
 
@@ -67,9 +66,8 @@ class LastCheckpoint:
         loop: Megatron-LM's module.
         beginning: of its training.
         wanted: the folder that the configuration names; None: the loop's own (``--save``).
-        among: a block in which Megatron and torch see those that are left, and nobody else.
-        beside: a block in which stock writes the checkpoint of an iteration into a folder in the way of
-            `atomic_checkpoint`.
+        among: a block in which Megatron and torch see the live workers only.
+        beside: a block in which stock writes the checkpoint of an iteration into a folder as in `atomic_checkpoint`.
         microbatches: of one pipeline that are trained with, before iteration n of this job.
         gaps: between those.
         skipped: gives iterations of this job whose step was left out (fp16), which the scheduler does not count.
@@ -90,26 +88,26 @@ class LastCheckpoint:
         self._skipped = skipped
         self._stock_save: Callable[..., Any] = loop.save_checkpoint
         self._own: set[Path] = set()
-        """Checkpoints that this job has written, or begun to when they were not the newest one already: whole once
-        they are."""
+        """Checkpoints that this job has written, or begun when they were not the newest one: whole once named the
+        newest."""
 
     @property
     def folder(self) -> str | None:
-        """Where it would be written; None if nothing names a folder."""
+        """The folder of a last checkpoint; None if no folder is known."""
         return self._wanted or self._loop.get_args().save
 
     @contextmanager
     def saving(self, iteration: int) -> Iterator[None]:
-        """In the block the loop saves to its own folder."""
+        """A block in which the loop saves to its own folder."""
         with self._writing(self._loop.get_args().save, iteration):
             yield
 
     def write(self, groups: Groups, committed: int) -> str:
         """Write this worker's part of the state after iteration ``committed`` (of this job, from 0), at the same time
-        as all of ``groups``; returns the checkpoint's folder, or nothing if another worker could not write its own.
+        as all of ``groups``. Returns the checkpoint's folder, or nothing if another worker could not write its part.
 
-        Raises RecycleError where there can be none, SaveError where this worker cannot write, GenerationOver if another
-        one is lost before anything is written, and what else stock raises.
+        Raises RecycleError where no checkpoint is possible, SaveError where this worker cannot write, GenerationOver if
+        another worker is lost before anything is written, and stock's other errors.
         """
         folder, iteration = self.folder, self._passed.after(committed + 1)
         if folder is None:
@@ -127,7 +125,7 @@ class LastCheckpoint:
         try:
             with self._among(groups), self._writing(folder, iteration), self._beside(folder, iteration):
                 self._save(arguments, folder, iteration, committed + 1)
-        except CheckpointException as error:  # no Exception
+        except CheckpointException as error:  # a BaseException, but no Exception
             groups.abort()
             if not error.failures:
                 return ""
@@ -135,20 +133,20 @@ class LastCheckpoint:
             raise RuntimeError(what_failed(error)) from error
         except BaseException as error:
             if isinstance(error, RuntimeError) and is_broken(error):
-                return ""  # whoever could not, or was lost, is known to the coordinator
-            groups.abort()  # they wait for this worker
+                return ""  # the coordinator knows of the failed worker
+            groups.abort()  # the others wait for this worker
             _raise_named(error, place)
             raise
         return str(place)
 
     def _save(self, arguments: Any, folder: str, iteration: int, done: int) -> None:
-        """Nothing goes on from here: what is set stays so."""
+        """Save; settings stay changed, since training ends here."""
         loop, begun, scheduler = self._loop, self._begun, self._begun.parts["opt_param_scheduler"]
         size = arguments.micro_batch_size * arguments.data_parallel_size
         arguments.save, arguments.curr_iteration, arguments.async_save = folder, iteration - 1, False
         samples, operations = self._rewind(scheduler, loop.get_rerun_state_machine(), size, done,
                                            lambda batch: loop.num_floating_point_operations(arguments, batch))
-        passed = size * self._gaps.before(self._microbatches(done) - 1)  # not those that come next
+        passed = size * self._gaps.before(self._microbatches(done) - 1)  # without the gap that comes next
         arguments.consumed_train_samples = begun.samples + samples + passed
         arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, done)
         self._stock_save(iteration, begun.parts["model"], begun.parts["optimizer"], scheduler, operations, {},
@@ -157,8 +155,8 @@ class LastCheckpoint:
 
     def _rewind(self, scheduler: Any, machine: Any, size: int, done: int,
                 operations: Callable[[int], float]) -> tuple[int, float]:
-        """Have the rates' ``scheduler`` stand where ``done`` iterations are made, and the ``machine`` of re-runs at
-        rest. Returns how many samples they have trained with, and the floating-point operations so far.
+        """Set the rates' ``scheduler`` to its state after ``done`` iterations, and the re-run ``machine`` to rest.
+        Returns the samples trained with, and the floating-point operations so far.
 
         Args:
             size: samples of one micro-batch of all pipelines.
@@ -168,14 +166,14 @@ class LastCheckpoint:
         scheduler.num_steps = self._begun.steps + before[done] - sum(
             before[number + 1] - before[number] for number in self._skipped() if number < done)
         scheduler.step(increment=0)
-        machine.state = type(machine.state).NOT_RUNNING_YET  # it would save the iteration under way
+        machine.state = type(machine.state).NOT_RUNNING_YET  # otherwise it would save the iteration under way
         total = self._begun.operations
-        for begin, end in pairwise(before):  # as the loop adds them up
+        for begin, end in pairwise(before):  # summed as in the loop
             total += operations(end - begin)
         return before[done], total
 
     def _evaluated(self, arguments: Any, done: int) -> int:
-        """Samples that the evaluations up to the last of ``done`` iterations read, that after it included."""
+        """Samples that the evaluations up to the last of ``done`` iterations read, including the one after it."""
         if not (arguments.eval_interval and arguments.do_valid):
             return 0
         times = sum(self._passed.after(number) % arguments.eval_interval == 0 for number in range(1, done + 1))
@@ -192,23 +190,23 @@ class LastCheckpoint:
 
 
 def _raise_named(error: BaseException, place: Path) -> None:
-    """Raises SaveError where ``error`` is of writing files of the checkpoint ``place``."""
+    """Raises SaveError if ``error`` comes from writing files of the checkpoint ``place``."""
     if (why := unwritten(error, place)) is not None:
         raise SaveError(why, partial(remove_parts, place)) from error
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """What the first of those has met that could not write; there is one."""
+    """The error of the first rank that could not write; requires one."""
     return next(iter(error.failures.values()))[0]
 
 
 def what_failed(error: CheckpointException) -> str:
-    """The errors of those that could not write, in one line."""
+    """The errors of all ranks that could not write, in one line."""
     return "; ".join(f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values())
 
 
 def _newest(folder: str) -> int | None:
-    """The iteration of the checkpoint that is loaded by default."""
+    """The iteration of the default checkpoint to load."""
     try:
         return int((Path(folder) / TRACKER).read_text())
     except (OSError, ValueError):

@@ -1,10 +1,10 @@
 """Megatron's process groups once workers may be missing.
 
 Between two iterations they are living groups, as all of a script's
-(:mod:`megatron_recycle.runtime.comm.user_collectives`). In an iteration the runtime has exchanged already what
-Megatron's loop asks the groups for data and model parallelism for (sums of losses, maxima over stages): there they are
-one whose only member is this worker, so that no stage waits for another. The loop's own calls stay, and give back what
-they are given. Sizes and ranks stay nominal.
+(:mod:`megatron_recycle.runtime.comm.user_collectives`). During an iteration the runtime has already exchanged all that
+Megatron's loop asks data- and model-parallel groups for (sums of losses, maxima over stages). There the groups are one
+whose only member is this worker, so that no stage waits for another: the loop's own calls return their input. Sizes and
+ranks stay nominal.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_recycle.runtime.comm.rendezvous import new_group
 
 
 def _of(*names: str) -> tuple[str, ...]:
-    """These groups of `parallel_state`, with the further names that core has for them since 0.19, where weights are not
-    cut once more: `get_data_parallel_group()` gives those."""
+    """These groups of `parallel_state`, with core's further names since 0.19 for groups in which weights are not cut
+    once more: `get_data_parallel_group()` returns those."""
     return (*names, *(full for name in names if hasattr(parallel_state, full := f"{name}_WITH_GTP_REMAT")))
 
 
@@ -38,8 +38,8 @@ _OF_PEERS = (*_OF_ALL, *_of("_EXPERT_DATA_PARALLEL_GROUP"))
 
 
 class Kept:
-    """Where Megatron keeps its groups for data and model parallelism: `parallel_state` has them, and each model a
-    collection of them (`pg_collection`), which newer loops ask. Made before training, while all of them are nominal.
+    """The places of Megatron's data- and model-parallel groups: `parallel_state`, and a collection in each model
+    (`pg_collection`), which newer loops read. Made before training, while all groups are nominal.
 
     Args:
         models: of this worker.
@@ -55,13 +55,13 @@ class Kept:
                            for field, group in vars(one).items() if id(group) in by_group]
 
     def now(self, value: Any) -> Any:
-        """What Megatron has now in the place of ``value``, if that is one of these groups as they were at first."""
+        """Megatron's current group in place of ``value``, if that is one of the nominal groups; otherwise ``value``."""
         name = self._name_of.get(id(value))
         return value if name is None else getattr(parallel_state, name)
 
     @contextmanager
     def holding(self, group: dist.ProcessGroup, names: Collection[str]) -> Iterator[None]:
-        """Inside the block all that Megatron keeps under these ``names`` is ``group``."""
+        """Inside the block ``group`` is in all of Megatron's places of these ``names``."""
         same = {id(self._nominal[name]) for name in names}
         with ExitStack() as held:
             held.enter_context(replaced(parallel_state, **dict.fromkeys(names, group)))
@@ -73,15 +73,15 @@ class Kept:
     @contextmanager
     def of_those_left(self, groups: Groups) -> Iterator[None]:
         """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among
-        the peers that are left. They end with their generation."""
+        the live peers. They end with their generation."""
         peers = groups.stage_control
         with (self.holding(peers.group, _OF_PEERS),
               replaced(parallel_state, _MPU_DATA_PARALLEL_WORLD_SIZE=peers.size, _MPU_DATA_PARALLEL_RANK=peers.rank)):
             yield
 
     def detach(self, backend: str) -> None:
-        """Once, before training: have Megatron's sizes and ranks stay nominal, and a group of this worker's own for
-        `alone`, which communicates by ``backend``."""
+        """Call it once, before training: it keeps Megatron's sizes and ranks nominal, and makes a group of this
+        worker's own for `alone`, which communicates by ``backend``."""
         state: Any = parallel_state
         self._alone = new_group(f"recycle/alone/{uuid.uuid4().hex}", [dist.get_rank()], dist.HashStore(),
                                 backend=backend, timeout=60.0, connect_timeout=60.0)
@@ -95,14 +95,14 @@ class Kept:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this is such a block."""
+        """Whether the caller is in such a block."""
         return all(getattr(parallel_state, name) is self._alone for name in _SHARED)
 
 
 class TensorGroup:
     """The group that a worker's tensor-parallel parts compute in, wherever ``model`` and Megatron keep it.
 
-    An aborted group is of no use any more, so each generation has another.
+    An aborted group is useless, so each generation has another.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -111,7 +111,7 @@ class TensorGroup:
         self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def adopt(self, module: nn.Module) -> None:
-        """One that has been built since computes in it too, for as long as there is such a module."""
+        """Switch the group of a ``module`` built later too, for as long as it exists."""
         self._adopted.add(module)
 
     def use(self, group: dist.ProcessGroup) -> None:
@@ -123,7 +123,7 @@ class TensorGroup:
 
 
 def _holders(model: nn.Module, group: Any) -> list[tuple[Any, str]]:
-    """What in ``model`` keeps ``group``, by which name; some of it is made by a first forward."""
+    """The objects in ``model`` that keep ``group``, with the attribute's name; a first forward may add some."""
     found: list[tuple[Any, str]] = []
     for module in model.modules():
         holders = [module, *_collections(module), *quantizers_of(module)]
@@ -132,13 +132,13 @@ def _holders(model: nn.Module, group: Any) -> list[tuple[Any, str]]:
 
 
 def _collections(module: nn.Module) -> list[ProcessGroupCollection]:
-    """Of groups, that ``module`` itself keeps."""
+    """The collections of groups that ``module`` itself keeps."""
     return [value for value in vars(module).values() if isinstance(value, ProcessGroupCollection)]
 
 
 def adapt_timers(kept: Kept, is_logging_rank: Callable[[], bool]) -> None:
-    """Megatron's timers wait for other ranks between iterations only, as ``kept`` knows, and are logged where
-    ``speaks()``, and not on a rank that may be gone."""
+    """Megatron's timers wait for other ranks only between iterations, outside of `Kept.alone`. They log on the logging
+    rank, instead of a fixed rank that may be dead."""
     timer: Any = timers.Timer
     start, stop = timer.start, timer.stop
     group: Any = timers.Timers

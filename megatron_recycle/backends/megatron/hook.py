@@ -1,7 +1,7 @@
-"""Puts the plugin's schedule where Megatron's is looked up, and its word on options where they have been parsed.
+"""Replaces Megatron's schedule function, and checks options once they are parsed.
 
-Runs as soon as core's schedules are loaded, which is in the middle of the import of `megatron.core`: so nothing
-of Megatron is imported here, and the backend itself only when a schedule is asked for.
+Runs as soon as core's schedules are loaded, in the middle of the import of `megatron.core`: so nothing of Megatron is
+imported here, and the backend itself only when a schedule is asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_recycle.runtime.comm.standalone import is_joining
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
 ARGUMENTS = "megatron.training.global_vars"
-"""Megatron-LM's module that is given its arguments once they are parsed and validated."""
+"""Megatron-LM's module that gets its arguments once they are parsed and validated."""
 
 GROUPS = "megatron.core.parallel_state"
 """Core's module that numbers the ranks."""
@@ -45,10 +45,10 @@ def install(options: Options) -> None:
     made: list[Any] = []
 
     def get_forward_backward_func(stock: Callable[..., Any], *args: Any, **keywords: Any) -> Callable[..., Any]:
-        # Not before: flags are still being read when the plugin is switched on by one.
+        # Not before: if a flag turns the plugin on, flags are still being parsed then.
         settings = options.resolve({})
         if options.config is None and "step" not in settings.sources:
-            # Megatron's loop looks at gradient norms between steps, and so may a script.
+            # Megatron's loop reads gradient norms between steps, and a script may too.
             settings = replace(settings, step="barrier")
         if not settings.enabled:
             options.stay_off()
@@ -67,7 +67,7 @@ def install(options: Options) -> None:
 @functools.cache
 def is_deepspeeds_fork() -> bool:
     """Whether `megatron.core` is an old one that a DeepSpeed script has brought along (Megatron-DeepSpeed's): its loop
-    asks for a schedule even where DeepSpeed's engine trains. One line says so, once."""
+    asks for a schedule even where DeepSpeed's engine trains. Logs one line on it, once."""
     if hasattr(sys.modules.get("megatron.core"), "__version__") or "deepspeed" not in sys.modules:
         return False
     if not Launched.read().rank:
@@ -80,8 +80,8 @@ def is_deepspeeds_fork() -> bool:
 def watch_arguments(options: Options) -> None:
     """Judge Megatron-LM's options as soon as it has parsed them, before it builds anything; again: with other options.
 
-    All refusals are printed at once, in each rank's log or, where ranks write to one terminal, by one rank of a host;
-    they end every rank with status 2. The first rank prints a line for each option that is set otherwise.
+    All refusals are printed at once, in each rank's log or, where ranks share a terminal, by one rank of a host; they
+    end every rank with status 2. The first rank prints a line for each option that is changed.
     """
 
     def set_global_variables(stock: Callable[..., Any], args: Any, *rest: Any, **keywords: Any) -> Any:
@@ -98,9 +98,9 @@ def watch_arguments(options: Options) -> None:
 
 
 def watch_groups(options: Options) -> None:
-    """Make `initialize_model_parallel` count ranks as `placement` says, where its script leaves Megatron's usual order;
-    again: with other options. Experts, context parallelism and weights cut once more keep that order, and so does a
-    version that is not supported, which is refused when it asks for a schedule."""
+    """Make `initialize_model_parallel` count ranks by `placement`, if its script leaves Megatron's usual order; again:
+    with other options. Experts, context parallelism and weights cut once more keep that order. So does an unsupported
+    version, which is refused when it asks for a schedule."""
     if not is_supported():
         return
 

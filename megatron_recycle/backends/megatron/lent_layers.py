@@ -1,7 +1,7 @@
 """The transformer layers of a Megatron stage, as neighbouring stages may run some of them.
 
 A `TransformerBlock` looks its layers up when it runs. Embedding, final norm, output layer and loss stay at home: a
-micro-batch crosses between two layers, where stages pass on the same hidden states as between any others.
+micro-batch crosses between two layers, with the same hidden states as between any two stages.
 """
 
 from __future__ import annotations
@@ -29,24 +29,23 @@ from megatron_recycle.runtime.lent.layers import hooked, lendable, likeness
 
 _PASSED = ("hidden_states", "attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin",
            "rotary_pos_cos_sin")
-"""What layers may get of their block where they are lent: the others make the same of it, of nothing or of the
-configuration."""
+"""A block's arguments to lent layers: other stages make the same, from nothing or from the configuration."""
 _PARTS = ("forward", "_preprocess", "_postprocess")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _OWN_NUMBER = {"layer_number"}
 
 
 class BlockLayers:
-    """Those of one stage of a `GPTModel` (`runtime.lent.layers.Lending`).
+    """The layers of one stage of a `GPTModel` (`runtime.lent.layers.Lending`).
 
-    Each comes from the same specification and configuration as all others of the stage; a neighbour's are built from
-    them too, and compared with what they are at home.
+    All layers of the stage come from one specification and configuration. A neighbour's layers are built from them too,
+    and compared with their home's.
 
     Args:
-        model: the stage's, without what Megatron has wrapped it in.
+        model: the stage's, without Megatron's wrappers.
         most: layers that each neighbour may run.
         gradient_dtype: of gradients' sums.
-        adopt: told of each layer that is built.
+        adopt: called with each layer that is built.
     """
 
     def __init__(self, model: nn.Module, most: int, gradient_dtype: torch.dtype | None,
@@ -72,11 +71,11 @@ class BlockLayers:
 
     @property
     def like(self) -> int:
-        """The same on stages whose layers are alike."""
+        """Equal on stages with layers of the same kind."""
         return likeness(self.layers[0], _OWN_NUMBER)
 
     def _why_not(self) -> str:
-        """What keeps the stage's layers from being lent; nothing: they may be."""
+        """The reason why the stage's layers cannot be lent; empty: they can."""
         model, block = self._model, self._block
         if type(block) is not TransformerBlock or any(
                 getattr(type(model), name, None) is not getattr(GPTModel, name) for name in _PARTS):
@@ -108,7 +107,7 @@ class BlockLayers:
         home = next(self.layers[0].parameters())
         made = made.to(home.device, home.dtype)
         for parameter in made.parameters():
-            # Megatron's linear layers form gradients of what has a place for them alone.
+            # Megatron's linear layers form gradients only for parameters with a place for them.
             parameter.main_grad = torch.empty(
                 parameter.shape, dtype=self._gradient_dtype or parameter.dtype, device="meta")
         self._adopt(made)
@@ -119,15 +118,15 @@ class BlockLayers:
         block, config = self._block, self._block.config
         recomputed = config.recompute_num_layers
         if config.recompute_granularity == "full" and config.recompute_method == "uniform":
-            recomputed = math.gcd(len(layers), recomputed)  # it goes through in whole steps
-        # Such layers are found before the modules; the stage's parameters stay what they are.
+            recomputed = math.gcd(len(layers), recomputed)  # the block goes through in whole steps
+        # The block finds these layers before the modules; the stage's parameters stay as they are.
         with (replaced(block, layers=layers, num_layers_per_pipeline_rank=len(layers)),
               replaced(config, recompute_num_layers=recomputed)):
             yield
 
     def _check(self, block: nn.Module, positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Whoever runs a layer has to give it the same: else none are lent from now on. Raises UnsupportedError where
-        some are."""
+        """Check that a borrower gives a layer the same arguments; otherwise none are lent from now on. Raises
+        UnsupportedError if some are lent now."""
         if not torch.is_grad_enabled():
             return  # an evaluation lends nothing
         given = {**dict(zip(("hidden_states", "attention_mask"), positional, strict=False)), **keywords}
@@ -159,5 +158,5 @@ class BlockLayers:
 
 
 def _offset(block: TransformerBlock) -> int:
-    """Layers of the stages before."""
+    """The number of layers of the stages before."""
     return int(get_transformer_layer_offset(block.config, block.vp_stage, get_pg_rank(block.pg_collection.pp)))

@@ -1,8 +1,8 @@
-"""Where an optimizer of Megatron has its masters (fp32 copies of 16-bit parameters), and how they become parameters.
+"""The place of an optimizer's masters (fp32 copies of 16-bit parameters) in Megatron, and their rounding to parameters.
 
-Here masters are the parameters that the optimizer steps. Stock has them so, too, but for one option
-(`--use-precision-aware-optimizer`): then Transformer Engine's Adam steps the model's own parameters, and has masters in
-its state, or only the 16 bits of each that its parameter has not.
+Here the optimizer steps the masters. Stock does so too, except with `--use-precision-aware-optimizer`: then Transformer
+Engine's Adam steps the model's own parameters, and keeps masters in its state, or only the 16 bits of each that its
+parameter lacks.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _SETTINGS = ("master_weights", "use_decoupled_grad", "store_param_remainders", "
 
 
 class Masters:
-    """As most optimizers have them.
+    """Masters of most optimizers.
 
     Attributes:
-        state_bytes: of the moments of a number; None: 4 for each.
+        state_bytes: of an element's moments; None: 4 for each.
     """
 
     state_bytes: int | None = None
@@ -31,35 +31,36 @@ class Masters:
         self._inner = inner
 
     def taken(self, held: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """The master of what stock steps; ``state`` has none any more."""
+        """The master of stock's stepped tensor; removed from ``state``."""
         return held.detach()
 
     def shown(self, part: torch.Tensor, master: torch.Tensor, state: Mapping[str, Any] | None
               ) -> tuple[torch.Tensor, Mapping[str, Any] | None]:
-        """What stock would step, and its state, of a ``part`` of a parameter with this master; None: no state yet."""
+        """The tensor that stock would step for a ``part`` of a parameter with this master, and its state; None: no
+        state yet."""
         return master, state
 
     def show(self, view: Any) -> None:
-        """Let ``view``, a copy of the optimizer, be as stock made it."""
+        """Restore stock's settings in ``view``, a copy of the optimizer."""
 
     def zeros(self, key: str, master: torch.Tensor) -> torch.Tensor:
         """A moment before the first step."""
         return torch.zeros_like(master.data)
 
     def set(self, master: torch.Tensor, part: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take what a checkpoint has of a part of a parameter, as stock names it there."""
+        """Load a checkpoint's tensors, by stock's names, for a part of a parameter."""
         master.data.copy_(tensors["param"])
         for key, own in self._inner.state[master].items():
             if key in tensors:
                 own.data.copy_(tensors[key])
 
     def rounded(self, values: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """``values`` of masters as the parameters of ``kind`` have them after a step."""
+        """``values`` of masters, rounded as for parameters of ``kind`` after a step."""
         return values
 
 
 class PrecisionAware(Masters):
-    """As Transformer Engine's Adam may have them, with moments of 32 bits or bf16."""
+    """Masters of Transformer Engine's Adam, with moments of 32 bits or bf16."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
@@ -67,7 +68,7 @@ class PrecisionAware(Masters):
         self._remainders = inner.store_param_remainders
         self.state_bytes = sum(inner.name_to_dtype_map[key].itemsize for key in ("exp_avg", "exp_avg_sq"))
         inner.master_weights = inner.use_decoupled_grad = inner.store_param_remainders = False
-        # It looks up one for each moment that has not 32 bits; those of bf16 are not used.
+        # It looks up a scale for each moment without 32 bits; those of bf16 are unused.
         inner._scales = defaultdict(lambda: defaultdict(lambda: torch.ones(1)))
 
     def taken(self, held: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
@@ -99,15 +100,16 @@ class PrecisionAware(Masters):
 
 
 def masters_of(inner: Any) -> Masters:
-    """How ``inner``, a Megatron optimizer's own one, has its masters; it has none inside any more."""
+    """Take over the masters of ``inner``, a Megatron optimizer's own optimizer, which keeps none inside from then
+    on."""
     return PrecisionAware(inner) if hasattr(inner, "name_to_dtype_map") else Masters(inner)
 
 
-# Transformer Engine cuts the 32 bits of a master in two: bf16 gets the upper half, one more if the lower half begins
-# with a 1. torch rounds a tie to even, so that its bf16 and the lower half would not always make the master again.
+# Transformer Engine cuts the 32 bits of a master in two: bf16 gets the upper half, plus one if the lower half begins
+# with a 1. torch rounds a tie to even, so its bf16 and the lower half would not always restore the master.
 
 def upper(master: torch.Tensor) -> torch.Tensor:
-    """The bf16 of a master."""
+    """The bf16 part of a master."""
     bits = master.contiguous().view(torch.int32)
     return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
 
@@ -118,7 +120,7 @@ def remainder(master: torch.Tensor) -> torch.Tensor:
 
 
 def whole(values: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """The master of which `upper` and `remainder` are these."""
+    """The master with this `upper` and `remainder`."""
     low = rest.to(torch.int32)
     high = values.contiguous().view(torch.int16).to(torch.int32) - (low < 0).to(torch.int32)
     return ((high << 16) | (low & 0xFFFF)).view(torch.float32)

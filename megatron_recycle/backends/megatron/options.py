@@ -1,10 +1,9 @@
-"""Megatron's options: which of them this plugin takes over, sets otherwise, or refuses; the one place that says so.
+"""Megatron's options: the ones that this plugin takes over, changes or refuses; the only table of them.
 
-An option that is not named here is taken as it is. An option that changes no result but asks all ranks for something
-between iterations, or takes a road around the plan, is set otherwise with a line that says so. An option that cannot be
-kept right is refused with its remedy. Names are those of Megatron-LM's arguments and of core's configurations alike, so
-that one table serves both: the arguments as soon as they are parsed, the configurations of a script that has none at
-its first iteration.
+An option not listed here is accepted as it is. An option that changes no result, but needs all ranks between iterations
+or bypasses the plan, is changed, with a log line. An option that cannot be kept right is refused with its remedy. Names
+are those of Megatron-LM's arguments and of core's configurations alike, so that one table serves both: the arguments as
+soon as they are parsed, and the configurations of a script without arguments at its first iteration.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Option:
     """The treatment of one option.
 
     Attributes:
-        names: the attribute's; several, separated by blanks, are treated alike.
-        then: what to do instead, or why it is set otherwise.
-        wrong: for which values; otherwise it is taken as it is.
+        names: of the attribute; several, separated by blanks, are treated alike.
+        then: the advice, or the reason for the change.
+        wrong: tells unsupported values; others are accepted.
         becomes: the value that it is set to; without one it is refused.
-        title: how the option is called, if not by its name and value.
+        title: in messages; by default its name and value.
     """
 
     names: str
@@ -46,7 +45,7 @@ def _given(value: Any) -> bool:
 
 
 _SCALED = ("fp16", "fp8", "torch.float16", "torch.uint8")
-"""Types of an optimizer's state that have a scale beside them, by their names in arguments and in configurations."""
+"""Types of optimizer state that need a scale, by their names in arguments and in configurations."""
 ANYWHERE = (
     Option("context_parallel_size", "set context_parallel_size to 1", _several, title="context parallelism"),
     Option("hybrid_context_parallel", "samples would be cut between ranks by their length, each micro-batch anew; "
@@ -86,8 +85,8 @@ ANYWHERE = (
     Option("num_microbatches_with_partial_activation_checkpoints", "leave it unset", _given),
     Option("fine_grained_activation_offloading", "a W that runs later would find its input moved away; leave it off"),
     Option("has_cond_embedder", "their gradients cross all stages", title="conditional embedders"),
-    # What follows changes no result.
-    # Set to what it is: the distributed optimizer's buckets, which its checkpoints have, depend on it.
+    # From here on no result changes. overlap_grad_reduce is set to True, since the distributed optimizer's buckets, and
+    # so its checkpoints, depend on it.
     Option("overlap_grad_reduce", "gradients are reduced when the plan says so", becomes=True),
     Option("overlap_param_gather overlap_param_gather_with_optimizer_step",
            "parameters are gathered when a step is final", becomes=False),
@@ -106,7 +105,7 @@ OF_THE_LOOP = (
            "(torchrun, or RECYCLE_ENABLED=false)"),
     Option("transformer_impl", "use local or transformer_engine",
            lambda kind: kind not in (None, "local", "transformer_engine")),
-    # What Transformer Engine's layers alone have.
+    # Options for Transformer Engine's layers only.
     Option("multi_latent_attention", "core's local layers have none; leave --multi-latent-attention out"),
     Option("experimental_attention_variant", "core's local layers have none; leave it out", _given),
     Option("qk_l2_norm", "core's local layers would train without it; leave --qk-l2-norm out"),
@@ -134,7 +133,7 @@ OF_THE_LOOP = (
     Option("enable_ft_package", "leave --enable-ft-package out: this plugin does that"),
     Option("rerun_mode", "leave it out: iterations are not run twice to compare them",
            lambda mode: mode == "report_determinism_stats"),
-    # What follows changes no result.
+    # From here on no result changes.
     Option("rerun_mode", "a re-run inside the loop would repeat a committed step", lambda mode: mode != "disabled",
            "disabled"),
     Option("error_injection_rate", "it tries re-runs, which are off", becomes=0),
@@ -172,7 +171,7 @@ OF_BRIDGE = (
     Option("non_persistent_ckpt_type", "it needs all workers; use global", lambda kind: kind == "local"),
     Option("enabled", "this plugin does that; leave inprocess_restart, nvrx_straggler and tensor_inspect out"),
     Option("num_epochs", "give train.train_iters", _given),
-    # What follows changes no result.
+    # From here on no result changes.
     Option("async_save", "checkpoints are written at once under Bridge", becomes=False),
     Option("log_memory_to_tensorboard", "it is compared over stages, which would wait for each other", becomes=False),
     Option("train_sync_interval", "the plugin waits for the device itself", _given, None),
@@ -181,10 +180,10 @@ OF_BRIDGE = (
 
 ALL_AT_ONCE = Option("async_save", "it is there for --ckpt-format torch_dist; checkpoints are written at once",
                      becomes=False)
-"""Of the loop, where no checkpoint can be written beside training."""
+"""Option of the loop, where checkpoints cannot be written beside training."""
 BY_CORE = Option("async_strategy", "another writer would name a checkpoint that lacks files of who is gone; core's own "
                  "writes it", lambda kind: kind not in (None, "mcore"), "mcore")
-"""Of the loop, where checkpoints are written beside training."""
+"""Option of the loop, where checkpoints are written beside training."""
 
 
 _OF_V = (
@@ -197,14 +196,14 @@ _OF_V = (
     Option("tensorboard_dir wandb_project", "Megatron writes it on the last rank, which has no loss with chunks 2; "
            "leave it out"),
 )
-"""Of the loop, with this plugin's own chunks."""
+"""Options of the loop, with this plugin's own chunks."""
 
 
 def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str], list[str]]:
-    """Judge ``settings`` (objects with options as attributes), and set in them what is to be set otherwise.
+    """Judge ``settings`` (objects with options as attributes), and change options in them where needed.
 
     Returns:
-        Refusals, and options that were set otherwise: a line each, once.
+        Refusals, and changed options: a line each, once.
     """
     refused: dict[str, None] = {}
     changed: dict[str, None] = {}
@@ -222,8 +221,8 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
 
 
 def with_history(settings: Any) -> list[str]:
-    """Refusals of recipes of 8 bits whose scales depend on what was computed before; ``settings``: the loop's
-    arguments, or the model's configuration."""
+    """Refusals of 8-bit recipes whose scales depend on earlier results; ``settings``: the loop's arguments, or the
+    model's configuration."""
     fp8, recipe = getattr(settings, "fp8", None), getattr(settings, "fp8_recipe", None)
     if not fp8 or recipe in _SCALED_AT_ONCE:
         return []
@@ -232,11 +231,12 @@ def with_history(settings: Any) -> list[str]:
 
 
 _SCALED_AT_ONCE = ("tensorwise", "blockwise", "mxfp8")
-"""Recipes that scale each tensor by what is in it, and keep nothing."""
+"""Recipes that scale each tensor by its own content, without history."""
 
 
 def other_evaluations(arguments: Any) -> list[str]:
-    """Refusals of evaluations in other batches than training's, which the loop's ``arguments`` name since core 0.18."""
+    """Refusals of evaluation batches that differ from training's; the loop's ``arguments`` name them since core
+    0.18."""
     return [f"eval_{name} {given} where {name} is {own}: an evaluation has training's batches; leave it out"
             for name in ("global_batch_size", "micro_batch_size")
             if (given := getattr(arguments, f"eval_{name}", None)) is not None
@@ -245,7 +245,7 @@ def other_evaluations(arguments: Any) -> list[str]:
 
 def v_shaped(arguments: Any) -> tuple[list[str], list[str]]:
     """Judge Megatron-LM's ``arguments`` of a job with this plugin's own ``chunks: 2``, and have two chunks built on
-    each stage; refusals and lines as those of `apply`."""
+    each stage. Refusals and lines as those of `apply`."""
     refused, changed = apply(_OF_V, [arguments])
     chunks, stages = arguments.virtual_pipeline_model_parallel_size, arguments.pipeline_model_parallel_size
     if chunks not in (None, 2) or (chunks is None and arguments.pipeline_model_parallel_layout is not None):
@@ -271,7 +271,7 @@ def v_shaped(arguments: Any) -> tuple[list[str], list[str]]:
 
 
 def message(refused: Sequence[str]) -> str:
-    """The message to a user of all these options."""
+    """The message to a user about all ``refused`` options."""
     return ("megatron-recycle does not support this configuration yet:\n- " + "\n- ".join(refused)
             + "\nTo train without the plugin leave --recycle out (or set RECYCLE_ENABLED=false).")
 

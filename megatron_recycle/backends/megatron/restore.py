@@ -1,8 +1,8 @@
 """The way back to a checkpoint that Megatron-LM's own loop has written in this job: a stage has lost its last worker.
 
-Stock's `load_checkpoint` loads model and optimizer, among the workers that are left. What it sets beside them (counters
-of samples, the scheduler, the number of micro-batches, rates) belongs to the loop, which does not go back: the
-iterations since then are made again behind it, each with the rates that it had.
+Stock's `load_checkpoint` loads model and optimizer, among the live workers. Other state that it sets (counters of
+samples, the scheduler, the number of micro-batches, rates) belongs to the loop, which does not go back: the iterations
+since then are repeated behind it, each with its original rates.
 
 Nothing of Megatron is imported here.
 """
@@ -29,28 +29,28 @@ _AS_SAVED = {
     "finetune": False, "no_load_optim": False, "no_load_rng": True, "non_persistent_ckpt_type": None,
     "pretrained_checkpoint": None, "exit_on_missing_checkpoint": False,
 }
-"""Arguments, whatever the job's own say of the checkpoint that it began with. Random numbers are by place."""
+"""Arguments set for loading, whatever the job's own say about its first checkpoint. Random numbers are by place."""
 
 
 _COMMON = "common_state/"
-"""How the name begins of what all ranks have in common, in checkpoints of core 0.19; before, it was in a file."""
+"""Prefix of state shared by all ranks, in checkpoints of core 0.19; in older ones it is in a file."""
 
 
 def possible(arguments: Any) -> bool:
-    """Whether checkpoints of a job with these ``arguments`` hold all that training needs."""
+    """Whether checkpoints of a job with these ``arguments`` hold all state that training needs."""
     whole = not (arguments.no_save_optim or arguments.data_parallel_random_init)
     return whole and arguments.ckpt_format in ("torch", "torch_dist")
 
 
 def load(loop: Any, stock: Any, beginning: Beginning, place: str, name: str) -> int:
-    """Load this worker's part of the checkpoint at ``place``, or of the try ``name`` that was to name it so, at the
-    same time as all that are left; returns its iteration, as the loop counts.
+    """Load this worker's part of the checkpoint at ``place``, or of the try ``name`` for it if not yet renamed, at the
+    same time as all live workers. Returns its iteration, by the loop's count.
 
     Args:
         loop: Megatron-LM's module of training.
-        stock: that of checkpoints.
+        stock: its module of checkpoints.
 
-    Raises RecycleError if it cannot be read, and what stock raises.
+    Raises RecycleError if it cannot be read, and stock's errors.
     """
     arguments, parts = loop.get_args(), beginning.parts
     folder, _, last = place.rpartition("/")
@@ -59,9 +59,9 @@ def load(loop: Any, stock: Any, beginning: Beginning, place: str, name: str) -> 
         vars(arguments).update(_AS_SAVED, load=folder, ckpt_step=iteration)
         try:
             found, _ = stock.load_checkpoint(parts["model"], parts["optimizer"], None)
-        except SystemExit:  # stock's word for a file that it cannot read, whose reason it has printed
+        except SystemExit:  # stock's reaction to an unreadable file; it has printed the reason
             raise RecycleError(f"the checkpoint in {place} cannot be read; the worker's log says why") from None
-        except CheckpointException as error:  # no Exception
+        except CheckpointException as error:  # a BaseException, but no Exception
             raise RuntimeError(what_failed(error) or str(error)) from error
     if found != iteration:
         raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
@@ -70,8 +70,8 @@ def load(loop: Any, stock: Any, beginning: Beginning, place: str, name: str) -> 
 
 
 def readable(stock: Any, arguments: Any) -> int | None:
-    """The iteration of the newest checkpoint in ``--load`` that all ranks can read, which call this together; None:
-    there is none, or the script has chosen one."""
+    """The iteration of the newest checkpoint in ``--load`` that all ranks can read; None: there is none, or the script
+    has chosen one. All ranks call this together."""
     folder = arguments.load
     if folder is None or arguments.ckpt_step or "://" in folder:
         return None
@@ -86,7 +86,7 @@ def readable(stock: Any, arguments: Any) -> int | None:
 
 
 def _unreadable(stock: Any, folder: str, iteration: int) -> str | None:
-    """Why this rank's files of a checkpoint cannot be read."""
+    """The reason why this rank's files of a checkpoint cannot be read; None if they can."""
     place = Path(stock.get_checkpoint_name(folder, iteration, return_base_dir=True))
     if not (place / "metadata.json").exists():
         return unreadable([stock.get_checkpoint_name(folder, iteration)])
@@ -104,7 +104,7 @@ def _unreadable(stock: Any, folder: str, iteration: int) -> str | None:
 
 @contextmanager
 def _kept(loop: Any, stock: Any, arguments: Any, optimizer: Any) -> Iterator[None]:
-    """A block after which everything is as before that is not the stage's own."""
+    """A block that restores all state at its end, except the stage's own."""
     before, loaded = dict(vars(arguments)), stock.get_loaded_iteration()
     rates = [{key: group[key] for key in SET_BY_LOOP if key in group} for group in optimizer.param_groups]
     try:

@@ -2,8 +2,9 @@
 (`--loss-scale`, also with bf16).
 
 Stock asks all stages whether a gradient has overflowed, and leaves the step out on all of them if one has. Here each
-stage tells it with its share of the gradient norm, and the verdict tells all. The scaler stays stock's own object, with
-stock's rule; what an update changes is among the stage's counters, so that an undone step gives it back.
+stage reports it with its share of the gradient norm, and the verdict distributes it. The scaler stays stock's own
+object, with stock's rule; state that an update changes is among the stage's counters, so that undoing a step restores
+it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 OVERFLOW = math.inf
-"""In the place of a norm's square: a gradient is not finite."""
+"""Stands for the square of a norm: a gradient is not finite."""
 _TRACKERS = ("_growth_tracker", "_hysteresis_tracker")
 
 
@@ -26,7 +27,7 @@ class Scaling:
     Attributes:
         scales: whether losses are scaled, and steps with overflowed gradients left out.
         skipped: iterations of this job whose step was left out.
-        overflowed: whether the next step is.
+        overflowed: whether the next step is to be left out.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -43,47 +44,48 @@ class Scaling:
         return 1.0 if self._scaler is None else float(self._scaler.inv_scale)
 
     def unscaled(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``gradients`` in fp32 without the scale, as stock's kernel makes them; themselves without one."""
+        """Copies of ``gradients`` in fp32 without the scale, as stock's kernel makes them; ``gradients`` if there is
+        none."""
         return [gradient * self.factor for gradient in gradients] if self.scales else list(gradients)
 
     def share(self, norm_square: float, gradients: Sequence[torch.Tensor]) -> float:
-        """What a stage tells of its ``gradients``, which have this norm: its square, or that one is not finite. A norm
-        too large for fp32 is no overflow of a gradient: it clips by 0, as in stock."""
+        """A stage's report on its ``gradients``: the square of their norm, or that one is not finite. A norm too large
+        for fp32 is no overflow of a gradient: it clips by 0, as in stock."""
         if not self.scales or math.isfinite(norm_square):
             return norm_square
         return sys.float_info.max if all(bool(one.isfinite().all()) for one in gradients) else OVERFLOW
 
     def any_overflow(self, norm_squares: Sequence[float]) -> bool:
-        """Whether a stage has told of one."""
+        """Whether a stage has reported an overflow."""
         return self.scales and OVERFLOW in norm_squares
 
     def leave_out(self, iteration: int) -> None:
-        """The step of ``iteration`` is left out, as stock's would be."""
+        """Leave out the step of ``iteration``, as stock would."""
         self._scaler.update(True)
         self.skip(iteration)
 
     def stepped(self) -> None:
-        """A step of shards has been made, which stock's optimizer knows nothing of."""
+        """Note a step of shards, which stock's optimizer does not see."""
         if self._scaler is not None:
             self._scaler.update(False)
 
     def skip(self, iteration: int) -> None:
-        """The step of ``iteration`` was left out."""
+        """Note that the step of ``iteration`` was left out."""
         self.skipped = frozenset((*self.skipped, iteration))
 
     def go_back(self, steps: int) -> None:
-        """Iterations from ``steps`` on are undone, and made again."""
+        """Forget iterations from ``steps`` on, which are undone and made again."""
         self.skipped = frozenset(one for one in self.skipped if one < steps)
 
     def counters(self) -> dict[str, Any]:
-        """Whatever a step changes of it."""
+        """All state that a step changes."""
         if self._scaler is None:
             return {}
         return {"scale": float(self._scaler.scale), "skipped": sorted(self.skipped),
                 **{name: getattr(self._scaler, name) for name in _TRACKERS if hasattr(self._scaler, name)}}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Put back what `counters` gave."""
+        """Restore the result of `counters`."""
         if self._scaler is None:
             return
         self._scaler._scale = torch.full_like(self._scaler.scale, counters["scale"])
@@ -92,7 +94,7 @@ class Scaling:
             setattr(self._scaler, name, counters[name])
 
     def _unscale(self, optimizer: Any) -> bool:
-        """Stock's, without asking others: the verdict has."""
+        """Stock's function without its all-reduce: the verdict knows of overflows."""
         torch._amp_foreach_non_finite_check_and_unscale_(
             optimizer._collect_main_grad_data_for_unscaling(), optimizer.found_inf.zero_(), self._scaler.inv_scale)
         return self.overflowed

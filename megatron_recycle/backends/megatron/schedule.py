@@ -1,8 +1,8 @@
 """Megatron-Core: a forward-backward function whose schedule is a plan and whose iterations survive failures.
 
-`get_forward_backward_func()` returns a :class:`RecycleSchedule` (`megatron_hook`). The training loop around it stays
-Megatron's: it calls the function, then `optimizer.step()`. The runtime steps inside the former, since a step
-belongs to what a recovery must know of; the latter hands out the result.
+`get_forward_backward_func()` returns a :class:`RecycleSchedule` (see `hook`). The training loop around it stays
+Megatron's: it calls the function, then `optimizer.step()`. The runtime steps inside the former, since recovery must
+know of steps; the latter returns the result.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from megatron_recycle.runtime.place import Place
 
 
 class RecycleSchedule:
-    """The result of `get_forward_backward_func()`, called as core's own schedules are."""
+    """The result of `get_forward_backward_func()`, with the call signature of core's own schedules."""
 
     def __init__(self, settings: RecycleConfig, options: Options) -> None:
         self._settings = settings
@@ -64,28 +64,27 @@ class RecycleSchedule:
         self.session: Session
         """This process's part in the job, from the first call on."""
         self.splitter: MegatronSplitter | None = None
-        """The splitter, which defers weight gradients, from then on."""
+        """The splitter, which defers weight gradients; also from the first call on."""
         self._stage: MegatronStage
         self._kept: megatron_groups.Kept
         self._last: LastCheckpoint | None
         self._back: Callable[[str, str], int] | None
         self._microbatches = 0
         self._loop: Any = bridge if bridge.trains() else megatron_training
-        """Asked for what depends on the loop around."""
+        """The backend of the training loop around."""
         self._late: tuple[LazyScalar, ...] = ()
         self._spoke = False
         self._gaps = Gaps()
         self._data = Shifted(NoData(), self._gaps.before)  # evaluation may come first
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
-        """Iterators that were evaluated with, by identity; where to read their micro-batches, and how many of each
-        pipeline have been."""
+        """By identity of an evaluation iterator: the iterator, the source of its micro-batches, and how many of each
+        pipeline are read."""
 
     def __call__(self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int,
                  forward_only: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
-        """Run one iteration up to and including its step; returns what the loss functions reported.
+        """Run one iteration up to and including its step; returns the reports of the loss functions.
 
-        On the last stage that is one entry per micro-batch of the whole global batch that has run, elsewhere
-        nothing.
+        On the loss stage that is one entry per micro-batch of the whole global batch that has run, elsewhere nothing.
 
         Raises:
             UnsupportedError: at the first call, if something about the job cannot be kept correct.
@@ -105,7 +104,7 @@ class RecycleSchedule:
                        else self._train(data_iterator, num_microbatches))
         if not forward_only:
             self._stage.script.made_step()
-        self.is_logging_rank()  # a script may write log lines without asking
+        self.is_logging_rank()  # notes a new logging rank: a script may log without this check
         place = self.session.place
         return self._stage.reports(reports, forward_only) if place.me.stage == place.loss_stage else []
 
@@ -131,15 +130,15 @@ class RecycleSchedule:
                                                "is started")
         session.train()
         if session.catches_up:
-            return self._passed()  # a part of a worker that was without another one for a while
+            return self._passed()  # a part that stood still without another part for a while
         self._stage.rates.forget(session.worker.final)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
         scaling = self._stage.scaling
-        if scaling.scales:  # the script's rates, and the next iteration's scale, depend on whether it was left out
+        if scaling.scales:  # the script's rates and the next loss scale depend on an overflow
             session.settle()
         self._late = tuple(LazyScalar(partial(find, iteration)) for find in (self._norm, self._zeros))
-        # Plain numbers where they are known, which is always so unless steps are staggered.
+        # Plain numbers where they are known: always, except with staggered steps.
         norm, zeros = map(float, self._late) if stepper.held is None else self._late
         self._stage.result = self._stage.told(norm, zeros, iteration in scaling.skipped)
         reports = stepper.reports if stepper.held is None else stepper.held.reports
@@ -147,7 +146,7 @@ class RecycleSchedule:
         return reports
 
     def _passed(self) -> torch.Tensor:
-        """An iteration that the job had done before this worker came in: told is what the others were told."""
+        """The reports of an iteration that the job had done before this worker came in; its result is the others'."""
         norm, zeros, reports = self._stage.passed
         left_out = self._stage.scaling.scales and math.isnan(norm)
         if left_out:
@@ -162,8 +161,8 @@ class RecycleSchedule:
         return self._verdict(iteration).zeros
 
     def _verdict(self, iteration: int) -> Verdict:
-        """On one of the last two iterations, waiting for the other stages if need be; the last one if this worker was
-        not there."""
+        """The verdict on one of the last two iterations, after waiting for other stages if need be. The last verdict if
+        this worker was not there."""
         standing = self.session.worker.standing
         if standing.committed < iteration:
             self.session.settle()
@@ -177,9 +176,9 @@ class RecycleSchedule:
             self.session.settle()
 
     def _evaluate(self, data_iterator: Any, microbatches: int) -> torch.Tensor:
-        """Forwards of the next ``microbatches`` of each pipeline, as many as the script likes."""
+        """Forwards of the next ``microbatches`` of each pipeline, any number of them."""
         place, iterator = self.session.place, unwrapped(data_iterator)
-        # The iterator is kept, so that no other one gets its identity.
+        # The iterator is kept, so that its identity stays unique.
         _, source, first = self._evaluated.get(id(iterator)) or (
             None, source_of(iterator, place.part, self.session.seeds("evaluation data")), 0)
         self._evaluated[id(iterator)] = (iterator, source, first + microbatches)
@@ -190,7 +189,7 @@ class RecycleSchedule:
         return torch.cat(tables)
 
     def _number(self, iteration: int) -> int:
-        """Of ``iteration``'s first micro-batch."""
+        """The number of ``iteration``'s first micro-batch."""
         return self.session.grids.number(iteration)
 
     def _go_back(self, groups: Groups, place: str, name: str) -> None:
@@ -208,14 +207,14 @@ class RecycleSchedule:
             yield
 
     def pass_over(self, microbatches: int) -> None:
-        """The loop trains nothing with the next so many of each pipeline."""
+        """Note that the loop trains nothing with the next ``microbatches`` of each pipeline."""
         self._gaps.add(self._number(self.session.iteration + 1) if self._microbatches else 0, microbatches)
 
     def is_logging_rank(self) -> bool:
-        """Whether this worker writes the log line: the last one of the last stage that is left. Others have written
-        those of iterations before it came in.
+        """Whether this worker writes the log line: the last live worker that computes the loss, by its last part.
+        Iterations before it came in are logged already.
 
-        The launcher is told, before the first line, where in whose output they are: it shows them.
+        Before its first line it reports its place in the output to the launcher, which shows lines from there on.
         """
         session, place = self.session, self.session.place
         before, self._spoke = self._spoke, (
@@ -226,13 +225,13 @@ class RecycleSchedule:
         return self._spoke
 
     def log_part(self) -> str:
-        """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
-        home in each iteration."""
+        """This plugin's part of Megatron's log line: live workers, and stages of micro-batches that run as guests in
+        each iteration."""
         away = Scalars(self.session).rerouted()
         return f" live: {len(self.session.live())}/{len(self.session.place.ranks)} | rerouted: {away} |"
 
     def _shards(self) -> tuple[Cuts, Groups]:
-        """Who holds which shard of the optimizer's state, and the groups of those that are left."""
+        """The holders of the optimizer's shards, and the groups of the live workers."""
         worker = self.session.worker
         assert worker.cuts is not None
         return worker.cuts, worker.current_groups()
@@ -279,8 +278,8 @@ def _stages() -> int:
 
 
 def _place(microbatches: int, backend: str | None, placement: tuple[int, ...]) -> Place:
-    """Where this process is, and the ranks of every position, as all ranks tell it (one that joins: as they told it at
-    the start). ``backend``: that the loop asks for; ``placement``: of the model's chunks."""
+    """This process's position, and the ranks of all positions, as all ranks announce them (to a joiner: as at the
+    start). ``backend``: wanted by the loop; ``placement``: of the model's chunks."""
     stages, pipelines = _stages(), parallel_state.get_data_parallel_world_size()
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
     part = parallel_state.get_tensor_model_parallel_rank()

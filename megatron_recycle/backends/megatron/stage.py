@@ -1,8 +1,8 @@
 """One stage of a Megatron model with its optimizer, as the runtime sees it.
 
-Forward and backward are core's own `forward_step` and `backward_step`; the step is Megatron's optimizer's own.
-Only what they would ask other ranks for comes from the runtime: reduced gradients are where Megatron looks for them
-(`main_grad`), the norm is the verdict's. The arithmetic is stock's, operation by operation.
+Forward and backward are core's own `forward_step` and `backward_step`; the step is Megatron's optimizer's own. The
+runtime provides only the results of collectives: reduced gradients are where Megatron looks for them (`main_grad`), and
+the norm is the verdict's. The arithmetic is stock's, operation by operation.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.stage import Averaging, Chunk, Forward, Tie, fingerprint
 
-_KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
+_KEYS = 4  # values that a loss function may report; each is one number, or a sum and its divisor
 
 _NUMBERS = Struct("2d")
 _NAMES_THE_MODEL = release() < (0, 17)
-"""Whether core's backward asks for the kind of model, to be told apart from T5."""
+"""Whether core's backward takes the model type (to recognise T5)."""
 CLIPS_BY_TENSORS = getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is not None
-"""Whether the norm and what follows from it are tensors of 32 bits: since 0.17, where Transformer Engine can multiply
-by one."""
+"""Whether the norm and the clip coefficient are fp32 tensors: since 0.17, where Transformer Engine can multiply by
+one."""
 ForwardStep = Callable[[Any, Any], Any]
 """The user's function: (data iterator, model) -> (output, loss function)."""
 
@@ -64,12 +64,12 @@ class MegatronStage:
     """The runtime's view of one stage (`runtime.stage.Stage`).
 
     Args:
-        models: the stage, in Megatron's DistributedDataParallel, whose own reduction is taken out of use; several with
-            virtual pipelines.
-        optimizer: of this stage; its `step()` is taken out of the user's hands, since the runtime decides when.
+        models: the stage, in Megatron's DistributedDataParallel, whose own reduction is disabled; several with virtual
+            pipelines.
+        optimizer: of this stage; its `step()` no longer steps, since the runtime decides when.
         microbatches: nominal micro-batches of a pipeline.
         settings: of the training loop, which all workers must have alike.
-        lends: layers that each neighbour may run; 0: none, which the user wants.
+        lends: layers that each neighbour may run; 0: none, by the user's choice.
         v_shaped: whether the models are the two chunks of a V (`vshape`).
     """
 
@@ -83,15 +83,15 @@ class MegatronStage:
         self.module = self._chunks.module
         self._config = get_model_config(models[0])
         self.microbatches = microbatches
-        """Of a pipeline in the iteration that is to be trained."""
+        """Per pipeline, in the iteration to be trained."""
         self._predictions = Predictions(self._config)
         self.report_width = 1 + 2 * (_KEYS + self._predictions.most) + 1
-        """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
+        """Tokens, the values, and a 1; all zeros for a micro-batch that is left out."""
         self._keys: dict[str, list[tuple[str, int]]] = {}
         self._hidden = HiddenState(self.module)
         self._coefficient = 1.0
         self.passed = 0.0, 0.0, torch.zeros(0, self.report_width, dtype=torch.float64)
-        """Gradient norm, zeros and reports of an iteration that the script passes over."""
+        """Gradient norm, zeros and reports of a past iteration that the script passes over."""
         self.parameters: Sequence[nn.Parameter] = self._chunks.parameters
         if not self.parameters:
             raise UnsupportedError("this stage has no parameters to train: let each stage have some, by another number "
@@ -99,7 +99,7 @@ class MegatronStage:
         self.device = self.parameters[0].device
         self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
         self.partial = self._find_partial()
-        # With average_in_collective too: that is how NCCL averages.
+        # With average_in_collective too: NCCL averages so.
         self.averaging: Averaging = "tokens" if self._config.calculate_per_token_loss else "before"
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
         self.ties: Sequence[Tie] = ()
@@ -110,7 +110,7 @@ class MegatronStage:
             get_attr_wrapped_model(model, "pre_process", return_model_obj=True), lends, self.gradient_dtype,
             self._tensor_group.adopt) if lends else None)
             for model, module in zip(models, self._chunks.modules, strict=True)]
-        # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
+        # DDP's hooks would move each new gradient to main_grad at once, out of the runtime's sight.
         for model in models:
             model.param_to_bucket_group.clear()
         self._single, = single_optimizers(optimizer)
@@ -128,8 +128,8 @@ class MegatronStage:
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def look(self) -> bool:
-        """Parameters stay those that Megatron has made places for gradients for, frozen meanwhile or not: so does its
-        optimizer. It keeps the gradients of the last step no longer."""
+        """The parameters stay those with places for gradients in Megatron, even while frozen, as for its optimizer. The
+        optimizer drops the gradients of the last step."""
         self._main_grads.forget()
         self._limit = float(self._single.config.clip_grad)
         if self.shards is None:
@@ -170,7 +170,7 @@ class MegatronStage:
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given, output = forward.saved
         if given is None and not output.requires_grad:
-            return []  # what it goes through here is frozen; others run the rest
+            return []  # the layers of this part are frozen; other workers run the rest
         kind = (get_model_type(self._chunks.model),) if _NAMES_THE_MODEL else ()
         for_inputs = backward_step(given, output, gradients[0] if gradients else None, *kind, self._config)
         if given is None:
@@ -196,7 +196,7 @@ class MegatronStage:
         return float(sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in counted))
 
     def told(self, norm: Any, zeros: Any, left_out: bool) -> tuple[Any, ...]:
-        """The result of `optimizer.step()`; ``left_out``: of a step that was, after an overflow."""
+        """The result of `optimizer.step()`; ``left_out``: the step was left out after an overflow."""
         return (False, None, None) if left_out else (True, norm, zeros if self.counts_zeros else None)
 
     @property
@@ -205,9 +205,9 @@ class MegatronStage:
         return bool(self._single.config.log_num_zeros_in_grad)
 
     def _counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The parameters that count in statistics of the whole model: no second copies of another stage's or part's."""
+        """The gradients that count in statistics of the whole model: no second copies of another stage's or part's."""
         gradient_of = dict(zip(self.parameters, gradients, strict=True))
-        # In the optimizer's order, as stock: the order decides the last bits. Of a shard some have nothing.
+        # In the optimizer's order, as stock: the order decides the last bits. Parameters may have nothing in a shard.
         return self.scaling.unscaled([
             gradient_of[parameter].float() for parameter in self._optimized()
             if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
@@ -221,8 +221,8 @@ class MegatronStage:
         return total.pow(0.5).item() if CLIPS_BY_TENSORS else total.item() ** 0.5
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
-        """Stock's clipping. By a norm that is not a number nothing is clipped. Not a number: with a loss scale, the
-        step is left out."""
+        """Stock's clipping: a NaN norm clips nothing. Returns NaN to leave the step out, after an overflow with a loss
+        scale."""
         if self.scaling.any_overflow(norm_squares):
             return math.nan
         limit = self._limit
@@ -266,7 +266,7 @@ class MegatronStage:
 
     @property
     def references(self) -> dict[str, Any]:
-        """Rates are noted when an iteration begins (`megatron_rates`)."""
+        """Rates are noted when an iteration begins (see `rates`)."""
         return {"micro-batches": self.microbatches, "clip_grad": self._single.config.clip_grad}
 
     def refer(self, references: Mapping[str, Any]) -> None:
@@ -287,10 +287,10 @@ class MegatronStage:
     def _set_own(self, counters: Any) -> None:
         self.rates.steps = counters["steps"]
         self.scaling.set_counters(counters["scaling"])
-        self._keys = {**counters["keys"], **self._keys}  # one that comes in has not run a loss function yet
+        self._keys = {**counters["keys"], **self._keys}  # a joiner has not run a loss function yet
 
     def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
-        # Reports are handed out in this type.
+        # Stock reports have this type.
         used = 1 + 2 * len(self._keys.get(_kind(True), ())) if parallel_state.is_pipeline_last_stage() else 0
         told = torch.cat([reports[:, 1:used], reports[:, -1:]], dim=1) if used else reports[:0, -1:]
         left_out = self.scaling.any_overflow(verdict.norm_squares)
@@ -306,13 +306,13 @@ class MegatronStage:
         self.passed = norm, zeros, reports
 
     def regroup(self, groups: Groups) -> None:
-        """Only tensor-parallel layers still compute in a group of Megatron's (see `megatron_groups`)."""
+        """Switch tensor-parallel layers, the only ones to compute in a group of Megatron's (see `groups`)."""
         if groups.siblings is not None:
             self._tensor_group.use(groups.siblings.group)
 
     def reports(self, table: torch.Tensor, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """The reports of Megatron's loss functions, from (micro-batches, report_width): one dict per micro-batch that
-        has run; not a number where none has."""
+        has run; NaN where none has."""
         keys = self._keys.get(_kind(not forward_only)) or self._keys.get(_kind(True), [])
         rows = [row for row in table.tolist() if row[-1]] or [[math.nan] * self.report_width]
         found = [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)
@@ -347,7 +347,7 @@ class MegatronStage:
         return kinds.pop()
 
     def _find_partial(self) -> list[nn.Parameter]:
-        """As stock: parameters whose gradients tensor-parallel parts have shares of."""
+        """As stock: parameters with partial gradients on each tensor-parallel part."""
         config, trained = self._config, set(map(id, self.parameters))
         return [parameter for model in self._chunks.models for name, parameter in model.module.named_parameters()
                 if id(parameter) in trained and (
@@ -355,8 +355,8 @@ class MegatronStage:
                     or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)))]
 
     def _find_ties(self) -> None:
-        """The embedding is in the first chunk of the first stage, the output layer in the last one of the last, with
-        another copy of the embedding where several tokens are predicted."""
+        """Find tied embeddings: in the first chunk of the first stage, and in the output layer of the last stage's last
+        chunk, which has another copy of the embedding with multi-token prediction."""
         last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         stage = parallel_state.get_pipeline_model_parallel_rank()
         model = self._chunks.models[0 if stage == 0 else -1]
@@ -370,14 +370,14 @@ class MegatronStage:
             self.ties = [Tie(weight, (0, last))]
 
     def _optimized(self) -> list[nn.Parameter]:
-        """The parameters in the optimizer's order; where it keeps fp32 copies, the model's own."""
+        """The model's parameters in the optimizer's order, also where the optimizer steps fp32 copies."""
         if self.distributed is not None:
             return self.distributed.parameters
         own = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in self.parameters}
         return [own[id(parameter)] for parameter in self._single.get_parameters()]
 
     def _masters(self) -> dict[nn.Parameter, nn.Parameter]:
-        """The fp32 copies that the optimizer steps in the place of parameters of 16 bits."""
+        """The fp32 copies that the optimizer steps in place of 16-bit parameters."""
         if self.distributed is not None:
             return {}
         optimized = set(map(id, self._single.get_parameters()))
@@ -386,7 +386,7 @@ class MegatronStage:
                 if master is not parameter and id(master) in optimized}
 
     def _steps(self) -> list[int]:
-        """By identity, what the optimizer steps; of shards, which come and go, how many groups there are."""
+        """The identities of the stepped parameters; with shards, which come and go, the number of groups."""
         if self.distributed is not None:
             return [len(self._single.param_groups)]
         return [id(parameter) for parameter in self._single.get_parameters()]
@@ -394,10 +394,10 @@ class MegatronStage:
     def _take_over(self, optimizer: MegatronOptimizer) -> None:
         stock: Callable[[], Any] = optimizer.step
         self._stock_step = stock
-        # Its step does not ask other ranks for norm and zeros. Not a number: no norm by which anything is clipped.
+        # Its step asks no other ranks for norm and zeros. A NaN norm clips nothing.
         for part in (optimizer, self._single):
             part.get_grad_norm = part.count_zeros = lambda: math.nan
-            part.has_grad_norm_group = lambda name: False  # of multi-token prediction, where it is wanted: refused
+            part.has_grad_norm_group = lambda name: False  # of multi-token prediction, where it is refused
         self._single.clip_grad_norm = lambda limit: math.nan
         stock_end: Callable[[], bool] = self._single.step_with_ready_grads
 
@@ -413,8 +413,8 @@ class MegatronStage:
         return self.result
 
     def _clip(self) -> None:
-        """As stock: the gradients that the optimizer steps with, which are fp32 copies where the reduced ones have 16
-        bits, by stock's kernel."""
+        """As stock: scale the gradients that the optimizer steps with, fp32 copies where the reduced ones have 16 bits,
+        by stock's kernel."""
         if self._coefficient == 1.0:
             return
         gradients = [parameter.grad for parameter in self._single.get_parameters() if parameter.grad is not None]
@@ -423,8 +423,8 @@ class MegatronStage:
 
 
 def _operations() -> int:
-    """Operations so far in Megatron's groups for data and model parallelism, which are one that has no other member
-    (see `megatron_groups`)."""
+    """Operations so far in Megatron's group for data and model parallelism: a single group, without other members (see
+    `groups`)."""
     return int(parallel_state.get_data_parallel_group()._get_sequence_number_for_group())
 
 

@@ -1,9 +1,9 @@
-"""Transformer Engine's layers in a Megatron model: which of them are accepted, and their weight gradients left for W.
+"""Transformer Engine's layers in a Megatron model: the accepted ones, with weight gradients deferred until W.
 
-Each of its linear layers asks its `wgrad_store`, in its backward, whether to form the weight's gradient at once, or to
-hand over what forms it. Here that is the runtime's queue. With `gradient_accumulation_fusion` the layer has bound
-`main_grad` by then as what its kernel adds to: in the runtime's backward that is a tensor without memory of its own,
-which takes the memory of the right sum when W runs. Nothing of Transformer Engine is imported where the model has none.
+Each of its linear layers asks its `wgrad_store`, in its backward, whether to form the weight's gradient at once or to
+hand over the function for it. Here the store is the runtime's queue. With `gradient_accumulation_fusion` the layer has
+bound `main_grad` by then, for its kernel to add to. In the runtime's backward that is a tensor without memory of its
+own, which takes the right sum's memory when W runs. Models without Transformer Engine do not import it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, 
 
 TESTED: Mapping[Release, str] = {
     (2, 9): "2.9.0", (2, 10): "2.10.0", (2, 11): "2.11.0", (2, 14): "2.14.1", (2, 19): "2.19.0", (2, 20): "2.20.2"}
-"""First two numbers of each supported version of Transformer Engine -> the one that the tests ran with."""
+"""First two numbers of each supported version of Transformer Engine -> the tested release."""
 
 _LAYERS = ("TELinear", "TEColumnParallelLinear", "TERowParallelLinear", "TELayerNormColumnParallelLinear",
            "TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear",
            "TEDotProductAttention", "LayerNorm", "RMSNorm", "UnfusedDotProductAttention", "FusedAttention",
            "FlashAttention", "FusedScaleMaskSoftmax")
-"""Classes of layers that are accepted, core's and those inside of them. Anything else of Transformer Engine is not."""
+"""Accepted classes of layers, core's and those inside of them. All others of Transformer Engine are refused."""
 
 _OPTIONS = (
     ("quant_recipe", "leave it out and use bf16"),
@@ -42,11 +42,11 @@ _OPTIONS = (
     ("tp_comm_overlap", "leave it off: its buffers are bound to the ranks that there were at first"),
     ("cpu_offloading", "leave it off"), ("symmetric_ar_type", "leave it out"),
     ("use_transformer_engine_op_fuser", "leave it off"))
-"""Options of the model's configuration that are not kept correct with these layers, each with what to do."""
+"""Options of the model's configuration that are not kept correct with these layers, each with the advice."""
 
 
 def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
-    """What about the ``models``' layers of Transformer Engine, if there are any, cannot be kept correct: a line each.
+    """A line for each fault of the ``models``' layers of Transformer Engine, if any, that cannot be kept correct.
 
     ``config``: of the model.
     """
@@ -72,15 +72,15 @@ def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:
 
 
 def quantizers_of(module: nn.Module) -> list[Any]:
-    """What makes tensors of 8 bits in a layer, from its first forward with them on. With sequence parallelism they keep
-    the group in which they agree on a scale."""
+    """A layer's quantizers, present from its first 8-bit forward on. With sequence parallelism they keep the group in
+    which they agree on a scale."""
     made = vars(module).get("quantizers")
     return [one for several in made.values() for one in several] if _is_its(module) and isinstance(made, dict) else []
 
 
 def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronSplitter:
-    """What makes the linear layers of ``models`` defer. Raises UnsupportedError where these are to add weight gradients
-    up themselves and the backward is not to be split (``split_backward``)."""
+    """The splitter that makes the linear layers of ``models`` defer. Raises UnsupportedError if layers are to
+    accumulate weight gradients themselves and the backward is not to be split (``split_backward``)."""
     if not any(_is_its(module) for model in models for module in model.modules()):
         return MegatronSplitter()
     splitter = TESplitter()
@@ -94,7 +94,7 @@ def splitter_for(models: Sequence[nn.Module], split_backward: bool) -> MegatronS
 
 
 def _is_its(value: Any) -> bool:
-    """Whether ``value`` itself, not what it contains, is Transformer Engine's, or built upon such."""
+    """Whether ``value`` itself, not its content, has a class of Transformer Engine or a subclass."""
     return any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(value).__mro__)
 
 
@@ -104,8 +104,8 @@ class TESplitter(MegatronSplitter):
     def __init__(self) -> None:
         super().__init__()
         self.queue: WeightQueue | None = None
-        """Of the runtime's backward that runs, if one does."""
-        self._places = WeakIdKeyDictionary()  # layers that were lent go
+        """The queue of the runtime's running backward, if any."""
+        self._places = WeakIdKeyDictionary()  # weak: layers that were lent go
         self._unwritten: list[nn.Parameter] = []
         pytorch = sys.modules["transformer_engine.pytorch"]
         for kind in (pytorch.Linear, pytorch.LayerNormLinear, pytorch.GroupedLinear):
@@ -117,10 +117,10 @@ class TESplitter(MegatronSplitter):
         return bool(self._places)
 
     def adopt(self, module: nn.Module) -> None:
-        """Its layers are deferred as well."""
+        """Defer the layers of ``module`` as well."""
         for layer in module.modules():
             if hasattr(layer, "is_first_microbatch"):
-                # It gets None for is_first_microbatch: True would overwrite sums, on whoever runs it first.
+                # It gets None for is_first_microbatch: True would overwrite sums, on its first worker.
                 layer.disable_parameter_transpose_cache = True
             if _is_its(layer) and getattr(layer, "fuse_wgrad_accumulation", False):
                 self._places.update({weight: _Place(weight) for weight in _weights(layer)
@@ -148,17 +148,17 @@ class TESplitter(MegatronSplitter):
             self._unwritten.clear()
 
     def leave(self, weight: nn.Parameter) -> None:
-        """The gradient that autograd gets of ``weight`` from the backward that runs is none: nobody writes to it."""
+        """Drop autograd's gradient of ``weight`` from the running backward: it is never written."""
         self._unwritten.append(weight)
 
     def place_of(self, weight: nn.Parameter) -> _Place | None:
-        """Where the layer's kernel adds the gradient of ``weight``, if it adds it anywhere."""
+        """The place that the layer's kernel adds the gradient of ``weight`` to; None: it adds to none."""
         found: _Place | None = self._places.get(weight)
         return found
 
 
 class _Place:
-    """A tensor of the shape and type of the sums of ``weight``'s gradient, without memory but while it is `over` a
+    """A tensor of the shape and type of the sums of ``weight``'s gradient, without memory except while it is `over` a
     sum."""
 
     def __init__(self, weight: nn.Parameter) -> None:
@@ -169,7 +169,7 @@ class _Place:
 
     @contextmanager
     def over(self, sum_: torch.Tensor) -> Iterator[None]:
-        """Inside the block it is ``sum_``."""
+        """Inside the block the tensor has the memory of ``sum_``."""
         self.tensor.set_(sum_)
         try:
             yield
@@ -178,7 +178,7 @@ class _Place:
 
 
 class _Stores:
-    """In the place of `wgrad_store` in a layer's class: each forward gets one of its own, which knows where it ran."""
+    """Replacement of a layer class's `wgrad_store`: each forward gets its own store, which knows where it ran."""
 
     def __init__(self, splitter: TESplitter) -> None:
         self._splitter = splitter
@@ -187,11 +187,11 @@ class _Stores:
         return self if layer is None else _Store(self._splitter, layer)
 
     def __set__(self, layer: Any, store: Any) -> None:
-        vars(layer)["wgrad_store"] = store  # the layer's own, which nobody asks
+        vars(layer)["wgrad_store"] = store  # the layer's own, which is never used
 
 
 class _Store:
-    """What a layer of Transformer Engine takes for its store of weight gradients, from a forward to its backward."""
+    """Acts as Transformer Engine's store of weight gradients for one forward of a layer and its backward."""
 
     def __init__(self, splitter: TESplitter, layer: Any) -> None:
         self._splitter = splitter
@@ -199,15 +199,15 @@ class _Store:
         self._made_in = task_now()
 
     def delay_wgrad_compute(self) -> bool:
-        """Whether the backward that runs now hands over what forms the weight's gradient."""
-        return task_now() < 0 or self._queue() is not None  # it may be no backward that asks
+        """Whether the running backward hands over the function that forms the weight's gradient."""
+        return task_now() < 0 or self._queue() is not None  # the call may come from outside a backward
 
     def put(self, tensors: Sequence[torch.Tensor], form: Callable[..., Any]) -> None:
-        """``form`` makes of ``tensors``, the layer's inputs and its output's gradient, both (..., n), the gradients of
-        weight and bias."""
+        """Queue ``form``, which computes the gradients of weight and bias from ``tensors``: the layer's inputs and its
+        output's gradient, both (..., n)."""
         queue, layer, splitter = self._queue(), self._layer, self._splitter
         assert queue is not None
-        if _is_grouped(layer):  # as many inputs and gradients as it has weights, and where the weights' would go
+        if _is_grouped(layer):  # per weight: one input, one gradient, and the place for its result
             together = _Grouped(form, *tensors)
             for number, (weight, bias) in enumerate(zip(_weights(layer), _biases(layer), strict=True)):
                 queue.deferred.append(_Delayed(
@@ -223,25 +223,25 @@ class _Store:
     def _queue(self) -> WeightQueue | None:
         weights, splitter = _weights(self._layer), self._splitter
         if splitter.place_of(weights[0]) is not None:
-            return splitter.queue  # it adds to main_grad whoever asks for a gradient, and tells nobody of it
+            return splitter.queue  # its kernel adds to main_grad for any caller, without notice
         if any(map(watched, (*weights, *_biases(self._layer)))):
             return None
         return splitter.deferral.queue_for(self._made_in)
 
 
 def _is_grouped(layer: Any) -> bool:
-    """Whether it is several linear layers in one, as experts are."""
+    """Whether ``layer`` is several linear layers in one, as experts are."""
     return hasattr(layer, "num_gemms")
 
 
 def _weights(layer: Any) -> list[nn.Parameter]:
-    """Of the linear layer, or layers, that ``layer`` is; none of another one."""
+    """The weights of a linear or grouped ``layer``; none of another kind."""
     names = [f"weight{number}" for number in range(layer.num_gemms)] if _is_grouped(layer) else ["weight"]
     return [weight for name in names if isinstance(weight := getattr(layer, name, None), nn.Parameter)]
 
 
 def _biases(layer: Any) -> list[nn.Parameter | None]:
-    """By weight; without a bias a layer has an empty tensor."""
+    """The biases by weight; None where the layer has an empty tensor for it."""
     names = [f"bias{number}" for number in range(layer.num_gemms)] if _is_grouped(layer) else ["bias"]
     return [bias if isinstance(bias := getattr(layer, name, None), nn.Parameter) else None for name in names]
 
@@ -252,25 +252,25 @@ def _trained(parameter: nn.Parameter | None) -> nn.Parameter | None:
 
 
 def _memory_of(tensor: Any) -> list[torch.Tensor]:
-    """What ``tensor`` consists of: a tensor of 8 bits has its numbers twice, or once, as products need them."""
+    """The plain tensors in ``tensor``: an 8-bit one has its numbers once or twice, in the layouts of products."""
     halves = tensor.get_data_tensors() if hasattr(tensor, "get_data_tensors") else (tensor,)
     return [half for half in halves if half is not None]
 
 
 class _Formed:
-    """Both gradients of a layer, by its own kernel, when they are wanted.
+    """Both gradients of a layer, formed by its own kernel on demand.
 
     Args:
-        form: the layer's, of inputs and output gradient.
-        weight: whose gradient is added up.
-        place: what ``form`` adds it to; None: it returns it.
+        form: the layer's kernel, of inputs and output gradient.
+        weight: its gradient is accumulated.
+        place: the tensor that ``form`` adds to; None: ``form`` returns the gradient.
     """
 
     def __init__(self, form: Callable[..., Any], weight: nn.Parameter, place: _Place | None) -> None:
         self._form, self._weight, self._place = form, weight, place
         self.done = False
         self.bias: torch.Tensor | None = None
-        """The bias's gradient, which comes with the weight's."""
+        """The bias's gradient, formed together with the weight's."""
 
     def __call__(self, inputs: torch.Tensor, gradient: torch.Tensor, sum_: torch.Tensor) -> None:
         """Add the weight's gradient to ``sum_``."""
@@ -283,7 +283,7 @@ class _Formed:
             _, self.bias = self._form(inputs, gradient)
 
     def weight_gradient(self, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The weight's, by itself."""
+        """The weight's gradient alone, not accumulated."""
         dtype = self._weight.dtype if self._place is None else self._place.tensor.dtype
         alone = torch.zeros(self._weight.shape, dtype=dtype, device=self._weight.device)
         self(inputs, gradient, alone)
@@ -291,12 +291,12 @@ class _Formed:
 
 
 class _Grouped:
-    """The gradients of a grouped layer's weights and biases, which one kernel forms when the first of them is wanted.
+    """The gradients of a grouped layer's weights and biases: one kernel forms all, on the first request.
 
     Args:
         form: that kernel, of inputs, output gradients and tensors to write to or, with `gradient_accumulation_fusion`,
             to add to.
-        like: those that the layer would have given it.
+        like: the layer's own tensors for the result.
     """
 
     def __init__(self, form: Callable[..., Any], inputs: Sequence[Any], gradients: Sequence[Any],
@@ -310,7 +310,7 @@ class _Grouped:
         if self._form is not None:
             sums = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in self._like]
             _, biases, *_ = self._form(sums)
-            self._form = None  # with what it was formed of
+            self._form = None  # frees its inputs
             self._formed = [(one, bias if bias is not None and bias.numel() else None)
                             for one, bias in zip(sums, biases, strict=True)]
         found, self._formed[number] = self._formed[number], None
@@ -332,8 +332,8 @@ class _FormedTogether(_Formed):
 
 
 class _Delayed(DeferredLinear):
-    """A layer's gradients, which its own kernel forms: `fused` is a `_Formed`. Inputs and output gradient may be
-    Transformer Engine's tensors of 8 bits."""
+    """A layer's gradients, formed by its own kernel: `fused` is a `_Formed`. Inputs and output gradient may be
+    Transformer Engine's 8-bit tensors."""
 
     @property
     def kept(self) -> Sequence[torch.Tensor]:

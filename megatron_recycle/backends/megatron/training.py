@@ -1,12 +1,11 @@
 """Megatron-LM's own training loop (`megatron.training`, not in the pip package), from its set-up on.
 
-A job goes on from a checkpoint once, when it starts. Newer ones have been written since, and a process that joined from
-one of them would be ahead of the job: in data, in the learning rate's schedule, in its loop. So one that joins loads
-nothing. It begins where the job began, as the setup's record tells, passes through the iterations that the job has
-behind it, and gets its parameters from its peers.
+A job loads a checkpoint once, at its start. A joiner that loaded a newer one would be ahead of the job: in data, in the
+learning rate's schedule, in its loop. So a joiner loads nothing. It begins where the job began, as the set-up record
+says, passes through the job's past iterations, and gets its parameters from its peers.
 
-Once workers may be missing: the loop's log line and curves are written by the last rank, its checkpoints by all of
-them. These are rebound in its module. `backends.megatron.options` treats its options.
+Workers may be missing, but the loop's last rank writes the log line and curves, and all ranks write checkpoints. These
+functions are rebound in its module. `backends.megatron.options` treats its options.
 
 Nothing of Megatron is imported here.
 """
@@ -51,7 +50,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.setup_record import SetUp
 
-if TYPE_CHECKING:  # which imports Megatron
+if TYPE_CHECKING:  # it imports Megatron
     from megatron_recycle.backends.megatron.groups import Kept
 
 LOOP = "megatron.training.training"
@@ -70,8 +69,8 @@ _ALIKE = (
     "attention_dropout", "hidden_dropout", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask",
     "eod_mask_loss",
 )
-"""Arguments that decide what an iteration computes, beside the model's, which its parameters show, and paths, which
-hosts may have of their own."""
+"""Arguments that decide the results of an iteration. Not here: the model's, which its parameters show, and paths, which
+may differ by host."""
 _BEGINNING = {
     "iteration": "the loop's first iteration", "consumed_train_samples": "training samples consumed before it",
     "consumed_valid_samples": "validation samples consumed before it",
@@ -79,10 +78,10 @@ _BEGINNING = {
 
 
 def loop_in_use() -> Any:
-    """Megatron-LM's module, if it is its loop that trains; None: it is another, which may have imported it."""
+    """Megatron-LM's module, if its loop trains; None: another loop does, which may have imported it."""
     loop: Any = sys.modules.get(LOOP)
     if loop is not None:
-        with suppress(AssertionError):  # it has been given no arguments
+        with suppress(AssertionError):  # it has no arguments
             loop.get_args()
             return loop
     return None
@@ -92,8 +91,8 @@ def loop_in_use() -> Any:
 
 
 def install(options: Options) -> None:
-    """Rebind what Megatron-LM's loop, which has just been imported, sets itself up with; again: with other options.
-    Not in a version that is not supported: it is refused when its arguments are read."""
+    """Rebind the set-up functions of Megatron-LM's loop, right after its import; again: with other options. Unsupported
+    versions stay as they are: they are refused when their arguments are read."""
     if not is_supported():
         return
     loop: Any = sys.modules[LOOP]
@@ -105,15 +104,15 @@ def install(options: Options) -> None:
     replace(loop, "load_checkpoint", partial(_load, loop, setup))
     keep_timers_apart(setup)
     if is_joining():
-        # These write the past, or count this process' own start.
+        # These write the job's past again, or count this process' own start.
         loop.write_args_to_tensorboard = lambda: None
         one_logger: Any = loop.one_logger_utils
         loop.get_one_logger = one_logger.get_one_logger = lambda: None
 
 
 def settings() -> dict[str, Any]:
-    """The Megatron-LM arguments that all workers must have alike, by the names of its flags; to be asked when the first
-    iteration begins. Empty if its loop is not loaded."""
+    """The Megatron-LM arguments that all workers must have alike, by flag. Call it when the first iteration begins.
+    Empty if its loop is not loaded."""
     if (loop := loop_in_use()) is None:
         return {}
     arguments = vars(loop.get_args())
@@ -122,7 +121,7 @@ def settings() -> dict[str, Any]:
 
 
 def keep_timers_apart(setup: SetUp) -> None:
-    """How long others took for their set-up is no news for one that joins, and too much to keep for many ranks."""
+    """Keep the other ranks' set-up times out of the record: useless to a joiner, and too large with many ranks."""
     def apart(stock: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         with setup.apart():
             return stock(*arguments, **keywords)
@@ -131,7 +130,7 @@ def keep_timers_apart(setup: SetUp) -> None:
 
 
 def _pass_over(loop: Any, stock: Callable[..., None], data_iterator: Any) -> None:
-    """In place of `dummy_train_step`, which reads an iteration's data and trains nothing."""
+    """Replacement of `dummy_train_step`, which reads an iteration's data and trains nothing."""
     schedule = loop.get_forward_backward_func()
     if hasattr(schedule, "pass_over"):
         schedule.pass_over(loop.get_num_microbatches())
@@ -141,7 +140,7 @@ def _pass_over(loop: Any, stock: Callable[..., None], data_iterator: Any) -> Non
 
 def _load(loop: Any, setup: SetUp, stock: Callable[..., Any], ddp_model: Any, optimizer: Any, opt_param_scheduler: Any,
           *rest: Any, **keywords: Any) -> tuple[int, Any]:
-    """In place of `load_checkpoint`."""
+    """Replacement of `load_checkpoint`."""
     arguments = loop.get_args()
     before = plain(vars(arguments))
 
@@ -164,12 +163,12 @@ def _load(loop: Any, setup: SetUp, stock: Callable[..., Any], ddp_model: Any, op
 
 def load_once(setup: SetUp, optimizer: Any, scheduler: Any, load: Callable[[], tuple[int, Any]],
               noted: Callable[[], dict[str, Any]], take: Callable[[Mapping[str, Any]], None]) -> tuple[int, Any]:
-    """``load()`` a checkpoint at the job's start, and note what that has changed beside the model and the optimizer's
-    state; one that joins changes that alone. Returns what ``load`` did: the iteration, and operations so far.
+    """``load()`` a checkpoint at the job's start, and record its changes beside the model and the optimizer's state. A
+    joiner makes these changes only. Returns the result of ``load``: the iteration, and operations so far.
 
     Args:
-        noted: gives what it has changed of the loop's own.
-        take: changes that in one that joins.
+        noted: gives the changes to the loop's own state.
+        take: makes these changes in a joiner.
     """
     def run() -> dict[str, Any]:
         before = _state(scheduler)
@@ -201,10 +200,10 @@ def _state(scheduler: Any) -> dict[str, Any] | None:
 
 
 def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
-    """Judge Megatron-LM's ``arguments`` and set some of them otherwise; returns the lines on those. ``chunks``: of each
-    stage, that the plugin is to make.
+    """Judge Megatron-LM's ``arguments`` and change some of them; returns a line for each change. ``chunks``: chunks per
+    stage that the plugin is to make.
 
-    Raises UnsupportedError listing all that cannot be kept right.
+    Raises UnsupportedError listing all unsupported arguments.
     """
     beside = () if getattr(arguments, "ckpt_format", None) == "torch_dist" else (ALL_AT_ONCE,)
     writes = (BY_CORE,) if getattr(arguments, "async_save", False) else ()
@@ -219,21 +218,21 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
 
 
 def told() -> list[str]:
-    """The lines that the loop's user has read by now (`check_arguments`) and that another look at the same options
-    would bring again: those of options that are off under this plugin and keep their value."""
+    """Lines on options that are off under this plugin and keep their value: the user has read them (`check_arguments`),
+    and another check of the same options would repeat them."""
     if (loop := loop_in_use()) is None:
         return []
     return apply(ANYWHERE, [SimpleNamespace(**vars(loop.get_args()))])[1]
 
 
 def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
-    """Keep the global batch of a job that was started again with another number of pipelines, where the script leaves
-    it to Megatron (one micro-batch for each); returns the line on that. ``microbatches``: of an iteration; None: it was
-    not started again."""
+    """Keep the global batch of a job started again with another number of pipelines, where the script leaves it to
+    Megatron (one micro-batch each); returns the line on that. ``microbatches``: of an iteration; None: not started
+    again."""
     if microbatches is None or (wanted := microbatches * arguments.micro_batch_size) == arguments.global_batch_size:
         return []
     before, arguments.global_batch_size = arguments.global_batch_size, wanted
-    if getattr(arguments, "eval_global_batch_size", None) == before:  # which core 0.18 takes from it
+    if getattr(arguments, "eval_global_batch_size", None) == before:  # core 0.18 copies the global batch size
         arguments.eval_global_batch_size = wanted
     return [f"global_batch_size is {wanted} and not {before}: the job was started again, and keeps its batch"]
 
@@ -242,8 +241,8 @@ def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
 
 
 def largest(microbatches: int) -> int:
-    """The micro-batches of a pipeline in the largest iteration of a job that begins with ``microbatches``: with
-    --rampup-batch-size those of the last ones, and of evaluations."""
+    """The micro-batches of a pipeline in the largest iteration of a job that begins with ``microbatches``. With
+    --rampup-batch-size the last iterations, and evaluations, are the largest."""
     if (loop := loop_in_use()) is None:
         return microbatches
     arguments = loop.get_args()
@@ -261,8 +260,8 @@ def last_checkpoint(wanted: str | None,
                     among: Callable[[Groups], AbstractContextManager[None]],
                     microbatches: Callable[[int], int], gaps: Gaps,
                     skipped: Callable[[], Collection[int]]) -> LastCheckpoint | None:
-    """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
-    The arguments are those of `LastCheckpoint`."""
+    """The writer of a last checkpoint by the loop's own functions; None if another loop trains. Call it before
+    `take_over`. Arguments as those of `LastCheckpoint`."""
     loop = loop_in_use()
     beginning = beginning_of(loop)
     return None if beginning is None else LastCheckpoint(
@@ -271,8 +270,8 @@ def last_checkpoint(wanted: str | None,
 
 
 def tell_validations() -> None:
-    """Have all ranks know how long ``--full-validation`` takes, at the start, as the loop's first rank tells the others
-    before each evaluation: later it may be gone."""
+    """Broadcast the length of ``--full-validation`` from the loop's first rank at the start. Stock does so before each
+    evaluation, when that rank may be dead."""
     loop: Any = sys.modules.get(LOOP)
     if loop is None or not loop.get_args().full_validation:
         return
@@ -284,16 +283,15 @@ def tell_validations() -> None:
     evaluate = loop.evaluate_and_print_results
 
     def evaluate_and_print_results(*given: Any, **keywords: Any) -> Any:
-        with replaced(arguments, full_validation=False):  # which is asked for that alone
+        with replaced(arguments, full_validation=False):  # the flag's only remaining effect is that broadcast
             return evaluate(*given, **keywords)
 
     loop.evaluate_and_print_results = evaluate_and_print_results
 
 
 def way_back() -> Callable[[str, str], int] | None:
-    """Loads one of the loop's own checkpoints of this job into what it trains (`restore.load`), and returns how many
-    steps the job had made by then; before `take_over`. None: they do not hold all that training needs, or another loop
-    trains."""
+    """The loader of this job's own checkpoints into the trained model (`restore.load`); it returns the job's steps by
+    then. Call it before `take_over`. None: checkpoints lack state that training needs, or another loop trains."""
     loop = loop_in_use()
     beginning = beginning_of(loop)
     if beginning is None or not restore.possible(loop.get_args()):
@@ -303,13 +301,13 @@ def way_back() -> Callable[[str, str], int] | None:
 
 
 def collections() -> tuple[Any, ...]:
-    """Of process groups, that the loop keeps beside the models'."""
+    """The process-group collections that the loop keeps beside the models'."""
     return ()
 
 
 def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[..., bool]:
-    """In place of the loop's `training_log`: nothing is written of iterations that the others have had, and the job's
-    own numbers with those of the loop."""
+    """Replacement of the loop's `training_log`: writes nothing about iterations that other workers have logged, and
+    adds the job's own numbers to the loop's."""
     log, scalars = loop.training_log, Scalars(session)
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, scale: Any, report_memory: bool,
@@ -317,8 +315,8 @@ def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[
         if session.catches_up:
             if "is_first_iteration" in keywords:
                 keywords["is_first_iteration"] = False
-            # Adds up an iteration's numbers for the line of its interval, which was written before this worker came in,
-            # or is still to be.
+            # Adds an iteration's numbers to its interval's line, which was written before this worker came in or is
+            # still to come.
             with replaced(loop.get_args(), log_interval=sys.maxsize):
                 log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords)
             if iteration % loop.get_args().log_interval == 0:
@@ -333,8 +331,8 @@ def _log_of_training(loop: Any, session: Session, writers: Writers) -> Callable[
 
 
 def print_line(message: str, is_logging_rank: Callable[[], bool], part: Callable[[], str]) -> None:
-    """In place of a loop's `print_rank_last`: whoever ``is_logging_rank`` prints it, the log line with the plugin's
-    ``part``."""
+    """Replacement of a loop's `print_rank_last`: the logging rank prints, and adds the plugin's ``part`` to log
+    lines."""
     if is_logging_rank():
         of_iteration = " iteration " in message and message.rstrip().endswith("|")
         print(f"{message}{part()}" if of_iteration else message, flush=True)
@@ -357,17 +355,17 @@ def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, is_logg
     report, step = loop.compute_throughputs_and_append_to_progress_log, loop.train_step
 
     def compute_throughputs_and_append_to_progress_log(iteration: int, operations: Any) -> None:
-        if iteration in saves.saved:  # else there is no such checkpoint
+        if iteration in saves.saved:  # else the checkpoint does not exist
             report(iteration, operations)
 
     def train_step(*arguments: Any, **keywords: Any) -> Any:
-        with kept.alone():  # all that it asks others for is known here, and stages need not wait for each other
+        with kept.alone():  # all answers of other ranks are known here, so that stages need not wait for each other
             return step(*arguments, **keywords)
 
     writers = Writers(loop.get_args, is_logging_rank)
     loop.get_tensorboard_writer, loop.get_wandb_writer = writers.tensorboard, writers.wandb
     loop.is_last_rank = is_logging_rank
-    # All stages have the same, and the gradient norm may not be known yet.
+    # The value is the same on all stages, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat, group=None: stat
     loop.training_log = _log_of_training(loop, session, writers)
     report_own_losses()
@@ -377,7 +375,7 @@ def take_over(session: Session, kept: Kept, last: LastCheckpoint | None, is_logg
 
 
 class _Reported(torch.autograd.Function):
-    """Numbers that are right to report, and would be wrong in a gradient."""
+    """Numbers that are right to report, but wrong in a gradient."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor) -> torch.Tensor:
@@ -390,7 +388,7 @@ class _Reported(torch.autograd.Function):
 
 
 def own_losses(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Those of one micro-batch, as one tensor (number of losses), to be reported. Their gradient raises
+    """The losses of one micro-batch, as one tensor (number of losses), for reports. Their gradient raises
     UnsupportedError."""
     numbers = torch.cat([loss.detach().clone().view(1) for loss in losses])
     made: torch.Tensor = _Reported.apply(numbers.requires_grad_())
@@ -398,12 +396,11 @@ def own_losses(losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def report_own_losses() -> None:
-    """Losses that a script reports as means over all pipelines, as pretrain_bert.py does: put `own_losses` in the place
-    of Megatron-LM's function, wherever a script has imported it.
+    """Report losses that a script averages over all pipelines, as pretrain_bert.py does: replace Megatron-LM's function
+    by `own_losses`, wherever a script has imported it.
 
-    A micro-batch may run on any worker, and at any time, so that no other one has a loss to give just then. Each
-    reports its own: the loop takes the mean over the whole global batch of what is reported, which is the mean of these
-    means.
+    A micro-batch may run on any worker at any time, so no other worker has a loss to average with then. Each
+    micro-batch reports its own. The loop averages reports over the global batch, which gives the mean of these means.
     """
     stock = getattr(sys.modules.get(UTILITIES), MEANS, None)
     for module in list(sys.modules.values()):

@@ -1,9 +1,9 @@
 """V-shaped stages (`chunks: 2`): Megatron builds two chunks on each stage, and the second half of them goes up again.
 
-Megatron places the chunks of a virtual pipeline by (stage, number within it), and gives stage s of S the chunks s and
-S + s. Chunk 2S-1-s, which it has in a V, is what it would get as second chunk if it were stage S-1-s: so while the
-second chunk is built, runs or is asked for its layers' numbers, that is the stage that Megatron is told. The first
-stage then has the model's first chunk and its last one.
+Megatron places the chunks of a virtual pipeline by (stage, number within it), and gives stage s of S the chunks s and S
++ s. Chunk 2S-1-s, which it has in a V, is the second chunk of stage S-1-s to Megatron: so Megatron sees that stage
+while the second chunk is built, runs or looks up its layers' numbers. The first stage then has the model's first chunk
+and its last one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CHECKPOINTS = "megatron.training.checkpointing"
 
 
 class Mirror:
-    """The group of a pipeline as the second chunks see it: the last stage is the first. For its rank and size alone."""
+    """The pipeline's group as second chunks see it: the last stage is the first. Only its rank and size."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -45,13 +45,13 @@ class Mirror:
 
 
 def mirrored() -> AbstractContextManager[None]:
-    """Inside the block Megatron takes this stage for the one that has its second chunk when chunks are interleaved."""
+    """Inside the block Megatron sees the stage that would have this second chunk if chunks were interleaved."""
     rank = Mirror(parallel_state.get_pipeline_model_parallel_group()).rank()
     return replaced(parallel_state, _MPU_PIPELINE_MODEL_PARALLEL_RANK=rank)
 
 
 def install() -> None:
-    """Have models built so from now on, once Megatron has its groups. Raises UnsupportedError if there are not two
+    """Build models this way from now on, once Megatron has its groups. Raises UnsupportedError if there are not two
     chunks on each stage."""
     size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     if size != CHUNKS:
@@ -65,14 +65,14 @@ def install() -> None:
     replace(DistributedOptimizer, "sharded_state_dict", _by_parameter)
     if (stock := sys.modules.get(_CHECKPOINTS)) is not None:
         replace(stock, "_load_base_checkpoint", _sharded)
-    # Megatron's functions that tell stages apart ask about a chunk by its number within the stage (``vp_stage``).
+    # Megatron's functions that tell stages apart identify a chunk by its number within the stage (``vp_stage``).
     rebind("megatron.core.parallel_state", "is_pipeline_last_stage", _is_last)
     rebind(transformer_layer.__name__, "get_transformer_layer_offset", _of_chunk)
     rebind(transformer_block.__name__, "get_num_layers_to_build", _of_chunk)
 
 
 def wrong(models: Sequence[Any]) -> list[str]:
-    """What is wrong with the ``models`` of a worker, which are to be chunks of a V."""
+    """Faults of the ``models`` of a worker, which should be chunks of a V."""
     parts = [unwrap_model(model) for model in models]
     placed = [isinstance(part, GPTModel) and isinstance(part.pg_collection.pp, Mirror) == (number == 1)
               for number, part in enumerate(parts)]
@@ -83,13 +83,13 @@ def wrong(models: Sequence[Any]) -> list[str]:
 
 
 def _is_last(stock: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """The stage that has the loss is the last one, and its second chunk."""
+    """The loss is on the stage that is last for second chunks, in its second chunk."""
     with mirrored():
         return stock(ignore_virtual, vp_stage)
 
 
 def _of_chunk(stock: Callable[..., int], config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
-    """A layout of pipelines asks for the stage itself, whatever ``pp_rank`` says."""
+    """Core looks up a layout of pipelines by the stage itself, whatever ``pp_rank`` says."""
     if vp_stage != 1:
         return stock(config, vp_stage, pp_rank)
     with mirrored():
@@ -97,7 +97,7 @@ def _of_chunk(stock: Callable[..., int], config: Any, vp_stage: int | None = Non
 
 
 def _built(first: list[GPTModel], stock: Callable[..., None], self: GPTModel, *args: Any, **keywords: Any) -> None:
-    """A model is a chunk by its ``vp_stage``; Megatron's own scripts ask for the first and last one by group."""
+    """Build a model as the chunk ``vp_stage``; Megatron's own scripts find the first and last one by group."""
     given = inspect.signature(stock).bind(self, *args, **keywords)
     chunk = given.arguments.get("vp_stage")
     if chunk not in range(CHUNKS):
@@ -119,8 +119,8 @@ def _built(first: list[GPTModel], stock: Callable[..., None], self: GPTModel, *a
 
 
 def _tied(first: list[GPTModel], stock: Callable[..., None], self: GPTModel) -> None:
-    """Where the output layer shares the embedding's weight both are on this stage: it has none of its own, and nobody
-    is to be asked for it."""
+    """An output layer that shares the embedding's weight is on the embedding's stage: it gets no weight of its own, and
+    needs no other rank."""
     if not self.share_embeddings_and_output_weights:
         stock(self)
     elif self.pre_process:
@@ -134,12 +134,12 @@ def _tied(first: list[GPTModel], stock: Callable[..., None], self: GPTModel) -> 
         embedding, = first
         own: Any = self
         own.shared_embedding_or_output_weight = embedding.shared_embedding_or_output_weight
-        # Checkpoints have it with the embedding.
+        # Checkpoints save it with the embedding.
         own.tie_embeddings_and_output_weights_state_dict = lambda *args, **keywords: None
 
 
 def _by_parameter(stock: Callable[..., Any], self: Any, *args: Any, **keywords: Any) -> Any:
-    """State by its place in the stage's buffers is other layers' on stages of another shape, and nothing tells."""
+    """Refuse state saved by its place in buffers: stages of another shape would load other layers' unnoticed."""
     given = inspect.signature(stock).bind(self, *args, **keywords).arguments
     kind = (given.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
     if kind not in self.checkpoint_fully_reshardable_formats:
@@ -150,7 +150,7 @@ def _by_parameter(stock: Callable[..., Any], self: Any, *args: Any, **keywords: 
 
 
 def _sharded(stock: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-    """A file per stage numbers the layers of each from 0."""
+    """Refuse checkpoints with a file per stage, which numbers the layers of each from 0."""
     found = stock(*args, **keywords)
     kind = found[-1]
     if kind is not None and kind.name != "GLOBAL":
