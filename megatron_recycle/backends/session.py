@@ -261,8 +261,8 @@ class Session:
                               self.iteration + 1, microbatches)
 
     def reshape(self, what: str) -> None:
-        """Allow other shapes between stages from the script's next iteration on. All workers' scripts say so by
-        ``what``."""
+        """Allow other shapes between stages from the script's next iteration on. ``what``: the call by which all
+        workers' scripts ask for it."""
         with self.call():
             self.worker.reshape(self.iteration + 1, what)
 
@@ -327,7 +327,7 @@ class Session:
             with self.at_work():
                 self._worker.settle()
 
-    # ---- what all workers do together between two iterations
+    # ---- calls of all workers together, between two iterations
 
     def live(self) -> tuple[Worker, ...]:
         """The live workers, in the order of their ranks."""
@@ -364,7 +364,7 @@ class Session:
             run: waits for all workers.
             without: the message if workers are missing, before their names.
 
-        Raises the errors of ``run``, except those that a failure caused: the next iteration then begins with the
+        Raises the errors of ``run``, except those caused by a failure: the next iteration then begins with the
         recovery.
         """
         if self.in_script:  # called from another script thread, settling must not start a second training loop

@@ -168,7 +168,7 @@ class Checkpoints:
         engine.checkpoint_engine.makedirs(str(hidden), exist_ok=True)
         engine.checkpoint_engine.create(commit)
         rank, size = peers.index(groups.me), len(peers)
-        # To stock, this worker is data-parallel rank `rank` of `size`.
+        # To stock, this worker is the data-parallel rank of its place among its live peers.
         with (replaced(engine.grid, data_parallel_id=rank, data_parallel_size=size),
               replaced(engine, save_non_zero_checkpoint=rank == 0), _checked(engine.checkpoint_engine, check)):
             engine._save_checkpoint(str(folder), os.path.relpath(hidden, folder), client_state=client_state or {},

@@ -1,4 +1,4 @@
-"""Which layers of a pipeline model are whose, where each stage has two chunks of them."""
+"""The assignment of a pipeline model's layers to stages with two chunks each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Chunks:
     placement: tuple[int, ...]
     """The stage of each chunk."""
     stock: tuple[int, ...]
-    """Bounds of the stages, as DeepSpeed has cut the list for one chunk per stage."""
+    """Bounds of the stages in DeepSpeed's cut of the list, with one chunk per stage."""
 
     def ranges(self, stage: int) -> tuple[range, ...]:
         """The layers of each chunk of ``stage``, in the model's order."""
@@ -29,7 +29,7 @@ class Chunks:
                      for chunk, owner in enumerate(self.placement) if owner == stage)
 
     def layers(self, stage: int) -> tuple[int, ...]:
-        """Those of all chunks of ``stage``, one behind the other."""
+        """The layers of all chunks of ``stage``, one chunk after the other."""
         return tuple(layer for one in self.ranges(stage) for layer in one)
 
     def stage_of(self, layer: int) -> int:
@@ -37,12 +37,12 @@ class Chunks:
         return next(stage for chunk, stage in enumerate(self.placement) if layer < self.parts[chunk + 1])
 
     def stock_stage_of(self, layer: int) -> int:
-        """The stage that DeepSpeed had built ``layer`` on."""
+        """The stage that DeepSpeed built ``layer`` on."""
         return next(stage for stage, end in enumerate(self.stock[1:]) if layer < end)
 
 
 def v_placement(stages: int) -> tuple[int, ...]:
-    """First down through the stages, then up again."""
+    """Down through the stages, then up again."""
     return (*range(stages), *reversed(range(stages)))
 
 
@@ -56,7 +56,7 @@ class ChunkedModule(PipelineModule):
         return self.recycle_chunks.stage_of(layer_idx)
 
     def forward(self, forward_input: Any) -> Any:
-        """Raises UnsupportedError unless one chunk is chosen: between two chunks are other stages."""
+        """Raises UnsupportedError unless one chunk is chosen: other stages lie between two chunks."""
         if len(self.forward_funcs) == len(self.recycle_chunks.layers(self.stage_id)):
             raise UnsupportedError("a stage with two chunks cannot be called as a whole: the layers between them are "
                                    "on other stages. Use engine.train_batch() and engine.eval_batch()")
@@ -73,13 +73,13 @@ class ChunkedModule(PipelineModule):
         return paths
 
     def _counting(self, place: int) -> AbstractContextManager[None]:
-        """Inside the block the stage's layer at ``place`` has its own number for stock."""
+        """Inside the block stock sees the number in the model of the stage's layer at ``place``."""
         return replaced(self, _local_start=self.recycle_chunks.layers(self.stage_id)[place] - place)
 
 
 def become_chunked(module: PipelineModule, chunks: Chunks) -> None:
-    """Let ``module``, whose layers are those of its stage's ``chunks`` one behind the other, answer as such; it stays
-    of the class that the script has given it, and keeps its name, by which DeepSpeed knows some."""
+    """Turn ``module``, which has the layers of its stage's ``chunks`` one after the other, into a `ChunkedModule`. It
+    stays an instance of the script's class, and keeps its name, by which DeepSpeed knows some classes."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (ChunkedModule, kind), {
         "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
@@ -87,6 +87,6 @@ def become_chunked(module: PipelineModule, chunks: Chunks) -> None:
 
 
 def chunks_of(module: PipelineModule) -> Chunks | None:
-    """How ``module``'s layers are cut; None: one chunk per stage, as DeepSpeed does."""
+    """The cut of ``module``'s layers; None: DeepSpeed's, one chunk per stage."""
     found: Chunks | None = getattr(module, "recycle_chunks", None)
     return found

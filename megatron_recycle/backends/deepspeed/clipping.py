@@ -1,4 +1,4 @@
-"""The norm of gradients, and what they are multiplied with for it: stock's arithmetic, operation by operation."""
+"""Gradient norm and clipping: stock's arithmetic, operation by operation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TIED = "tied_modules"
 
 
 class Clipping:
-    """How the gradients of one engine's job are clipped.
+    """Clips the gradients of one engine's job.
 
     Args:
         engine: DeepSpeed's, built.
@@ -27,7 +27,7 @@ class Clipping:
         everywhere: whether parameters of all stages count in the norm.
 
     Attributes:
-        limit: on the norm, from where stock reads it, when `look` was called last; 0: none.
+        limit: on the norm, as of the last `look`, from stock's place for it; 0: none.
     """
 
     def __init__(self, engine: PipelineEngine, keeper: MasterWeightOptimizer | ZeroOptimizer | None,
@@ -38,7 +38,7 @@ class Clipping:
         self.look()
 
     def look(self) -> None:
-        """An iteration begins: take in what the script has set."""
+        """Pick up the script's limit when an iteration begins."""
         self.limit = float(self._engine.gradient_clipping() if self._zero is None else self._zero.clip_grad)
 
     @property
@@ -47,8 +47,8 @@ class Clipping:
         return self._keeper if self._keeper is not None and self._keeper.scales else None
 
     def norm_square(self, parameters: Mapping[str, nn.Parameter], gradients: Sequence[torch.Tensor]) -> float:
-        """This stage's share: of ``parameters``, by name, which have ``gradients``. Infinite if losses are scaled and
-        a gradient has overflowed."""
+        """This stage's share of the squared norm, for ``parameters``, by name, with ``gradients``. Infinite if losses
+        are scaled and a gradient has overflowed."""
         if self.scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
             return math.inf
         if self.limit <= 0.0 and self._keeper is None:
@@ -60,9 +60,9 @@ class Clipping:
         return total if self.scaled is None else total / self.scaled.loss_scale**2
 
     def _counts(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` counts in the global norm: in fp32 those of model-parallel rank 0, which is the first
-        stage's first tensor-parallel part, and those that are cut over ranks, anywhere; in 16 bits those of all
-        stages, a tied one once, and of the other parts what is cut over them."""
+        """Whether ``parameter`` counts in the global norm. In fp32: the parameters of model-parallel rank 0, the first
+        stage's first tensor-parallel part, and all that are cut over ranks. In 16 bits: the first part's of all stages,
+        with a tied one once, and other parts' if cut over parts."""
         cut = is_model_parallel_parameter(parameter)
         first = self._engine.grid.get_slice_parallel_rank() == 0
         if not self._everywhere:
@@ -70,7 +70,7 @@ class Clipping:
         return (cut or first) and not getattr(parameter, "ds_pipe_replicated", False)
 
     def _stock_stage(self, name: str) -> int:
-        """The stage that has the parameter ``name`` where each has one chunk: for the same norm with two."""
+        """The stage that would have the parameter ``name`` with one chunk per stage: gives two chunks the same norm."""
         module = self._engine.module
         chunks = chunks_of(module)
         if chunks is None:
@@ -82,8 +82,8 @@ class Clipping:
         return chunks.stock_stage_of(int(layer)) if layer.isdigit() else int(self._engine.stage_id)
 
     def coefficient(self, norm_squares: Sequence[float]) -> float:
-        """Stock's clipping (`clip_grad_norm_`; with a loss scale `unscale_and_clip_grads`), operation by operation; not
-        a number if some stage's gradients have overflowed."""
+        """Stock's clipping (`clip_grad_norm_`; with a loss scale `unscale_and_clip_grads`), operation by operation; NaN
+        if a stage's gradients have overflowed."""
         engine = self._engine
         if self.scaled is not None and not math.isfinite(sum(norm_squares)):
             return math.nan
@@ -96,7 +96,7 @@ class Clipping:
         total = torch.zeros(1)
         for value in norm_squares:
             total += value
-        # Stock averages the norm over data-parallel ranks, which all have the same one.
+        # Stock averages the norm over data-parallel ranks, where it is the same.
         pipelines = engine.grid.data_parallel_size
         scaled = total.pow(1.0 / 2.0) * 1.0 / float(pipelines)
         norm = scaled.clone()

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration before there is an engine: where DeepSpeed would find it, and what it will compile."""
+"""The DeepSpeed configuration before there is an engine: its place, and optimizers that will be compiled."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _GLOBAL, _SIZE, _ACCUMULATION = ("train_batch_size", "train_micro_batch_size_per
 _COMPILED = {"adam": "FusedAdam", "adamw": "FusedAdam", "lamb": "FusedLamb", "lion": "FusedLion"}
 """DeepSpeed's own optimizers by their name in a configuration."""
 _FOLDERS = {"FusedAdam": "fused_adam", "FusedLamb": "fused_lamb", "FusedLion": "fused_lion"}
-"""Where torch builds them, in its folder of extensions."""
+"""Their folders in torch's folder of extensions."""
 _STALE = 600.0
-"""Seconds that a lock on a build is not held for."""
+"""Seconds after which a lock on a build counts as left by a dead process."""
 
 
 def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration that `deepspeed.initialize()` will find with the arguments ``given``, by name: a dict, a file
-    of JSON or Hjson, or such text in base64; {} if there is none, or none that can be read, which DeepSpeed then says
+    of JSON or Hjson, or such text in base64. {} if there is none, or it cannot be read, which DeepSpeed then reports
     itself."""
     args = given.get("args")
     config = given.get("config") or given.get("config_params") or getattr(args, "deepspeed_config", None)
@@ -44,8 +44,8 @@ def read_config(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def keep_batch(config: Mapping[str, Any], microbatches: int, pipelines: int) -> dict[str, Any]:
-    """``config`` for a job that was started again with another number of pipelines: an iteration has as many
-    ``microbatches`` in all as before, of the same size.
+    """``config`` for a job started again with another number of pipelines: an iteration keeps its total of
+    ``microbatches``, of the same size.
 
     Raises ConfigError if the pipelines cannot share them.
     """
@@ -59,8 +59,8 @@ def keep_batch(config: Mapping[str, Any], microbatches: int, pipelines: int) -> 
 
 
 def with_config(given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments ``given`` to `deepspeed.initialize()`, by name, with the configuration ``kept`` in place of the one
-    that it would find."""
+    """The arguments ``given`` to `deepspeed.initialize()`, by name, with the configuration ``kept`` in place of the
+    script's."""
     args: Any = given.get("args")
     if getattr(args, "deepspeed_config", None) is not None:
         args = copy.copy(args)
@@ -69,7 +69,7 @@ def with_config(given: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, 
 
 
 def say_before_compiling(config: Mapping[str, Any], client_optimizer: Any) -> None:
-    """One line if DeepSpeed is about to compile an optimizer for a CPU: that takes minutes, in which nothing moves."""
+    """One line if DeepSpeed is about to compile an optimizer for a CPU: it takes minutes without output."""
     section = config.get("optimizer")
     if client_optimizer is not None or not isinstance(section, Mapping) or get_accelerator().device_name() != "cpu":
         return
@@ -84,11 +84,11 @@ def say_before_compiling(config: Mapping[str, Any], client_optimizer: Any) -> No
 
 
 def _say_of_lock(lock: Path) -> None:
-    """One line if torch will wait for a build whose process has ended: it does so for ever, in silence."""
+    """One line if torch will wait for a build whose process has ended: it would wait for ever, in silence."""
     try:
         age = time.time() - lock.stat().st_mtime
     except OSError:
-        return  # nobody compiles
+        return  # no process compiles
     if age > _STALE:
         get_logger().error("megatron-recycle: this start waits while there is %s, which a process that compiled made "
                            "%.0f minutes ago. If none compiles any more, it was ended: remove the file", lock, age / 60)

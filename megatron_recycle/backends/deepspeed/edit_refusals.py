@@ -19,7 +19,7 @@ from megatron_recycle.runtime.compute.random_state import Generators
 
 
 def sizes(engine: PipelineEngine) -> dict[str, int]:
-    """The numbers that decide how much an iteration trains on, by their names in DeepSpeed's configuration."""
+    """The numbers that decide the data of an iteration, by their names in DeepSpeed's configuration."""
     return {"train_batch_size": engine.train_batch_size(),
             "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
@@ -27,7 +27,7 @@ def sizes(engine: PipelineEngine) -> dict[str, int]:
 
 
 def refuse_another(name: str, asked: int, now: int) -> None:
-    """Raises UnsupportedError if ``asked`` is another number than the one that training began with."""
+    """Raises UnsupportedError if ``asked`` differs from ``now``, the number at the start of training."""
     if asked != now:
         raise UnsupportedError(f"{name} cannot become {asked}: it was {now} when training began, and who trains on "
                                "what depends on it for the whole job. Keep it, or save a checkpoint, and go on from "
@@ -35,14 +35,14 @@ def refuse_another(name: str, asked: int, now: int) -> None:
 
 
 def refuse_other_sizes(engine: PipelineEngine, before: Mapping[str, int]) -> None:
-    """Raises UnsupportedError if the engine's `sizes` are not what they were when training began."""
+    """Raises UnsupportedError if the engine's `sizes` differ from those at the start of training."""
     for name, now in sizes(engine).items():
         refuse_another(name, now, before[name])
 
 
 def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
-    """Call ``settle()`` before anybody reads or writes parameters by way of ``model`` or a part of it, or the state of
-    either."""
+    """Call ``settle()`` before any read or write of parameters through ``model`` or a part of it, or of the state of
+    model or optimizer."""
     for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
         register(lambda *_: settle())
     methods = [(name, _settled(name, settle)) for name in _ASKED]
@@ -52,26 +52,26 @@ def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle
 
 
 _ASKED = ("named_parameters", "named_modules", "state_dict", "load_state_dict")
-"""Methods of a module; `parameters()` and `modules()` ask the first two. A caller that goes through modules may be
-about to read weights, or to replace them."""
+"""Methods of a module; `parameters()` and `modules()` call the first two. A caller that walks modules may be about to
+read weights, or to replace them."""
 
 
 def _settled(name: str, settle: Callable[[], None]) -> Callable[..., Any]:
-    """The method ``name`` of a module's class, but settling first."""
+    """The method ``name`` of a module's class, preceded by ``settle()``."""
     def method(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         settle()
         return getattr(type(module), name)(module, *arguments, **keywords)
 
-    method.__name__ = name  # pickled modules have that of their class
+    method.__name__ = name  # pickled modules have the class's name for it
     return method
 
 
 def check_data(engine: PipelineEngine, generators: Generators, plain: DataSource, data: DataSource,
                first: int) -> None:
-    """Before an iteration is trained on what ``data`` makes of ``plain``, from micro-batch ``first`` on. Raises
-    DataError."""
+    """Check the data of an iteration before it is trained: ``data`` made from ``plain``, from micro-batch ``first`` on.
+    Raises DataError."""
     count = engine.micro_batches
     if isinstance(plain, DatasetSource) and plain.has_short(first, count) and engine.num_stages > 1 and (
             engine.is_first_stage() or engine.is_last_stage()):
-        with generators.kept():  # the script finds its random numbers as it left them
+        with generators.kept():  # the script's random numbers stay as they are
             plain.check(first, count, data.batch)

@@ -1,4 +1,4 @@
-"""The evaluations of one engine: passes of the runtime over the script's micro-batches, and what stock returns."""
+"""The evaluations of one engine: passes of the runtime over the script's micro-batches, and stock's return values."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ from megatron_recycle.runtime.setup_record import SetUp
 
 
 def iterator_source(engine: PipelineEngine, given: bool, place: Place, seeds: Seeds) -> LoaderSource:
-    """Where micro-batches are read that come of an iterator, if one was ``given`` on this worker. Raises DataError
-    where none was and one is needed."""
+    """The source of micro-batches from an iterator, if one was ``given`` on this worker. Raises DataError where an
+    iterator is needed and missing."""
     if not given and place.part == 0 and (engine.is_first_stage() or engine.is_last_stage()):
         raise DataError("there is no training data: give a dataset to deepspeed.initialize(training_data=...), an "
                         "iterator over a torch DataLoader to train_batch(), or call "
@@ -30,17 +30,17 @@ def iterator_source(engine: PipelineEngine, given: bool, place: Place, seeds: Se
 
 
 def take_iterator(source: DataSource, iterator: Iterator[Any], number: int) -> None:
-    """Micro-batches from ``number`` on come of the script's ``iterator``. Raises DataError."""
+    """Read micro-batches from ``number`` on from the script's ``iterator``. Raises DataError."""
     if isinstance(source, LoaderSource):
         source.give(iterator, number)
-    elif not isinstance(source, FactorySource):  # whose factory stands for the iterator
+    elif not isinstance(source, FactorySource):  # its factory replaces the iterator
         raise DataError("train_batch() got an iterator after it had begun with the dataset that was given to "
                         "deepspeed.initialize(training_data=...): use one of them for the whole training")
 
 
 def compare_iterators(source: DataSource, session: Session, setup: SetUp | None) -> None:
-    """Before the first iteration of the job, all workers together: whether each can read what the others' iterators
-    give. One that joins later compares what it reads when it comes in. Raises DataError."""
+    """Check, before the job's first iteration, that each worker can read what the others' iterators give; all workers
+    call this together. A joiner checks its data when it comes in. Raises DataError."""
     if not isinstance(source, LoaderSource) or is_joining():
         return
     own: int | None = None

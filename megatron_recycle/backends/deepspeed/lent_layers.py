@@ -21,16 +21,15 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class PipelineLayers:
-    """Those of one chunk of a stage of a `PipelineModule` (`runtime.lent.layers.Lending`).
+    """The layers of one chunk of a stage of a `PipelineModule` (`runtime.lent.layers.Lending`).
 
-    A layer may be lent if it comes from a `LayerSpec`, or stands in the list itself, and one beside it is alike, which
-    has parameters of the same shapes, or, on another stage, was asked for in the same words: what they pass on then has
-    the shapes of what they get. Parameters of a lent layer belong to it alone, and nobody has hooks on it when the job
-    begins.
+    A layer may be lent if it comes from a `LayerSpec`, or stands in the list itself, and is like one beside it. Like
+    means parameters of the same shapes or, for a neighbour on another stage, the same arguments in the list: so outputs
+    have the shapes of inputs. A lent layer owns its parameters, and has no hooks when the job begins.
 
     Args:
         engine: DeepSpeed's, built.
-        run: what runs on the stage.
+        run: runs the stage's layers.
         chunk: of the stage.
         ends: whether no other stage has the layers before the chunk's, and behind it.
         most: layers that each neighbour may run.
@@ -38,14 +37,14 @@ class PipelineLayers:
 
     beside: Sequence[nn.Module] = ()
     like = 0
-    """The model's list tells of all stages."""
+    """Always equal: the model's list covers all stages."""
     refused = ""
 
     def __init__(self, engine: PipelineEngine, run: Running, chunk: int, ends: tuple[bool, bool], most: int) -> None:
         self._engine, self._run, self._chunk, self._ends = engine, run, chunk, ends
         self.first = run.ranges[chunk].start
         self._own: Sequence[Callable[..., Any]] | None = None
-        """While others run in their place."""
+        """The chunk's own layers, while others run in their place."""
         self._most = most
 
     @property
@@ -74,7 +73,7 @@ class PipelineLayers:
                 for place, one in enumerate(shapes)]
 
     def _shapes(self, spec: Any, layer: Any) -> tuple[Any, ...] | None:
-        """What layers that are alike have alike; None: this one is not lent."""
+        """The properties that alike layers share; None: this one is not lent."""
         if isinstance(spec, TiedLayerSpec) or not isinstance(spec, (LayerSpec, nn.Module)):
             return None
         own = {id(parameter) for parameter in layer.parameters()}
@@ -110,7 +109,7 @@ def lendings_of(engine: PipelineEngine, run: Running, most: int) -> list[Pipelin
 
 
 def _same(one: Any = None, other: Any = None) -> bool:
-    """Whether two layers of a model's list are built by the same words."""
+    """Whether two layers of a model's list have the same type and arguments."""
     if not (type(one) is type(other) is LayerSpec and one.typename is other.typename):
         return False
     words = [(*spec.module_args, *sorted(spec.module_kwargs.items())) for spec in (one, other)]
@@ -120,7 +119,7 @@ def _same(one: Any = None, other: Any = None) -> bool:
 
 
 def _why_not(engine: PipelineEngine) -> str:
-    """What keeps any of the stage's layers from being lent; nothing: look at each."""
+    """The reason why no layer of the stage can be lent; empty: it depends on the layer."""
     if engine.num_stages == 1:
         return "there is one stage"
     if engine.module.seed_layers:

@@ -1,7 +1,7 @@
 """DeepSpeed's monitors (TensorBoard, CSV, Weights & Biases, Comet), which go on when the rank that writes them dies.
 
 Stock writes on rank 0, while it trains. Here the first live worker writes an iteration's numbers once, when the
-iteration is over for its script; one that has not written before opens the same files.
+iteration is over for its script. A new writer opens the same files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Event = tuple[str, float, int]
 """Name, value, samples so far."""
 
 _MODULES: Sequence[Any] = (monitor, tensorboard, csv_monitor, wandb, comet)
-"""They ask the process group for nothing but this worker's rank."""
+"""They use the process group for this worker's rank only."""
 
 
 def name_run(config: Mapping[str, Any]) -> None:
-    """Before DeepSpeed opens a run of Weights & Biases on rank 0, give it a name: whoever takes over writes on into the
-    same run; and have it write every second, and not every 15, since what it has not written goes with its process.
-    ``config``: DeepSpeed's."""
+    """Before DeepSpeed opens a run of Weights & Biases on rank 0, name it, so that the next writer goes on in the same
+    run. Have it write every second instead of every 15, since unwritten data dies with its process. ``config``:
+    DeepSpeed's."""
     section, folder = config.get("wandb"), os.environ.get("RECYCLE_RUN_DIR")
     if isinstance(section, Mapping) and section.get("enabled") and folder:
         os.environ.setdefault("WANDB_RUN_ID", Path(folder).name)
@@ -36,13 +36,13 @@ def name_run(config: Mapping[str, Any]) -> None:
 
 
 class Monitors:
-    """Stands in the place of the engine's `MonitorMaster`.
+    """Replacement of the engine's `MonitorMaster`.
 
     Args:
         stock: the engine's, which writes on rank 0 only.
-        writes: whether this worker is the one that writes now.
-        busy: whether it is DeepSpeed that asks, and not the script: then nothing is written, since the iteration may
-            be made again.
+        writes: whether this worker is the current writer.
+        busy: whether the caller is DeepSpeed, not the script: then nothing is written, since the iteration may be run
+            again.
     """
 
     def __init__(self, stock: monitor.MonitorMaster, writes: Callable[[], bool], busy: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ class Monitors:
             self.write(events)
 
     def write(self, events: Sequence[Event]) -> None:
-        """Write ``events`` if this worker is the one that does."""
+        """Write ``events`` if this worker is the writer."""
         if not self.enabled or not self._writes():
             return
         with ExitStack() as as_rank_zero:
@@ -75,7 +75,7 @@ class Monitors:
         stock, config = self._stock, self._stock.monitor_config
         parts = (stock.tb_monitor, stock.wandb_monitor, stock.csv_monitor, stock.comet_monitor)
         own = stock if any(part is not None for part in parts) else monitor.MonitorMaster(config)
-        if own.csv_monitor is not None:  # files that are there have their first line
+        if own.csv_monitor is not None:  # existing files have their header line
             files = Path(own.csv_monitor.log_dir).glob("*.csv")
             own.csv_monitor.filenames += [file.stem for file in files]
         return own

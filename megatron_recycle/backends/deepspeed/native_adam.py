@@ -1,9 +1,9 @@
 """DeepSpeed's compiled Adam on CPUs, whose bias correction depends on the life of its process.
 
-It keeps the powers of its betas in native code: it multiplies them from step to step, in 32 bits, and works them out
-anew where steps do not follow each other. A process that has come in would do that, and its powers would differ from
-its peers' in the last bit. So every worker knows how its own came about, tells that with its counters, and has them
-made in the same way where that is another one.
+It keeps the powers of its betas in native code: it multiplies them from step to step, in 32 bits, and recomputes them
+where steps are not consecutive. A joiner would recompute them, and differ from its peers in the last bit. So every
+worker records how its own powers were made, sends that with its counters, and has them remade in the same way where a
+peer's were made otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class Chain(NamedTuple):
-    """How powers came about: worked out at the step ``begun``, and multiplied with their betas up to ``step``."""
+    """The origin of powers: computed at the step ``begun``, then multiplied with their betas up to ``step``."""
 
     begun: int
     beta1: float
@@ -26,11 +26,11 @@ class Chain(NamedTuple):
 
 
 _Update = Callable[[int, float, float], None]
-"""(step, beta1, beta2): have the native code make a step with a number that is nobody's."""
+"""(step, beta1, beta2): make the native code step a dummy number."""
 
 
 class NativeAdam:
-    """Watches the native steps of ``optimizer``; of one that has no such thing there is nothing to know.
+    """Watches the native steps of ``optimizer``; does nothing for an optimizer without any.
 
     Attributes:
         chain: of its powers; None: there are none.
@@ -40,7 +40,7 @@ class NativeAdam:
         self.chain: Chain | None = None
         self._update: _Update | None = None
         if not all(parameter.device.type == "cpu" for group in optimizer.param_groups for parameter in group["params"]):
-            return  # a GPU's kernel is told the step, and keeps nothing
+            return  # a GPU's kernel gets the step as an argument, and keeps nothing
         if callable(getattr(optimizer, "multi_tensor_adam", None)):
             self._watch_fused(optimizer)
         elif hasattr(getattr(optimizer, "ds_opt_adam", None), "adam_update"):
@@ -51,13 +51,13 @@ class NativeAdam:
         return None if self.chain is None else list(self.chain)
 
     def set_counters(self, counters: Sequence[float] | None) -> None:
-        """Go on as one that has these `counters`. Takes a native step for each step since their beginning, unless there
-        is nothing to do."""
+        """Restore the state of these `counters`. Takes a native step for each step since their beginning, unless the
+        powers are already the same."""
         if counters is None or self._update is None:
             return
         begun, beta1, beta2, step = counters
         wanted, own = Chain(int(begun), beta1, beta2, int(step)), self.chain
-        # After a step that has been undone, the same step finds its powers made.
+        # After an undone step, the same step finds its powers made.
         if own is not None and own[:3] == wanted[:3] and own.step - wanted.step in (0, 1):
             return
         self.begin_anew()
@@ -66,9 +66,9 @@ class NativeAdam:
         self.chain = wanted
 
     def begin_anew(self) -> None:
-        """The next step works its powers out, as in a process that begins."""
+        """Make the next step recompute its powers, as in a new process."""
         if self._update is not None and self.chain is not None:
-            self._update(1, 0.0, 0.0)  # nobody's betas
+            self._update(1, 0.0, 0.0)  # betas that no job uses
             self.chain = None
 
     def _note(self, step: int, beta1: float, beta2: float) -> None:

@@ -63,8 +63,7 @@ def read_shard(engine: PipelineEngine, state: Mapping[str, Any]) -> Mapping[str,
 
 def reading(engine: PipelineEngine, *arguments: Any, **keywords: Any) -> AbstractContextManager[None]:
     """Inside the block the engine loads a checkpoint (``arguments`` of its `_load_checkpoint`), and finds the
-    optimizer's state by this stage's own numbers, in whichever form it was written. Raises RecycleError if it
-    cannot."""
+    optimizer's state by this stage's own numbers, in whichever form it was written. Otherwise RecycleError."""
     bound = inspect.signature(PipelineEngine._load_checkpoint).bind(engine, *arguments, **keywords)
     bound.apply_defaults()
     given, writer = bound.arguments, engine.checkpoint_engine

@@ -1,4 +1,4 @@
-"""Parameter groups that follow layers to other stages: those of an optimizer, or what one is to be made of."""
+"""Parameter groups that follow layers to other stages: an optimizer's, or those for an optimizer yet to be made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Groups:
-    """The groups that a script gives to `deepspeed.initialize()`; its own lists are changed where they are lists.
+    """The groups that a script gives to `deepspeed.initialize()`; the script's own lists are changed in place.
 
     Attributes:
         model_parameters: for the engine; None if an optimizer has them.
@@ -24,7 +24,7 @@ class Groups:
         if isinstance(model_parameters, dict):
             model_parameters = [model_parameters]
         elif model_parameters is not None and not isinstance(model_parameters, list):
-            model_parameters = list(model_parameters)  # a generator comes to an end
+            model_parameters = list(model_parameters)  # a generator can be read only once
         self.model_parameters = model_parameters if self._optimizer is None else None
         self._groups: list[dict[str, Any]] | None = None
         if self._optimizer is not None:
@@ -40,7 +40,7 @@ class Groups:
 
     @property
     def trouble(self) -> str:
-        """Why they cannot follow; nothing: they can."""
+        """The reason why they cannot follow; empty: they can."""
         if self._optimizer is None:
             return ""
         kind = type(self._optimizer).__name__
@@ -55,7 +55,7 @@ class Groups:
 
     @property
     def settings(self) -> list[list[str]]:
-        """What each group says beside its parameters: the same on all stages, or they are not the same groups."""
+        """Each group's settings beside its parameters: these must be equal on all stages."""
         return [[f"{key}={_word(value)}" for key, value in sorted(group.items()) if key not in (_MEMBERS, _NAMES)]
                 for group in self._groups or ()]
 
@@ -72,8 +72,8 @@ class Groups:
 
     def follow(self, gone: Collection[int], come: Sequence[tuple[nn.Parameter, int | None, str | None]],
                order: Sequence[nn.Parameter]) -> None:
-        """Take out the parameters ``gone`` (ids), put in those that have ``come`` with their groups' numbers and names.
-        Those of the model are in its ``order``, behind them what else the groups had."""
+        """Remove the parameters ``gone`` (ids), and add those of ``come`` with their groups' numbers and names. The
+        model's parameters come in its ``order``, followed by the groups' other ones."""
         places = {id(one): place for place, one in enumerate(order)}
         out = {*gone, *(id(one) for one, _, _ in come)}
         for number, group in enumerate(self._groups or ()):
@@ -102,13 +102,13 @@ def _put_members(group: dict[str, Any], members: Sequence[tuple[nn.Parameter, st
         return
     new = [one if name is None else (name, one) for one, name in members]
     if isinstance(group[_MEMBERS], list):
-        group[_MEMBERS][:] = new  # a script that keeps the list finds it true
+        group[_MEMBERS][:] = new  # lists that the script holds stay right
     else:
         group[_MEMBERS] = new
 
 
 def _holds(value: Any, known: Sequence[Any], deep: int = 2) -> bool:
-    """Whether ``value`` has parameters in it, but for the lists of the groups themselves."""
+    """Whether ``value`` contains parameters, outside of the groups' own lists."""
     if any(value is one for one in known):
         return False
     if isinstance(value, nn.Parameter):

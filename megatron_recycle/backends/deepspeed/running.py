@@ -147,7 +147,7 @@ class Running:
         return Forward((inputs, (loss,)), (), loss, roots=(loss,))
 
     def _trains(self) -> bool:
-        """Whether any running layer is trained; the trained layers may all be elsewhere."""
+        """Whether any of the running layers is trained; the trained layers may be running elsewhere."""
         return any(parameter.requires_grad for layer in self._engine.module.forward_funcs
                    for module in _modules(layer) for parameter in module.parameters())
 

@@ -109,7 +109,7 @@ class DeepSpeedStage:
     def _use(self, trained: Mapping[str, nn.Parameter]) -> None:
         self._state.trained = trained
         self.parameters: Sequence[nn.Parameter] = list(trained.values())
-        # With 16-bit masters: the optimizer's parameters only. A parameter without a copy is never stepped.
+        # In 16 bits only the optimizer's own parameters have a copy; others are never stepped.
         self._stepped = [self._masters.get(parameter) if self._masters else parameter for parameter in self.parameters]
 
     def look(self) -> bool:
@@ -300,7 +300,7 @@ def ties_of(engine: PipelineEngine) -> list[Tie]:
     """This stage's copies of tied parameters, in the same order on all stages."""
     topology, module, found, first = engine.grid.topology(), engine.module, [], 0
     specs = {spec.key: spec for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)}
-    for key in sorted(specs):  # other stages' ties included, whose numbers are not used here
+    for key in sorted(specs):  # other stages' ties included: their numbers are skipped
         comm = module.tied_comms.get(key, {"ranks": (), "weight_attr": ()})
         stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
         found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True, number=number)

@@ -25,7 +25,7 @@ _COMMUNICATING_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
 
 def check_supported(engine: PipelineEngine) -> None:
-    """Raises UnsupportedError that lists everything about ``engine`` that cannot be kept correct."""
+    """Raises UnsupportedError listing all features of ``engine`` that cannot be kept correct."""
     found = [message for unsupported, message in _features(engine) if unsupported]
     found += [f"{name} ({type(module).__name__}) changes its buffers in forward; use a normalisation without "
               "running statistics, such as LayerNorm" for name, module in statistics(engine.module)]
@@ -36,12 +36,12 @@ def check_supported(engine: PipelineEngine) -> None:
 
 
 def torch_optimizer(engine: PipelineEngine) -> Any:
-    """The engine's optimizer, without what keeps fp32 copies around it."""
+    """The engine's torch optimizer, without a wrapper that keeps fp32 copies."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 def _zero_features(engine: PipelineEngine) -> list[tuple[bool, str]]:
-    """What goes with ZeRO-1 in stock, and not here, or only with it."""
+    """Features that stock supports with ZeRO-1 and the plugin does not, or only with it."""
     zero, sharded = engine._config.zero_config, engine.zero_optimization_stage() == 1
     names = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint", "offload_optimizer", "zenflow")
     return [(not sharded and bool(engine.load_universal_checkpoint()), "checkpoint.load_universal without ZeRO, where "
@@ -57,13 +57,13 @@ def _scaled_gradients(engine: PipelineEngine) -> list[tuple[bool, str]]:
 
 
 def given_up(config: Mapping[str, Any]) -> list[str]:
-    """Refusals of sections of the JSON that DeepSpeed has given up by 0.19.8, which says so itself, and 0.19.6 has."""
+    """Refusals of JSON sections that DeepSpeed dropped by 0.19.8, which says so itself, and 0.19.6 still has."""
     return [f"{name}: {why}; remove the section" for name, why in _GIVEN_UP.items()
             if (section := config.get(name)) and (not isinstance(section, Mapping) or section.get("enabled", True))]
 
 
 def _of_8_bits(optimizer: Any) -> bool:
-    """Whether an optimizer's state is bitsandbytes' blocks of 8 bits: its ``Adam8bit``, or ``Adam(optim_bits=8)``."""
+    """Whether an optimizer's state is bitsandbytes' 8-bit blocks: its ``Adam8bit``, or ``Adam(optim_bits=8)``."""
     return type(optimizer).__name__.endswith("8bit") or getattr(getattr(optimizer, "args", None), "optim_bits", 32) == 8
 
 

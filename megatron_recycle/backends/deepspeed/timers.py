@@ -1,7 +1,7 @@
-"""DeepSpeed's `wall_clock_breakdown`: its timers around the plan's actions, and its lines from whoever is left.
+"""DeepSpeed's `wall_clock_breakdown`: its timers around the plan's actions, and its lines from a live worker.
 
-Stock stops the time in its own schedule, and rank 0 prints. Here the runtime says what it does (`Stopwatch.beside`),
-and the first live worker prints its own times, once for each iteration, when that is over for its script.
+Stock takes times in its own schedule, and rank 0 prints. Here the runtime reports its actions (`Stopwatch.beside`), and
+the first live worker prints its own times, once for each iteration, when that is over for its script.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TIMERS: Mapping[str, Sequence[str]] = {
 
 
 class _Timer(stock.SynchronizedWallClockTimer.Timer):
-    """A timer that may be started again: what it took the time of has failed."""
+    """A timer that may be started again after its action has failed."""
 
     def start(self) -> None:
         self.started_ = False
@@ -42,12 +42,12 @@ class Timers(stock.SynchronizedWallClockTimer):
         return self.running(*_TIMERS.get(kind, ()))
 
     def reading(self) -> AbstractContextManager[None]:
-        """A block that puts a micro-batch where it is computed with."""
+        """A block that moves a micro-batch to its device."""
         return self.running(BATCH_INPUT_TIMER)
 
     @contextmanager
     def running(self, *names: str) -> Iterator[None]:
-        """A block that the timers ``names`` take the time of; also if it fails."""
+        """A block timed by the timers ``names``, even if it fails."""
         with ExitStack() as until:
             for name in names:
                 self(name).start()
@@ -56,13 +56,13 @@ class Timers(stock.SynchronizedWallClockTimer):
 
     def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False,
             ranks: Sequence[int] | None = None) -> None:
-        """Stock's line, kept: the step that it belongs to may be made again."""
+        """Keep stock's line: its step may be run again."""
         found = {name: self.timers[name].elapsed(reset=reset) / normalizer for name in names if name in self.timers}
         if found:
             self._lines.setdefault(tuple(names), "time (ms)" + "".join(
                 f" | {name}: {ms:.2f}" for name, ms in found.items()))
 
     def lines(self) -> list[str]:
-        """The lines of the iteration that is over."""
+        """The lines of the finished iteration."""
         found, self._lines = [*self._lines.values()], {}
         return found

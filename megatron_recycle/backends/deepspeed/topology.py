@@ -1,4 +1,4 @@
-"""The order of ranks in a pipeline model that is given a number of stages and no topology; a worker's place in it."""
+"""The order of ranks in a pipeline model built with a number of stages and no topology; a worker's place in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_recycle.runtime.place import Place
 
 
 def place(options: Options) -> None:
-    """Make `PipelineModule` count ranks as `placement` says, where its script says nothing; again: other options."""
+    """Make `PipelineModule` count ranks by `placement`, if its script does not say; again: other options."""
 
     def init(stock: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         given = inspect.signature(stock).bind(*arguments, **keywords)
@@ -41,14 +41,14 @@ def place(options: Options) -> None:
 
 
 def check_not_too_late(settings: RecycleConfig) -> None:
-    """Raises ConfigError if DeepSpeed's JSON asks for an order of ranks: the model has its topology by then."""
+    """Raises ConfigError if DeepSpeed's JSON asks for an order of ranks: the model already has its topology."""
     if "JSON" in (source := settings.sources.get("placement", "")):
         raise ConfigError(f"{source} comes too late: PipelineModule has counted the ranks before the JSON is read. "
                           "Give --recycle-placement, or RECYCLE_PLACEMENT in the environment")
 
 
 def place_of(engine: PipelineEngine) -> Place:
-    """Where the worker of ``engine`` stands in the grid."""
+    """The place of the worker of ``engine`` in the grid."""
     grid, topology = engine.grid, engine.grid.topology()
     axes = topology.get_axis_names()
     parts = topology.get_dim("model") if "model" in axes else 1

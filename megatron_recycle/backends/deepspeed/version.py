@@ -1,5 +1,5 @@
-"""The releases of DeepSpeed that this backend is written for; checked before the backend, which builds on names that
-other releases lack, is loaded."""
+"""The releases of DeepSpeed that this backend supports; checked before the backend is loaded, since it uses names that
+other releases lack."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ OLDEST: Release = (0, 19, 8)
 """The first release with which the tests pass. 0.19.6 has all names that are used, but cuts a model into stages and
 writes shards of ZeRO-1 in other ways (docs/versions.md)."""
 TESTED = "0.19.8"
-"""The release that the tests ran with; others of the same two numbers, from the oldest on, are taken."""
+"""The tested release; others of the same two numbers, from the oldest on, are accepted."""
 
 
 def is_supported(version: str) -> bool:
-    """Whether this backend is written for it."""
+    """Whether this backend supports it."""
     release = release_of(version)
     return release[:2] == OLDEST[:2] and release >= OLDEST
 
 
 def install(options: Options) -> None:
-    """Take `deepspeed.initialize` over, which has just been imported; again: with other options. Of a release that is
-    not supported it raises UnsupportedError for a pipeline module."""
+    """Take over `deepspeed.initialize`, right after its import; again: with other options. With an unsupported release
+    it raises UnsupportedError for a pipeline module."""
     deepspeed: Any = sys.modules["deepspeed"]
     if is_supported(deepspeed.__version__):
         from megatron_recycle.backends.deepspeed import engine

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with optimizers that the runtime can step, undo and copy, where stock's have 16 bits or shards."""
+"""DeepSpeed's engine with optimizers that the runtime can step, undo and copy, also for 16 bits and shards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WrappingEngine(PipelineEngine):
     Attributes:
         masters: the optimizer, if it has fp32 copies of 16-bit parameters.
         sharded: the optimizer, if its state is cut into shards (ZeRO-1).
-        goes_back: whether a checkpoint is loaded by those that have written it.
+        goes_back: whether the checkpoint being loaded is this job's own.
     """
 
     def __init__(self, copies: int, *args: Any, **keywords: Any) -> None:
@@ -38,7 +38,7 @@ class WrappingEngine(PipelineEngine):
         super().__init__(*args, **keywords)
 
     def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Shards that the runtime lays on several workers. What is not supported is refused once the engine stands."""
+        """Shards that the runtime places on several workers. Unsupported settings are refused after construction."""
         if optimizer is None or self.zero_optimization_stage() != 1:
             return optimizer
         return self._configure_shards(optimizer, bf16=False)
@@ -61,12 +61,12 @@ class WrappingEngine(PipelineEngine):
         return state
 
     def _load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
-        """As stock, whatever layers the stages had that have written it."""
+        """As stock, also if it was written by stages with other layers."""
         with optimizer_checkpoint.reading(self, *args, **keywords):
             return super()._load_checkpoint(*args, **keywords)
 
     def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
-        """As stock, also of another number of pipelines."""
+        """As stock, also from another number of pipelines."""
         if self.sharded is None:
             return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
         if self.load_universal_checkpoint():
@@ -78,7 +78,7 @@ class WrappingEngine(PipelineEngine):
         return True
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:
-        """As stock, of all shards that this worker has: those that it begins with, or goes back with."""
+        """As stock, for all shards that this worker holds, at the start or on a way back."""
         if self.sharded is None:
             return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
         count, held, numels = self.sharded.shards.count, self.sharded.shards.held, self.sharded.numels
@@ -100,16 +100,16 @@ class WrappingEngine(PipelineEngine):
     def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
         """fp32 master weights and moments whole on every peer; stock's numbers for the loss scale."""
         if optimizer is None:
-            return None  # refused with a message once the engine stands
+            return None  # refused with a message once the engine is built
         scaling = LossScaleConfig(low_precision_dtype, self.dynamic_loss_scale(), self.loss_scale(),
                                   self.dynamic_loss_scale_args(), profile=LossScaleProfile.UNFUSED)
         self.masters = MasterWeightOptimizer(optimizer, scaling)
         return self.masters
 
     def load_universal_checkpoint(self) -> bool:
-        """As stock, but what the job has written itself is no universal checkpoint."""
+        """As stock, except that the job's own checkpoints are never universal."""
         return not self.goes_back and bool(super().load_universal_checkpoint())
 
     def zero_load_from_fp32_weights(self) -> bool:
-        """As stock; on the way back to a checkpoint of this job always: masters that follow from 16 bits are others."""
+        """As stock, but always on a way back to a checkpoint of this job: masters made from 16 bits would differ."""
         return self.goes_back or super().zero_load_from_fp32_weights()

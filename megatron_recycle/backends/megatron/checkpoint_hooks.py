@@ -135,9 +135,8 @@ def folder_of(settings: Any, passing: bool, stock: Any) -> str:
 
 @contextmanager
 def writing(save: Save, kept: Kept, last: LastCheckpoint | None, folder: str, iteration: int) -> Iterator[None]:
-    """A block in which ``save``'s members, the only workers that Megatron sees, write or name a checkpoint; ``last`` is
-    notified. A CheckpointException, which is no Exception, becomes a RuntimeError, unless ``save`` itself has
-    failed."""
+    """A block in which ``save``'s members, the only ones that Megatron sees, write or name a checkpoint; ``last`` is
+    notified. A CheckpointException, which is no Exception, becomes one, unless ``save`` has failed."""
     with (save.each_writes(str(place_of(folder, iteration))), kept.of_those_left(save.generation.groups),
           nullcontext() if last is None else last.saving(iteration)):
         try:

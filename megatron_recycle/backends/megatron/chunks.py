@@ -1,8 +1,8 @@
 """The models of a worker: one, or with virtual pipelines one for each chunk of its stage.
 
 Megatron deals the chunks of a virtual pipeline out in turn: the first of each stage, then the second of each stage, and
-so on (interleaving). Each has a wrapper for data parallelism and a buffer of gradients of its own; one optimizer steps
-them all. The plan says in which order they run. With `chunks: 2` the second ones go up the stages again (see `vshape`).
+so on (interleaving). Each has its own data-parallel wrapper and gradient buffer; one optimizer steps them all. The plan
+orders their runs. With `chunks: 2` the second ones go up the stages again (see `vshape`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron_recycle.backends.patching import replaced
 
 
 def placement(stages: int, chunks: int, v_shaped: bool) -> tuple[int, ...]:
-    """The stage of each chunk of the model, as `Place`'s, where each of ``stages`` has so many ``chunks``."""
+    """The stage of each chunk of the model, as in `Place`, with ``chunks`` for each of ``stages``."""
     if v_shaped:
         return (*range(stages), *reversed(range(stages)))
     return () if chunks == 1 else tuple(range(stages)) * chunks
 
 
 class Chunks:
-    """Those of one worker; outside of `running` the first is the one that runs.
+    """The chunks of one worker; outside of `running` the first is current.
 
     Args:
         models: in Megatron's DistributedDataParallel, in the order of the model's layers.
@@ -35,11 +35,11 @@ class Chunks:
 
     Attributes:
         models: the same.
-        modules: with all parameters that each computes with: in a V the last one may have the first one's embedding.
-        module: all of them as one module, which is the model itself where there is one.
-        parameters: those that Megatron has made places for gradients for, chunk by chunk, and of each chunk as its
-            buffer is laid out, which decides gloo's order of sums.
-        now: number of the one that runs.
+        modules: each with all parameters that it computes with: in a V the last one may have the first one's embedding.
+        module: all of them as one module; a single model itself.
+        parameters: with places for gradients in Megatron, by chunk, and within each in the order of its buffer, which
+            decides gloo's order of sums.
+        now: number of the current chunk.
     """
 
     def __init__(self, models: Sequence[Any], v_shaped: bool) -> None:
@@ -56,28 +56,28 @@ class Chunks:
 
     @property
     def model(self) -> Any:
-        """The one that runs."""
+        """The current chunk's model."""
         return self.models[self.now]
 
     @property
     def vp_stage(self) -> int | None:
-        """Megatron's number of the one that runs; None where there are no virtual pipelines."""
+        """Megatron's number of the current chunk; None without virtual pipelines."""
         return self.now if len(self.models) > 1 else None
 
     @property
     def computes_loss(self) -> bool:
-        """Whether the one that runs is the last of the whole model."""
+        """Whether the current chunk is the last of the whole model."""
         return self.now == len(self.models) - 1 and parallel_state.is_pipeline_last_stage()
 
     @property
     def tied_within(self) -> bool:
-        """Whether embedding and output layer are one tensor here, which takes no message between stages."""
+        """Whether embedding and output layer are one tensor here, so that no message between stages is needed."""
         first, last = _part(self.models[0]), _part(self.models[-1])
         return first.pre_process and last.post_process and last.share_embeddings_and_output_weights
 
     @contextmanager
     def running(self, chunk: int) -> Iterator[None]:
-        """Inside the block ``chunk`` runs."""
+        """Inside the block ``chunk`` is current."""
         with replaced(self, now=chunk), mirrored() if self._mirrored and chunk else nullcontext():
             yield
 

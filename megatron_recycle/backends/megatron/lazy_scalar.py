@@ -1,4 +1,4 @@
-"""Numbers of a step (the gradient norm) that are looked at now and then, and known a little later."""
+"""Numbers of a step (the gradient norm) that are read now and then, and known a little later."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 class LazyScalar:
-    """A real number of an iteration that is not committed yet, which it becomes as soon as somebody looks at it.
+    """A real number of an iteration that is not committed yet; the first read waits for it.
 
-    With staggered steps a stage steps before it knows the others' norms. Megatron's loop takes the global one after
-    every step, but writes it only now and then: so only who reads it waits. It computes, compares, rounds and hashes
-    as the float that it will be, and what is computed from it is a float. It is no subclass of `float`, whose value
-    would have to be known: `json` and `torch.tensor` refuse it by its name and take `float(number)`.
+    With staggered steps a stage steps before it knows the others' norms. Megatron's loop takes the global norm after
+    every step, but writes it only now and then: so only a reader waits. It computes, compares, rounds and hashes as the
+    float that it will be, and results of arithmetic are floats. It is no subclass of `float`, whose value would have to
+    be known: `json` and `torch.tensor` refuse it by its name and take `float(number)`.
 
     Args:
         find: waits for the number.
@@ -39,7 +39,7 @@ class LazyScalar:
         return format(float(self), spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return float, (float(self),)  # copies and pickles are of the number, not of what finds it
+        return float, (float(self),)  # copies and pickles hold the number only
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Where Megatron finds gradients (`main_grad`): they lie in the runtime's memory, and there alone.
+"""Megatron's places for gradients (`main_grad`): they lie in the runtime's memory only.
 
-Megatron's buffers of gradients keep their length, which its checkpoints ask for, and give their memory up: nobody adds
-to them. From a step to the next iteration a parameter's `main_grad` is its part of the reduced gradient that the step
-was made with; before, and with the distributed optimizer always, it has a shape and no numbers.
+Megatron's gradient buffers keep their length, which its checkpoints ask for, but free their memory, since they are
+never written. From a step to the next iteration a parameter's `main_grad` is its part of the reduced gradient used in
+the step. Before, and with the distributed optimizer always, it has a shape and no numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MainGrads:
 
     Args:
         models: the stage's, in Megatron's DistributedDataParallel, whose buffers are emptied.
-        parameters: those that have places for gradients.
+        parameters: with places for gradients.
     """
 
     def __init__(self, models: Sequence[Any], parameters: Sequence[nn.Parameter]) -> None:
@@ -35,7 +35,7 @@ class MainGrads:
         self.forget()
 
     def show(self, gradients: Sequence[torch.Tensor]) -> None:
-        """``gradients``, one for each parameter, are theirs now."""
+        """Set `main_grad` to ``gradients``, one for each parameter."""
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             parameter.main_grad = gradient
 
@@ -45,7 +45,7 @@ class MainGrads:
             parameter.main_grad = self._nothing[id(parameter)]
 
     def versions(self) -> list[int]:
-        """They are others once a gradient has been written to, or replaced."""
+        """Version counters: they differ once a gradient has been written to, or replaced."""
         found = [buffer.grad_data._version for buffer in self._buffers]
         for parameter in self._parameters:
             found += [id(parameter.main_grad), parameter.main_grad._version]

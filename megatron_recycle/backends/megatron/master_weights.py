@@ -36,8 +36,7 @@ class Masters:
 
     def shown(self, part: torch.Tensor, master: torch.Tensor, state: Mapping[str, Any] | None
               ) -> tuple[torch.Tensor, Mapping[str, Any] | None]:
-        """The tensor that stock would step for a ``part`` of a parameter with this master, and its state; None: no
-        state yet."""
+        """Stock's stepped tensor, and its state, for a ``part`` of a parameter with this master; None: no state yet."""
         return master, state
 
     def show(self, view: Any) -> None:
@@ -100,8 +99,7 @@ class PrecisionAware(Masters):
 
 
 def masters_of(inner: Any) -> Masters:
-    """Take over the masters of ``inner``, a Megatron optimizer's own optimizer, which keeps none inside from then
-    on."""
+    """Take over the masters of ``inner``, a Megatron optimizer's own one, which then keeps none inside."""
     return PrecisionAware(inner) if hasattr(inner, "name_to_dtype_map") else Masters(inner)
 
 

@@ -1,8 +1,8 @@
-"""Losses of multi-token prediction, which core adds up in a place of its own for the log.
+"""Losses of multi-token prediction, which core adds up in a table of its own for the log.
 
-Core adds those of each forward on the last stage to a table, and takes the mean over pipelines when a line is written.
-Here a micro-batch runs anywhere, some run twice, and pipelines may be gone: so each is reported with its micro-batch,
-and once an iteration is through the table gets what it would have without failures.
+Core adds the losses of each forward on the last stage to that table, and averages over pipelines when it writes a line.
+Here a micro-batch runs anywhere, some run twice, and pipelines may be gone. So each loss is reported with its
+micro-batch. At the end of an iteration the table gets the values of a run without failures.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 _MEANS, _SUMS = ("values", "loss_values"), ("correct_values", "total_values")
-"""Core's tables: the mean over pipelines is logged (the second name is that of 0.19), or the sum."""
+"""Core's tables: it logs the mean over pipelines (the second name is for 0.19), or the sum."""
 _TABLES = (*_MEANS, *_SUMS)
 
 
 class Predictions:
-    """Those of one worker.
+    """The MTP losses of one worker.
 
     Args:
         config: of the model.
 
     Attributes:
-        most: numbers of a micro-batch that are reported at most.
+        most: upper limit of the reported numbers of a micro-batch.
     """
 
     def __init__(self, config: Any) -> None:
@@ -33,18 +33,18 @@ class Predictions:
         self._tracker: dict[str, Any] = MTPLossLoggingHelper.tracker
 
     def begin(self) -> None:
-        """A micro-batch is about to go through the model."""
+        """Clear the tables before a micro-batch goes through the model."""
         for table in _TABLES:
             self._tracker.pop(table, None)
 
     def take(self) -> dict[Any, float]:
-        """What it has added, as values to report: nothing but on the last stage, in training."""
+        """The micro-batch's numbers, as values to report: empty except on the last stage, in training."""
         return {(table, layer): number for table in _TABLES if table in self._tracker
                 for layer, number in enumerate(self._tracker.pop(table).tolist())}
 
     def show(self, reports: Sequence[dict[Any, torch.Tensor]], microbatches: int, training: bool) -> None:
-        """Take the numbers out of ``reports`` of all micro-batches of an iteration. In ``training`` put them where core
-        looks for them when it writes its line, which divides means by the ``microbatches`` of a pipeline."""
+        """Remove the numbers from ``reports`` of all micro-batches of an iteration. In ``training`` put them where core
+        reads them for its line; it divides means by the ``microbatches`` of a pipeline."""
         names = [name for name in reports[0] if isinstance(name, tuple)]
         taken = {name: torch.cat([report.pop(name) for report in reports]) for name in names}
         if not (training and taken):

@@ -1,4 +1,4 @@
-"""Which parameter is in which group of a distributed optimizer: it forgets those of which its rank has no part.
+"""The parameter groups of a distributed optimizer, which itself forgets parameters without a part on its rank.
 
 Nothing of Megatron is imported here.
 """
@@ -18,8 +18,8 @@ _GROUPS = "recycle_groups"
 
 
 def watch(options: Options) -> None:
-    """Make each distributed optimizer remember its parameter groups as they are before it has cut them; again: with
-    other options. Not in a version that is not supported: it is refused when it asks for a schedule."""
+    """Make each distributed optimizer remember its parameter groups from before its cut; again: with other options.
+    Unsupported versions stay as they are: they are refused when they ask for a schedule."""
     if not is_supported():
         return
 

@@ -1,8 +1,8 @@
-"""What a user is told of a job's options before anything is built: refusals, what is set otherwise, and options of
-Megatron-LM that nobody has looked at: a fork's, or a newer release's.
+"""Messages on a job's options before anything is built: refusals, changed options, and untested options of Megatron-LM,
+from a fork or a newer release.
 
-All others are in `known_options.txt`, the options of the tested releases: `options` says which of them are treated, and
-the rest is taken as it is. Nothing of Megatron is imported here.
+All others are in `known_options.txt`, the options of the tested releases: `options` treats some of them, and accepts
+the rest as it is. Nothing of Megatron is imported here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megatron_recycle.runtime.comm.standalone import is_joining
 
 PARSER = "megatron.training.arguments"
 _HEARD = 5.0
-"""Seconds that a silent rank stays, since torchrun ends all with the first one that ends, and another is to speak."""
+"""Seconds that a silent rank waits: torchrun ends all ranks with the first one, and another must print first."""
 _REFUSED = 2
 """Exit status, as of a wrong option on any command line."""
 
 
 def refuse_or_tell(judge: Callable[[], list[str]]) -> None:
-    """Print what ``judge`` refuses, by an UnsupportedError, and end with status 2; or log the lines that it returns, on
+    """Print the refusals of ``judge``, an UnsupportedError, and end with status 2; or log the lines that it returns, on
     the first rank."""
     launched = Launched.read()
     try:
@@ -51,8 +51,8 @@ def known() -> Collection[str]:
 
 
 def unknown(arguments: Any) -> list[str]:
-    """A line on those of Megatron-LM's ``arguments`` that are not `known` and not at their default; none if there are
-    none. A script's own options are its own business."""
+    """A line on Megatron-LM's ``arguments`` that are neither `known` nor at their default; empty if there are none. A
+    script's own options are not checked."""
     module: Any = sys.modules.get(PARSER)
     if module is None:
         return []

@@ -235,8 +235,7 @@ _SCALED_AT_ONCE = ("tensorwise", "blockwise", "mxfp8")
 
 
 def other_evaluations(arguments: Any) -> list[str]:
-    """Refusals of evaluation batches that differ from training's; the loop's ``arguments`` name them since core
-    0.18."""
+    """Refusals of evaluation batches unlike training's; the loop's ``arguments`` name them since core 0.18."""
     return [f"eval_{name} {given} where {name} is {own}: an evaluation has training's batches; leave it out"
             for name in ("global_batch_size", "micro_batch_size")
             if (given := getattr(arguments, f"eval_{name}", None)) is not None

@@ -3,8 +3,7 @@
 
 Stock asks all stages whether a gradient has overflowed, and leaves the step out on all of them if one has. Here each
 stage reports it with its share of the gradient norm, and the verdict distributes it. The scaler stays stock's own
-object, with stock's rule; state that an update changes is among the stage's counters, so that undoing a step restores
-it.
+object, with stock's rule. Its changes are among the stage's counters, so that undoing a step restores them.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class Scaling:
         return 1.0 if self._scaler is None else float(self._scaler.inv_scale)
 
     def unscaled(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copies of ``gradients`` in fp32 without the scale, as stock's kernel makes them; ``gradients`` if there is
-        none."""
+        """Unscaled fp32 copies of ``gradients``, as by stock's kernel; ``gradients`` itself without a scale."""
         return [gradient * self.factor for gradient in gradients] if self.scales else list(gradients)
 
     def share(self, norm_square: float, gradients: Sequence[torch.Tensor]) -> float:

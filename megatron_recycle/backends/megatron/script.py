@@ -1,8 +1,8 @@
 """Acts of a training script around `forward_backward_func()` that stock would follow and the plugin could not.
 
-The plugin steps inside that function, reads data by place, and knows one model. A script that changes gradients
-before `optimizer.step()`, leaves a step out, or comes with another model or iterator would silently train something
-else: it is refused at that moment, by name.
+The plugin steps inside that function, reads data by place, and knows one model. A script that changes gradients before
+`optimizer.step()`, leaves a step out, or comes with another model or iterator would silently train something else: each
+is refused at once, by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Script:
 
     Args:
         models: the stage's, in Megatron's DistributedDataParallel.
-        optimized: gives what the optimizer steps, by identity, where that is to stay the same.
+        optimized: gives the identities of the stepped objects, which must not change.
         versions: of gradients; they count changes in place.
     """
 
@@ -33,10 +33,10 @@ class Script:
         self._optimized = optimized()
         self._reading: dict[bool, dict[int, tuple[Any, int]]] = {True: {}, False: {}}
         self._unused: Sequence[int] | None = None
-        """Versions of the gradients when a step was made that the script has not taken yet."""
+        """Versions of the gradients at the last step, until the script calls `optimizer.step()`."""
 
     def calls(self, model: Any, data_iterator: Any, forward_only: bool) -> None:
-        """The script calls `forward_backward_func()`. Raises UnsupportedError."""
+        """Check a call of `forward_backward_func()` by the script. Raises UnsupportedError."""
         models = model if isinstance(model, Sequence) else [model]
         if len(models) != len(self._models) or any(map(operator.is_not, models, self._models)):
             raise UnsupportedError(
@@ -58,16 +58,16 @@ class Script:
                                    "iteration (with a learning rate of 0 while they are to stay)")
 
     def made_step(self) -> None:
-        """The step of the iteration that the script has called for has been made."""
+        """Note that the step of the script's iteration is done."""
         self._unused = self._versions()
 
     def stepped(self) -> None:
-        """A step has been made, maybe once more."""
+        """Note a step, perhaps a repeated one."""
         if self._unused is not None:
             self._unused = self._versions()
 
     def takes_step(self) -> None:
-        """The script calls `optimizer.step()`. Raises UnsupportedError."""
+        """Check a call of `optimizer.step()` by the script. Raises UnsupportedError."""
         versions, self._unused = self._unused, None
         if versions is None:
             raise UnsupportedError("optimizer.step() was called twice, or before forward_backward_func(): the plugin "
@@ -98,7 +98,7 @@ class Script:
 
 def unwrapped(data_iterator: Any) -> Any:
     """The iterator itself, without the list that Megatron allows. With virtual pipelines the list has one for each of
-    the worker's models: here the one of that which reads, the model's first on the first stage, its last on the last.
+    the worker's models: here the reading one's, the model's first on the first stage, its last on the last.
     """
     if isinstance(data_iterator, list) and data_iterator:
         first = len(data_iterator) == 1 or parallel_state.is_pipeline_first_stage()
@@ -107,12 +107,12 @@ def unwrapped(data_iterator: Any) -> Any:
 
 
 def taken_from(iterator: Any) -> int:
-    """Batches that were taken from a data loader's ``iterator``, which Megatron-LM may have wrapped."""
+    """The number of batches taken from a data loader's ``iterator``, which Megatron-LM may have wrapped."""
     return int(getattr(getattr(iterator, "iterable", iterator), "_num_yielded", 0))
 
 
 def foreign_synchronisation(config: Any, models: Iterable[Any]) -> list[str]:
-    """Names of ``config``'s functions for synchronisation that are not Megatron's own, which nobody would call."""
+    """Names of ``config``'s synchronisation functions that are not Megatron's own, and would never be called."""
     own = list(models)
     found = []
     for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):

@@ -28,7 +28,7 @@ class MegatronSplitter:
     """Makes Megatron's linear layers of this process defer their weight gradients on demand."""
 
     deferring_costs = False
-    """They are autograd functions in Python in any case."""
+    """They are Python autograd functions in any case."""
 
     def __init__(self) -> None:
         self.deferral: Deferral[WeightQueue] = Deferral()
@@ -36,10 +36,10 @@ class MegatronSplitter:
         layers.LinearWithGradAccumulationAndAsyncCommunication = _function(stock_of(now), self)
 
     def adopt(self, module: nn.Module) -> None:
-        """All of this process's do."""
+        """Nothing to do: all of this process's layers defer."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """A backward without a queue defers nothing; the forward is the same."""
+        """Nothing to do: a backward without a queue defers nothing, and the forward is the same."""
         return nullcontext()
 
     def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
@@ -48,19 +48,19 @@ class MegatronSplitter:
 
 
 def _trained(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """``parameter``, unless Megatron does not train it: it was frozen when its gradients were given places."""
+    """``parameter``, unless Megatron does not train it: frozen when gradients got their places."""
     return parameter if hasattr(parameter, "main_grad") else None
 
 
 def _gathered(group: dist.ProcessGroup, rows: torch.Tensor) -> torch.Tensor:
-    """All parts' ``rows``, in order; they run the same plan, and come to this together."""
+    """All parts' ``rows``, in order; the parts run the same plan, and reach this call together."""
     whole = rows.new_empty((rows.shape[0] * group.size(), *rows.shape[1:]))
     dist.all_gather_into_tensor(whole, rows.contiguous(), group=group)
     return whole
 
 
 def _kernel(ctx: Any) -> Any:
-    """Apex's, which is there if the layer was built with `gradient_accumulation_fusion`; else None."""
+    """Apex's kernel, for a trained weight of a layer built with `gradient_accumulation_fusion`; else None."""
     if not ctx.gradient_accumulation_fusion or not ctx.needs_input_grad[1]:
         return None
     kernels: Any = layers.fused_weight_gradient_mlp_cuda
@@ -70,12 +70,12 @@ def _kernel(ctx: Any) -> Any:
 
 def _function(stock: Any, splitter: MegatronSplitter) -> Any:
     class SplitLinear(stock):
-        """Megatron's linear function, with a backward that can leave the weight for later."""
+        """Megatron's linear function, with a backward that can defer the weight's gradient."""
 
         @staticmethod
         def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                     *rest: Any) -> torch.Tensor:
-            # Kept apart from the saved tensors: hooks on those may give copies of it back.
+            # Kept apart from the saved tensors, since hooks on those may return copies.
             ctx.recycle_weight, ctx.recycle_bias, ctx.recycle_made_in = weight, bias, task_now()
             return stock.forward(ctx, inputs, weight, bias, *rest)
 

@@ -128,8 +128,8 @@ class MegatronStage:
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def look(self) -> bool:
-        """The parameters stay those with places for gradients in Megatron, even while frozen, as for its optimizer. The
-        optimizer drops the gradients of the last step."""
+        """Keep the parameters with places for gradients in Megatron, even while frozen, as its optimizer does. Drop the
+        gradients of the last step."""
         self._main_grads.forget()
         self._limit = float(self._single.config.clip_grad)
         if self.shards is None:
@@ -397,7 +397,7 @@ class MegatronStage:
         # Its step asks no other ranks for norm and zeros. A NaN norm clips nothing.
         for part in (optimizer, self._single):
             part.get_grad_norm = part.count_zeros = lambda: math.nan
-            part.has_grad_norm_group = lambda name: False  # of multi-token prediction, where it is refused
+            part.has_grad_norm_group = lambda name: False  # multi-token prediction's own norm is refused where wanted
         self._single.clip_grad_norm = lambda limit: math.nan
         stock_end: Callable[[], bool] = self._single.step_with_ready_grads
 

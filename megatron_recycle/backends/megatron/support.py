@@ -43,10 +43,10 @@ def single_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimize
 
 
 def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer, chunks: int = 1) -> list[str]:
-    """Raises UnsupportedError that lists everything about this job that cannot be kept correct.
+    """Raises UnsupportedError listing all features of this job that cannot be kept correct.
 
-    Returns lines on options that it has set otherwise, in the configurations (see `megatron_options`). ``chunks``: of
-    each stage, that the plugin is to make.
+    Returns lines on options that it has changed in the configurations (see `options`). ``chunks``: chunks per stage
+    that the plugin is to make.
     """
     singles = single_optimizers(optimizer)
     holders = [_sizes(), config, *(model.ddp_config for model in models if hasattr(model, "ddp_config")),
@@ -81,7 +81,7 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
 
 
 def overflows_earlier(models: Sequence[Any], optimizer: MegatronOptimizer, reduction: str) -> list[str]:
-    """A line where gradients that are summed in fp16 overflow at another loss scale than stock's."""
+    """A line, if gradients summed in fp16 overflow at another loss scale than stock's."""
     in_fp16 = any(parameter.main_grad.dtype is torch.float16 for model in models for parameter in model.parameters()
                   if hasattr(parameter, "main_grad"))
     if reduction != "exact" or not in_fp16 or getattr(single_optimizers(optimizer)[0], "grad_scaler", None) is None:
@@ -92,7 +92,7 @@ def overflows_earlier(models: Sequence[Any], optimizer: MegatronOptimizer, reduc
 
 
 def check_call(keywords: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError if forward_backward_func() is called with what cannot be kept correct."""
+    """Raises UnsupportedError for unsupported arguments of forward_backward_func()."""
     for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "force_all_reduce"):
         if keywords.get(name):
             raise UnsupportedError(f"forward_backward_func({name}=...) is not supported yet; leave it out")
@@ -107,7 +107,7 @@ def check_call(keywords: Mapping[str, Any]) -> None:
 
 
 def check_caller(frame: FrameType | None) -> None:
-    """Raises UnsupportedError if a loop that no test has seen is among the callers of ``frame``."""
+    """Raises UnsupportedError if NeMo 2's own loop, which is untested, is among the callers of ``frame``."""
     while frame is not None:
         if f"{frame.f_globals.get('__name__')}.".startswith("nemo.lightning."):
             raise UnsupportedError("NeMo 2's own loop (nemo.lightning) was never run with this plugin: train by "
@@ -117,14 +117,14 @@ def check_caller(frame: FrameType | None) -> None:
 
 
 def _communicates(communicator: Any) -> bool:
-    """Whether it is core's own between the stages of `parallel_state`'s pipelines: the plugin sends what it would."""
+    """Whether it is core's own for `parallel_state`'s pipelines: the plugin sends in its place."""
     kind = type(communicator)
     return (kind.__name__ == "P2PCommunicator" and kind.__module__.startswith("megatron.core.")
             and communicator.pp_group is parallel_state.get_pipeline_model_parallel_group())
 
 
 def _is_standard(collection: Any) -> bool:
-    """Whether its groups are `parallel_state`'s, as they are now."""
+    """Whether its groups are `parallel_state`'s current ones."""
     def groups(holder: Any) -> list[Any]:
         values = [value for value in vars(holder).values() if value is not None]
         return [one for value in values for one in (value if isinstance(value, list) else [value])]
@@ -134,7 +134,7 @@ def _is_standard(collection: Any) -> bool:
 
 
 def _is_stocks(finalize: Any) -> bool:
-    """Whether it is core's function that reduces gradients, among the standard groups if it names any."""
+    """Whether it is core's function to reduce gradients, with standard groups if it names any."""
     if isinstance(finalize, partial) and not finalize.args and {*finalize.keywords} <= {"pg_collection"}:
         given = finalize.keywords.get("pg_collection")
         return finalize.func is finalize_model_grads and (given is None or _is_standard(given))
@@ -142,7 +142,7 @@ def _is_stocks(finalize: Any) -> bool:
 
 
 def _sizes() -> SimpleNamespace:
-    """The parallel groups' sizes as they are, whatever a configuration says of them."""
+    """The parallel groups' actual sizes, whatever a configuration says."""
     return SimpleNamespace(
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),

@@ -42,7 +42,7 @@ _OPTIONS = (
     ("tp_comm_overlap", "leave it off: its buffers are bound to the ranks that there were at first"),
     ("cpu_offloading", "leave it off"), ("symmetric_ar_type", "leave it out"),
     ("use_transformer_engine_op_fuser", "leave it off"))
-"""Options of the model's configuration that are not kept correct with these layers, each with the advice."""
+"""Options of the model's configuration that are not kept correct with these layers, each with its remedy."""
 
 
 def wrong(models: Sequence[nn.Module], config: Any) -> list[str]:

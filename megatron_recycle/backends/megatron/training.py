@@ -4,8 +4,8 @@ A job loads a checkpoint once, at its start. A joiner that loaded a newer one wo
 learning rate's schedule, in its loop. So a joiner loads nothing. It begins where the job began, as the set-up record
 says, passes through the job's past iterations, and gets its parameters from its peers.
 
-Workers may be missing, but the loop's last rank writes the log line and curves, and all ranks write checkpoints. These
-functions are rebound in its module. `backends.megatron.options` treats its options.
+In stock the last rank writes the log line and curves, and all ranks write checkpoints. Workers may be missing here, so
+these functions are rebound in the loop's module. `backends.megatron.options` treats its options.
 
 Nothing of Megatron is imported here.
 """
@@ -237,7 +237,7 @@ def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
     return [f"global_batch_size is {wanted} and not {before}: the job was started again, and keeps its batch"]
 
 
-# ---- what the schedule asks its loop for
+# ---- the schedule's queries to its loop
 
 
 def largest(microbatches: int) -> int:

@@ -1,7 +1,6 @@
 """TensorBoard and Weights & Biases of Megatron-LM's loop, which go on when the rank that writes them dies.
 
-Stock opens both on the last rank. Here the worker that writes the log line writes them; one that has not written before
-opens the same folder and the same run.
+Stock opens both on the last rank. Here the logging rank writes them; a new one opens the same folder and the same run.
 
 Nothing of Megatron is imported here.
 """
@@ -22,12 +21,12 @@ from megatron_recycle.observe.log import get_logger
 
 VARIABLES = "megatron.training.global_vars"
 _OPENED_BY = {"tensorboard_writer": "tensorboard_dir", "wandb_writer": "wandb_project"}
-"""What Megatron-LM calls a writer -> the argument with which it opens one."""
+"""Megatron-LM's name of a writer -> the argument that opens one."""
 
 
 def name_run(arguments: Any) -> None:
-    """Before Megatron-LM opens a run of Weights & Biases, give it a name: whoever takes over writes on into the same
-    one; and have it write every second, and not every 15, since what it has not written goes with its process."""
+    """Before Megatron-LM opens a run of Weights & Biases, name it, so that the next writer goes on in the same run.
+    Have it write every second instead of every 15, since unwritten data dies with its process."""
     folder = Launched.read().run_dir
     if folder and getattr(arguments, "wandb_project", ""):
         os.environ.setdefault("WANDB_RUN_ID", Path(folder).name)
@@ -36,16 +35,16 @@ def name_run(arguments: Any) -> None:
 
 
 def unopened(arguments: Any) -> AbstractContextManager[None]:
-    """A block in which Megatron-LM opens no writer, for a process that joins: another one still writes the same run."""
+    """A block in which Megatron-LM opens no writer, for a joiner: another worker still writes the same run."""
     return replaced(arguments, **{name: None for name in _OPENED_BY.values() if hasattr(arguments, name)})
 
 
 class Writers:
-    """Gives the loop its writers, on the worker that writes now.
+    """Gives the loop its writers, on the current logging rank.
 
     Args:
         arguments: gives Megatron-LM's arguments.
-        writes: whether this worker is the one that writes now.
+        writes: whether this worker is the logging rank.
     """
 
     def __init__(self, arguments: Callable[[], Any], writes: Callable[[], bool]) -> None:
@@ -54,15 +53,15 @@ class Writers:
         self._failed: set[str] = set()
 
     def tensorboard(self) -> Any:
-        """In place of `get_tensorboard_writer`."""
+        """Replacement of `get_tensorboard_writer`."""
         return self._writer("tensorboard_writer")
 
     def wandb(self) -> Any:
-        """In place of `get_wandb_writer`."""
+        """Replacement of `get_wandb_writer`."""
         return self._writer("wandb_writer")
 
     def write(self, scalars: Callable[[], Mapping[str, float]], iteration: int) -> None:
-        """Write these numbers of ``iteration`` beside the loop's own, and let all of it out of this process' memory."""
+        """Write these numbers of ``iteration`` beside the loop's own, and flush all of it to disk."""
         every = self._arguments().tensorboard_log_interval
         board, wandb = self.tensorboard(), self.wandb()
         if board is None and wandb is None:
@@ -71,7 +70,7 @@ class Writers:
         if board is not None:
             for name, value in values.items():
                 board.add_scalar(name, value, iteration)
-            board.flush()  # by itself every two minutes, which would go with the process
+            board.flush()  # by default every two minutes: that data would die with the process
         if wandb is not None and values:
             wandb.log(dict(values), iteration)
 
