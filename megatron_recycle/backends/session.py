@@ -364,8 +364,7 @@ class Session:
             run: waits for all workers.
             without: the message if workers are missing, before their names.
 
-        Raises the errors of ``run``, except those caused by a failure: the next iteration then begins with the
-        recovery.
+        Raises the errors of ``run``, except those of a failure: the next iteration then begins with the recovery.
         """
         if self.in_script:  # called from another script thread, settling must not start a second training loop
             self.settle()
