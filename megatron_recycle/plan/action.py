@@ -48,8 +48,8 @@ def named(kind: str, pipeline: int, microbatch: int, chunk: int) -> str:
 
 
 def of_place(what: str, chunk: int) -> str:
-    """The name of ``what`` a worker tells of a chunk of its stage, such as a kind: ``"F"``, or ``"F/1"`` for one that
-    is not the first."""
+    """Name of an action kind (or other per-chunk item) of a stage's chunk: ``"F"``, or ``"F/1"`` for a chunk that is
+    not the first."""
     return f"{what}/{chunk}" if chunk else what
 
 

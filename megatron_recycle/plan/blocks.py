@@ -1,5 +1,5 @@
-"""The sums that a worker keeps apart for the exact reduction (promise P3): an unbroken prefix of blocks, or one
-block."""
+"""Partial gradient sums that a worker keeps apart for the exact reduction (promise P3): an unbroken prefix of blocks,
+or one block."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ Piece = tuple[int, int, int]
 
 
 def pieces(plan: Plan, chunk: int) -> dict[Worker, tuple[Piece, ...]]:
-    """The pieces of ``chunk``'s gradient that each live worker of its stage accumulates apart, in logical order; an
-    idle worker has none. Where a stage has one chunk, that is the stage's number.
+    """Per live worker of the chunk's stage, the pieces of ``chunk``'s gradient that it accumulates apart, in logical
+    order. An idle worker has none. Where each stage has one chunk, ``chunk`` is the stage's number.
 
     A helper's sums of lent layers are no pieces: the principal puts them where its own would be (`lent`).
 
     A worker folds only the unbroken prefix of a pipeline's blocks (0..j, all on it, each after the one before) into one
-    piece; every other block is a piece of its own. After a failure a worker may get a block when it has done a later
-    one. With ``block`` 0 nothing is tracked: a worker has one piece ``(d, 0,
-    0)`` for each pipeline that it works for. Raises PlanError if a block is spread over several workers.
+    piece. Every other block is a piece of its own: after a failure a worker may get a block when it has done a later
+    one. With ``block`` 0 nothing is tracked: a worker has one piece ``(d, 0, 0)`` for each pipeline that it works for.
+    Raises PlanError if a block is spread over several workers.
     """
     problem = plan.problem
     block = problem.block
@@ -48,7 +48,7 @@ def pieces(plan: Plan, chunk: int) -> dict[Worker, tuple[Piece, ...]]:
 
 
 def _spans(plan: Plan, worker: Worker, chunk: int) -> dict[tuple[str, int, int], tuple[int, int]]:
-    """By kind of gradient, pipeline and block, where in the worker's list the first and the last of them are."""
+    """Positions in the worker's list of the first and last gradient action, by kind, pipeline and block."""
     found: dict[tuple[str, int, int], tuple[int, int]] = {}
     block, place = plan.problem.block, plan.problem.place_of[chunk]
     for at, (kind, d, m, here) in enumerate(plan.workers[worker]):
@@ -60,6 +60,6 @@ def _spans(plan: Plan, worker: Worker, chunk: int) -> dict[tuple[str, int, int],
 
 
 def _follows(spans: dict[tuple[str, int, int], tuple[int, int]], d: int, index: int) -> bool:
-    """Whether all of block ``index`` comes after all of the one before."""
+    """Whether all of block ``index`` comes after all of the block before."""
     return all(spans[half, d, index][0] > spans[half, d, index - 1][1] for half in ("B", "W")
                if (half, d, index) in spans)

@@ -13,12 +13,12 @@ from .problem import Crossing, Problem
 
 
 def lower_bound(problem: Problem) -> int:
-    """A bound on the problem's objective, in the unit of the costs.
+    """Lower bound on the problem's objective, in the unit of the costs.
 
     Per stage, over all ways to deal out the micro-batches, the slowest worker with ``n`` of them needs
 
-    * its work ``n (F+B+W)`` and the idle time before its first ``B``: a round trip through the later stages
-      less the forwards that its cap lets it run meanwhile;
+    * its work ``n (F+B+W)`` and the idle time before its first ``B``: a round trip through the later stages less the
+      forwards that its cap lets it run meanwhile;
     * or the memory-time of ``n`` micro-batches (each held for at least a round trip) divided by its cap;
 
     and then the stage's step. A second bound follows from the earlier stages, each of which waits for a worker's last
@@ -26,8 +26,8 @@ def lower_bound(problem: Problem) -> int:
     does not let it put off. To this the bound adds the way there and back, one ``W`` and the earlier stage's own step.
     For the makespan it adds the way to the first ``F``.
 
-    Where layers may be lent, or stages have several chunks, it is the bound of their work instead (`_work`), which no
-    choice of crossings and routes gets below. Raises PlanError if a stage has no live worker.
+    With lent layers or several chunks per stage the bound is that of their work (`_work`), which holds for all
+    crossings and routes. Raises PlanError if a stage has no live worker.
     """
     problem.require_live()
     if problem.lends or problem.placement:
@@ -53,8 +53,8 @@ def lower_bound(problem: Problem) -> int:
 
 
 def bound_of(plan: Plan) -> int:
-    """`lower_bound` of the plan's problem; where some of the iteration was done before, a bound on the rest of it: of
-    the stages' live workers, the fastest at everything, none has less than an equal share."""
+    """`lower_bound` of the plan's problem. For a plan that begins with done actions, a bound on the rest: of the
+    stages' live workers, the fastest at everything, none has less than an equal share."""
     if not plan.done:
         return lower_bound(plan.problem)
     problem, work = plan.problem, [0] * plan.problem.grid.stages
@@ -69,13 +69,13 @@ def bound_of(plan: Plan) -> int:
 
 
 def _work(problem: Problem) -> int:
-    """For every unbroken run of chunks: what of it cannot be lent away is done by the live workers of its stages, in
-    the time that their steps leave them.
+    """Work bound for every unbroken run of chunks: the work that cannot be lent away is done by the live workers of its
+    stages, in the time that their steps leave them.
 
-    A worker of slowness ``x`` does ``(T - step) / x`` of work in a time ``T``: rounding and spans that would cost less
-    than nothing only add to it. So ``T`` is no less than (work + sum of step / x) / (sum of 1 / x). Where nothing is
-    lent, a stage's workers also share whole actions: the one with most has at least those that come out of dealing
-    them, each as short as the shortest.
+    A worker of slowness ``x`` does ``(T - step) / x`` of work in a time ``T``; rounding, and spans of negative cost,
+    only add to it. So ``T`` is no less than (work + sum of step / x) / (sum of 1 / x). Where nothing is lent, a stage's
+    workers also share whole actions: the busiest has at least its part of an even deal, with each action as short as
+    the shortest.
     """
     best = Fraction(0)
     for first in range(problem.chunks):
@@ -97,12 +97,12 @@ def _work(problem: Problem) -> int:
 
 
 def _lendable(problem: Problem, chunk: int, boundary: int, way: int) -> int:
-    """Most work of one micro-batch in ``chunk`` that others can do, across ``boundary``."""
+    """Most work of one micro-batch in ``chunk`` that other workers can do, across ``boundary``."""
     return problem.lend[boundary][way] * sum(problem.costs.layer[chunk]) if problem.lends else 0
 
 
 def _shared(problem: Problem, work: int, stages: set[int]) -> Fraction:
-    """The least time in which the live workers of ``stages`` do so much work and their steps."""
+    """Least time in which the live workers of ``stages`` do this ``work`` and their steps."""
     rate, needed = Fraction(0), Fraction(work)
     for stage in stages:
         for worker in problem.live(stage):
@@ -113,7 +113,7 @@ def _shared(problem: Problem, work: int, stages: set[int]) -> Fraction:
 
 
 def _chain(problem: Problem) -> int:
-    """The way of one micro-batch down and up, at the speed of the fastest, and the shortest step."""
+    """One micro-batch's way down and up, at the speed of the fastest workers, plus the shortest step."""
     speed = min(Fraction(str(problem.costs.speed.get(worker, 1))) for worker in problem.live_workers())
     costs = problem.costs
     there = sum(costs.forward) + sum(costs.backward_input)
@@ -121,7 +121,7 @@ def _chain(problem: Problem) -> int:
 
 
 class _Crew(NamedTuple):
-    """A worker as the bounds see it: durations and memory limits, in the units of costs and caps."""
+    """One worker's durations and memory limits for the bounds, in the units of costs and caps."""
 
     forward: int
     backward: int

@@ -26,13 +26,13 @@ def _integer(value: Any, what: str) -> int:
 @dataclass(frozen=True)
 class Costs:
     """Durations in one integer unit (microseconds when profiled), one entry per chunk, which is per stage where each
-    stage has one; ``hop`` is the latency of a transfer between different workers; ``speed`` maps a worker to its
-    slowness (1.5: half as slow again, default 1).
+    stage has one. ``hop``: latency of a transfer between different workers. ``speed``: slowness by worker (1.5: half as
+    slow again, default 1).
 
-    ``step`` is the time of a stage's reduce-and-step, one entry per stage. It is a collective, so it is not scaled by
-    ``speed``. ``layer``: by chunk, (F, B, W) of one layer that may be lent; () where none is. ``lent``: how long after
-    a step a helper has the new parameters of the layers lent to it, and how long before one it must have run all its
-    actions, after which it sends the sums of their gradients.
+    ``step``: time of a stage's reduce-and-step, one entry per stage; a collective, so not scaled by ``speed``.
+    ``layer``: by chunk, (F, B, W) of one layer that may be lent; () where none is. ``lent``: time after a step until a
+    helper has the new parameters of the layers lent to it, and time before a step at which it must have run all its
+    actions: then it sends the sums of their gradients.
     """
 
     forward: tuple[int, ...]
@@ -72,8 +72,8 @@ class Costs:
                 raise PlanError(f"costs: speed of worker {worker} must be positive, not {factor!r}")
 
     def by_chunk(self, placement: tuple[int, ...]) -> Costs:
-        """These for chunks on the stages of ``placement``: where they are by stage, each chunk's are its stage's. The
-        same where they are by chunk already, or where that is ()."""
+        """The same costs by chunk for ``placement``: per-stage entries are repeated for each chunk of the stage.
+        Unchanged if by chunk already, or if ``placement`` is (); else ``layer`` is dropped."""
         if not placement or len(placement) == len(self.forward):
             return self
         forward, backward, weight = (tuple(each[stage] for stage in placement) for each in (
@@ -110,8 +110,8 @@ class Costs:
         return self.forward[chunk] + self.backward_input[chunk] + self.backward_weight[chunk]
 
     def cost(self, kind: str, chunk: int, more: Mapping[int, int] | None = None, split: bool = True) -> int:
-        """Time of a F, B or W of ``chunk`` on a worker of usual speed. ``more``: by chunk, the layers that it runs
-        besides (or, less than 0, does not run). Never less than 0.
+        """Time of a F, B or W of ``chunk`` on a worker of usual speed. ``more``: by chunk, the extra layers that it
+        runs (negative: layers that it does not run). Never less than 0.
 
         Without ``split`` a ``B`` costs both halves of the backward and a ``W`` nothing.
         """

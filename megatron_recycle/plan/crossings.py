@@ -1,8 +1,8 @@
-"""Lent layers as the crossings of a plan imply them: who runs a layer of another stage, for whom, and what it holds.
+"""Lent layers that a plan's crossings imply: helper, principal, and the layers that the helper must hold.
 
 A micro-batch that crosses a boundary later than at home has the first layers of the later chunk run by the worker of
-the earlier chunk; one that crosses it earlier has the last layers of the earlier chunk run by the worker of the later
-one.
+the earlier chunk. A micro-batch that crosses it earlier has the last layers of the earlier chunk run by the worker of
+the later chunk.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .plan import Plan
 
 
 class Lent(NamedTuple):
-    """``layers`` layers of ``chunk`` are run by ``helper`` for one micro-batch: the chunk's last ones if ``tail``, else
-    its first ones. ``principal``, the worker of the chunk's own stage that runs the rest of the chunk for that
-    micro-batch, gets the helper's gradients and gives it the parameters. ``by``: the chunk whose actions they are
-    run in. Chunks are counted through the model."""
+    """One loan for one micro-batch: ``helper`` runs ``layers`` layers of ``chunk``, its last ones if ``tail``, else its
+    first ones. ``principal``, the worker of the chunk's own stage that runs the rest of the chunk for that micro-batch,
+    gets the helper's gradients and gives it the parameters. ``by``: the chunk whose actions the layers are run in.
+    Chunks are counted through the model."""
 
     helper: Worker
     principal: Worker
@@ -31,7 +31,7 @@ class Lent(NamedTuple):
 
 
 def lent(plan: Plan) -> Iterator[Lent]:
-    """Everything that is lent in an iteration, by micro-batch and boundary."""
+    """All loans of an iteration, by micro-batch and boundary."""
     route = plan._route
     for (d, m), crossing in plan.crossings.items():
         for boundary, by in enumerate(crossing):
@@ -41,7 +41,7 @@ def lent(plan: Plan) -> Iterator[Lent]:
 
 
 def borrowings(plan: Plan) -> dict[Worker, dict[tuple[int, bool], int]]:
-    """For every helper what it must hold of other stages' chunks: for (chunk, whether its end) the number of layers."""
+    """Layers of other stages' chunks that each helper must hold: for (chunk, whether its end) the number of layers."""
     found: dict[Worker, dict[tuple[int, bool], int]] = {}
     for each in lent(plan):
         mine = found.setdefault(each.helper, {})
@@ -51,5 +51,5 @@ def borrowings(plan: Plan) -> dict[Worker, dict[tuple[int, bool], int]]:
 
 
 def borrowed(plan: Plan, worker: Worker) -> dict[tuple[int, bool], int]:
-    """What ``worker`` must hold of other stages' chunks, as `borrowings` says it."""
+    """Layers of other stages' chunks that ``worker`` must hold, as in `borrowings`."""
     return borrowings(plan).get(worker, {})

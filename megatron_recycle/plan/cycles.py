@@ -1,4 +1,4 @@
-"""The steady-state period: the maximum cycle mean of a max-plus system, of which only the steps are known."""
+"""Steady-state period: the maximum cycle mean of a max-plus system that is given by its step function alone."""
 
 from __future__ import annotations
 

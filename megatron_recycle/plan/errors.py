@@ -1,11 +1,11 @@
-"""The two error types of the plan package, apart so that every module here can raise them."""
+"""Error types of the plan package, in a module that all others here can import."""
 
 from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """A problem or a plan that is malformed or cannot be solved; the message is one line that names the fault."""
+    """Malformed or unsolvable problem or plan; the message is one line that names the fault."""
 
 
 class DeadlockError(PlanError):
-    """An order of actions in which some action can never start; the message names that action and its worker."""
+    """Order of actions in which some action can never start; the message names that action and its worker."""

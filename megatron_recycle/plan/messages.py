@@ -1,4 +1,4 @@
-"""The messages between workers that a plan implies, in the order in which each sender makes them."""
+"""Messages between workers that a plan implies, in the order in which each sender makes them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from .problem import AHEAD
 
 
 class Message(NamedTuple):
-    """``F``: the activation of ``(pipeline, microbatch)`` to the next chunk; ``B``: its gradient to the one before.
+    """``F``: the activation of ``(pipeline, microbatch)`` to the next chunk; ``B``: its gradient to the chunk before.
 
-    ``chunk`` is that of the action that reads it, counted within the reader's stage. So a message is called as its
-    reader is.
+    ``chunk`` is the reading action's, counted within the reader's stage: a message is named after its reader.
     """
 
     kind: str
@@ -28,8 +27,8 @@ class Message(NamedTuple):
 
 
 def results_in(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
-    """What an action of ``worker`` makes for the next chunk, or for the one before, and who runs the action that reads
-    it, which may be the worker itself. None: there is nothing, or nobody."""
+    """Output of an action of ``worker`` for the next chunk (or the one before), and the worker whose action reads it,
+    possibly ``worker`` itself. None: no output, or no reader."""
     problem, kind = plan.problem, PASSES_ON.get(action.kind)
     if kind is None:
         return None
@@ -45,22 +44,22 @@ def is_read(plan: Plan, worker: Worker, message: Message) -> bool:
 
 
 def comes_first(plan: Plan, worker: Worker, message: Message) -> bool:
-    """Whether ``worker`` may be sent the gradient ``message`` before it has run the forward that this belongs to: a
-    worker that is gone had run that, and the next chunk went on with the activation."""
+    """Whether ``worker`` may receive the gradient ``message`` before it has run the matching forward: a dead worker had
+    run that forward, and the next chunk went on with the activation."""
     chunk, item = plan.problem.chunks_of[worker.stage][message.chunk], message[1:3]
     return message.kind == "B" and ("F", *item, chunk + 1) in plan._read and ("F", *item, chunk) not in plan._read
 
 
 def passes_on(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
-    """The message that an action of ``worker`` ends with, and who reads it. None: there is none, the worker itself
-    runs what comes next, or that was done before the plan begins. What done actions made is still read by others."""
+    """The message that an action of ``worker`` ends with, and its receiver. None: no message, the worker itself runs
+    the next action, or that was done before the plan begins. Outputs of done actions may still have readers."""
     result = results_in(plan, worker, action)
     return None if result is None or result[0] == worker or is_read(plan, *result) else result
 
 
 def needs(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
-    """The message that an action of ``worker`` begins with, and who sends it. None: it reads nothing from others, or
-    was done before the plan begins."""
+    """The message that an action of ``worker`` begins with, and its sender. None: it reads nothing from other workers,
+    or was done before the plan begins."""
     kind = PASSES_ON.get(action.kind)
     if kind is None:
         return None
@@ -74,8 +73,8 @@ def needs(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] 
 
 
 def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
-    """For each ordered pair of workers that talk, its messages in the sender's listed order: first those that its done
-    actions have made, where actions of the other are still to read them."""
+    """Messages of each ordered pair of workers, in the sender's listed order: first outputs of its done actions that
+    the receiver's actions are still to read."""
     found: dict[tuple[Worker, Worker], list[Message]] = {}
     for worker, actions in sorted(plan.workers.items()):
         for action in actions:
@@ -85,8 +84,8 @@ def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
 
 
 def read_by(plan: Plan, me: Worker) -> dict[Message, tuple[Message, ...]]:
-    """For each message that ``me`` receives, the messages of its own whose arrival it proves: for a gradient its
-    activation, for an activation the gradients that its maker had to read before it could send it."""
+    """For each message that ``me`` receives, the own messages whose arrival it proves: for a gradient its activation,
+    for an activation the gradients that its maker had to read before it could send it."""
     place_of, chunks_of = plan.problem.place_of, plan.problem.chunks_of
     beside = {plan.problem.stage_of(chunk + way) for chunk in chunks_of[me.stage] for way in (-1, 1)
               if 0 <= chunk + way < plan.problem.chunks}
@@ -123,7 +122,7 @@ def readers(plan: Plan, me: Worker) -> tuple[Worker, ...]:
 
 
 def last_reads(plan: Plan, me: Worker) -> dict[Action, tuple[Worker, ...]]:
-    """The actions of ``me`` with which it has read the last message of one worker or several."""
+    """The actions of ``me`` that read the last message of one worker or several."""
     last = {read[0]: action for action in plan.actions(me) if (read := needs(plan, me, action))}
     found: dict[Action, tuple[Worker, ...]] = {}
     for sender, action in last.items():
@@ -132,12 +131,11 @@ def last_reads(plan: Plan, me: Worker) -> dict[Action, tuple[Worker, ...]]:
 
 
 def receives(plan: Plan) -> dict[Worker, int]:
-    """The most receives that each worker has posted at a time.
+    """Most receives that each worker has posted at a time.
 
     A worker posts receives for the next AHEAD activations and the next AHEAD gradients that it reads, and for every
     message that its neighbour sends before these on the same channel. They are posted in the order of sending, so that
-    no order of a legal plan can deadlock for want of message tags. A message that was read makes room when its action
-    is done.
+    no order of a legal plan can deadlock for want of message tags. A read message makes room when its action is done.
     """
     talk = channels(plan)
     rank = {pair: {message: i for i, message in enumerate(messages)} for pair, messages in talk.items()}
@@ -146,14 +144,14 @@ def receives(plan: Plan) -> dict[Worker, int]:
 
 
 def surplus(plan: Plan) -> dict[Worker, int]:
-    """How many receives a worker has posted beyond the usual ones (`Problem.receives`), if any: it reads messages in
-    another order than they are sent."""
+    """Receives per worker beyond the usual number (`Problem.receives`), if any: such a worker reads messages in another
+    order than they are sent."""
     found = {me: count - plan.problem.receives(me.stage) for me, count in receives(plan).items()}
     return {me: count for me, count in found.items() if count > 0}
 
 
 def _most_posted(listed: Sequence[tuple[Worker, str, int]]) -> int:
-    """The most receives posted at a time by a reader of these messages: (sender, kind, number on the channel) each."""
+    """Most receives posted at a time by a reader of these messages, each (sender, kind, number on the channel)."""
     posted: dict[Worker, int] = {}
     coming = {kind: [(source, number) for source, other, number in listed if other == kind] for kind in ("F", "B")}
     most, read = 0, dict.fromkeys(coming, 0)

@@ -1,9 +1,8 @@
-"""Pairs of workers that send to each other, and the rounds in which they do so for the first time.
+"""Pairs of workers that send to each other, and the rounds in which they connect.
 
-A library may connect two workers at their first transfer, and keep both waiting for each other meanwhile (NCCL). In one
-round every worker has one partner at most, and all workers go through the rounds in the same order: of the pairs that
-have not met the first one is next for both of its workers, so that no circle can arise, and pairs of one round do not
-wait for each other.
+A library may connect two workers at their first transfer, and block both meanwhile (NCCL). In one round every worker
+has one partner at most, and all workers go through the rounds in the same order: of the pairs that have not met, the
+first is next for both of its workers. So no wait cycle can arise, and pairs of one round do not wait for each other.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ def pair_of(one: Node, other: Node) -> tuple[Node, Node]:
 
 
 def pairs(plan: Plan) -> frozenset[Pair]:
-    """The workers that send activations and gradients, or copies and sums of lent layers, to each other in an iteration
-    of ``plan``."""
+    """Pairs that send each other activations and gradients, or copies and sums of lent layers, in an iteration of
+    ``plan``."""
     talk = frozenset(pair_of(*pair) for pair, messages in channels(plan).items() if messages)
     return talk | {pair_of(each.helper, each.principal) for each in lent(plan)}
 
 
 def tied_givers(mine: Sequence[Worker], theirs: Sequence[Worker]) -> dict[Worker, Worker]:
-    """Who of the live workers ``mine`` of a stage gives a tied parameter's gradient to each of ``theirs``, of another
-    stage: those of both stages in ascending order, the givers by turns."""
+    """Sender of a tied parameter's gradient for each of ``theirs``: one of the live workers ``mine`` of another stage,
+    by turns, both stages in ascending order."""
     return {receiver: mine[place % len(mine)] for place, receiver in enumerate(theirs)}
 
 
 def tied_pairs(plan: Plan) -> frozenset[Pair]:
-    """The workers that send each other tied parameters' gradients."""
+    """Pairs that send each other tied parameters' gradients."""
     problem = plan.problem
     return frozenset(pair_of(*pair) for tied in problem.tied
                      for one, other in combinations(sorted({problem.stage_of(chunk) for chunk in tied}), 2)
@@ -51,10 +50,10 @@ def tied_pairs(plan: Plan) -> frozenset[Pair]:
 
 
 def rounds(pairs: Collection[tuple[Node, Node]]) -> list[list[tuple[Node, Node]]]:
-    """``pairs``, each once, in rounds in which nobody has two partners: the same for all who ask.
+    """Edge colouring: ``pairs``, each once, in rounds in which no node has two partners; the same for all callers.
 
-    As many rounds as the busiest has partners where the nodes fall into two kinds and pairs are of both, as those of
-    neighbouring stages do (König's theorem); otherwise few more, and fewer than twice as many.
+    As many rounds as the busiest node has partners if the graph is bipartite, as neighbouring stages are (König's
+    theorem); otherwise few more, and fewer than twice as many.
     """
     colours: dict[Node, dict[int, Node]] = defaultdict(dict)
     """For each node its partner in each round."""
@@ -74,8 +73,8 @@ def rounds(pairs: Collection[tuple[Node, Node]]) -> list[list[tuple[Node, Node]]
 
 
 def _free(colours: dict[Node, dict[int, Node]], one: Node, other: Node, count: int) -> int | None:
-    """A round below ``count`` in which neither of the two has a partner, if need be after others have changed theirs;
-    None if there is none."""
+    """A round below ``count`` in which neither of the two has a partner, if need be after other pairs have changed
+    rounds; None if there is none."""
     ours = [number for number in range(count) if number not in colours[one]]
     theirs = [number for number in range(count) if number not in colours[other]]
     for number in ours:
@@ -83,7 +82,7 @@ def _free(colours: dict[Node, dict[int, Node]], one: Node, other: Node, count: i
             return number
     for mine in ours:
         for their in theirs:
-            # Whoever meets in turns in these two rounds, beginning with ``other``, changes them.
+            # Swap the two rounds along the alternating path that begins with ``other``.
             path = _turns(colours, other, mine, their)
             if path[-1] != one:
                 _swap(colours, path, mine, their)
@@ -92,7 +91,7 @@ def _free(colours: dict[Node, dict[int, Node]], one: Node, other: Node, count: i
 
 
 def _turns(colours: dict[Node, dict[int, Node]], start: Node, first: int, second: int) -> list[Node]:
-    """The nodes on the way from ``start`` by its partner in round ``first``, that one's in ``second``, and so on."""
+    """Alternating path from ``start``: its partner in round ``first``, the partner's in round ``second``, and so on."""
     path, number = [start], first
     while number in colours[path[-1]]:
         path.append(colours[path[-1]][number])

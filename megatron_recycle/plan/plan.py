@@ -1,4 +1,4 @@
-"""The plan: for every live worker its ordered actions, with the problem it solves; the value of the plan file."""
+"""The plan: each live worker's ordered actions, with the problem it solves; the value of the plan file."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _DIGESTED = ("grid", "failed", "costs", "cap", "held", "block", "tied", "split_b
 _DIGESTED_1 = (*(name for name in _DIGESTED if name != "full_backward"), "stage_of")
 """Parts of a plan that a digest of version 1 covers; ``stage_of`` was always empty there."""
 _DIGESTED_MORE = {"placement": 3, "lending": 3, "crossings": 3, "done": 4}
-"""Parts that are digested where a plan has them, with the version that brought them; a plan that has none has the
-digest that version 2 gave it."""
+"""Parts that are digested where a plan has them, with the version that brought them. A plan without them keeps its
+version 2 digest."""
 _MICROBATCH = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\Z")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Version 4 of the plan file. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
+    """Plan file, version 4. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
 
-    ``crossings``: where micro-batches that do not do so at home cross the boundaries between chunks; nothing is said of
-    the others. ``done``: how many of a worker's first actions were done before the plan begins, where any were. Such a
-    plan is for the rest of one iteration: its figures are of what is left, and its period is its makespan. ``stats``
-    says how the plan was made and is no part of the digest. ``stated`` is the digest a file came with, or "" for a plan
-    made here; validate.violations compares it with ``digest``. Raises PlanError if ``done`` counts more actions than
-    there are before the step of a listed worker.
+    ``crossings``: the micro-batches that cross chunk boundaries away from home; all others are omitted. ``done``: the
+    number of a worker's first actions that were done before the plan begins, where any were. Such a plan is for the
+    rest of one iteration: its figures are of the rest, and its period is its makespan. ``stats``: how the plan was
+    made; not digested. ``stated``: the digest a file came with, or "" for a plan made here; validate.violations
+    compares it with ``digest``. Raises PlanError if ``done`` counts more actions than there are before the step of a
+    listed worker.
     """
 
     problem: Problem
@@ -71,7 +71,7 @@ class Plan:
             raise PlanError(f"worker {worker} has no orders in this plan") from None
 
     def without(self, left_out: Collection[tuple[int, int]]) -> Plan:
-        """The same orders but for these ``(pipeline, microbatch)``, for an iteration that does not run them."""
+        """The same orders without these ``(pipeline, microbatch)``, for an iteration that leaves them out."""
         def kept(actions: Sequence[Action]) -> tuple[Action, ...]:
             return tuple(action for action in actions if action[1:3] not in left_out)
 
@@ -87,16 +87,16 @@ class Plan:
         return self.problem.chunks_of[worker.stage][action.chunk]
 
     def duration(self, worker: Worker, action: Action) -> int:
-        """Time of an action of ``worker``, with the layers that its micro-batch crosses for."""
+        """Time of an action of ``worker``, with the layers that its micro-batch's crossing adds or takes away."""
         return self.problem.duration(action.kind, worker, action.chunk, self.crossing(*action[1:3]))
 
     def crossing(self, pipeline: int, microbatch: int) -> Crossing:
-        """Where a micro-batch crosses the boundaries between chunks; () if all at home."""
+        """A micro-batch's crossing of each boundary between chunks; () if all at home."""
         return self.crossings.get((pipeline, microbatch), ())
 
     def span(self, pipeline: int, microbatch: int, chunk: int) -> tuple[int, int]:
         """The layers, first and end, that an action of ``chunk`` (counted through the model) runs for a micro-batch.
-        Layers that may be lent are counted through the model; what else a chunk has stays with it."""
+        Layers that may be lent are counted through the model; the rest of a chunk stays with it."""
         layers = self.problem.layers or (0,) * self.problem.chunks
         crossing = self.crossing(pipeline, microbatch) or (0,) * (self.problem.chunks - 1)
         first = sum(layers[:chunk])
@@ -111,7 +111,7 @@ class Plan:
 
     @cached_property
     def _read(self) -> frozenset[tuple[str, int, int, int]]:
-        """What done actions have read: the kind of the message, pipeline, micro-batch and chunk of the action."""
+        """Messages that done actions have read: kind of the message, pipeline, micro-batch and chunk of the action."""
         return frozenset((PASSES_ON[action.kind], action.pipeline, action.microbatch, self.chunk(worker, action))
                          for worker, count in self.done.items() for action in self.workers[worker][:count]
                          if action.kind in PASSES_ON)
@@ -128,7 +128,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the plan is above its lower bound, as a fraction of the bound."""
+        """Excess of the plan over its lower bound, as a fraction of the bound."""
         return self.objective_value / self.lower_bound - 1 if self.lower_bound else 0.0
 
     @cached_property
@@ -151,7 +151,7 @@ class Plan:
         return content
 
     def _content_1(self) -> dict[str, Any]:
-        """The content as version 1 wrote it."""
+        """The digested content in the form of version 1."""
         content = self._content()
         held = {name: content["held"][name] for name in ("before_b", "after_b")}
         return {**content, "held": held, "stage_of": {}}
@@ -168,8 +168,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Any) -> Plan:
-        """Read a plan file's JSON, of any version. Raises PlanError when malformed; whether it is
-        legal is for validate to say."""
+        """Read a plan file's JSON, of any version. Raises PlanError when malformed; legality is checked by validate."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise PlanError(f"plan file: format must be {FORMAT!r}")
         version = value.get("version")
@@ -216,12 +215,12 @@ class Plan:
         return plan
 
     def to_file(self) -> PlanFile:
-        """The plan as it travels."""
+        """The plan in its wire form."""
         return PlanFile.from_json(self.to_json())
 
     @classmethod
     def from_file(cls, file: PlanFile) -> Plan:
-        """Read it again. Raises PlanError as `from_json` does."""
+        """Read the wire form. Raises PlanError as `from_json` does."""
         return cls.from_json(file.to_json())
 
     @classmethod
@@ -235,7 +234,7 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan file, whole or not at all."""
+        """Write the plan file atomically."""
         target = Path(path)
         aside = target.with_name(target.name + f".{os.getpid()}.tmp")
         aside.write_text(json.dumps(self.to_json(), separators=(", ", ": ")) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The content of a plan file as it travels: `Plan` reads it, and writes it."""
+"""Wire form of a plan file's content; `Plan` reads and writes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .value import Value
 
 
 class PlanFile(Value, frozen=True, omit_defaults=True, kw_only=True):
-    """See docs/plan-file.md for the fields. Their types are checked here, and what they say is checked by `Plan`."""
+    """See docs/plan-file.md for the fields. Their types are checked here, their content by `Plan`."""
 
     format: str = ""
     version: int = 0
@@ -39,5 +39,5 @@ class PlanFile(Value, frozen=True, omit_defaults=True, kw_only=True):
 
     @property
     def about_lending(self) -> str:
-        """Why layers are lent, or not; nothing where that was no question."""
+        """Why layers are lent, or not; empty where lending was not considered."""
         return str(self.stats.get("lending") or "")

@@ -13,10 +13,10 @@ from .grid import Grid, Worker
 
 OBJECTIVES = ("period", "makespan")
 Crossing = tuple[int, ...]
-"""For each boundary between chunks, how many layers later (or, less than 0, earlier) than at home a micro-batch crosses
-it; () where it crosses all at home."""
+"""For each boundary between chunks, how many layers later (negative: earlier) than at home a micro-batch crosses it; ()
+where it crosses all at home."""
 AHEAD = 2
-"""Receives that a worker keeps posted for the activations that it reads next, and as many for gradients."""
+"""Receives that a worker keeps posted for its next activations, and as many for gradients."""
 
 
 def _count(value: Any, what: str, least: int = 0) -> int:
@@ -30,16 +30,16 @@ class Problem:
     """A membership of a grid with its costs and rules.
 
     ``failed``: workers that are out. ``cap``: most memory units a worker may hold (a worker not named has no cap).
-    ``placement``: the stage of each chunk, in the order of the model's layers; (): one chunk per stage.
-    Lists are by chunk, which is by stage where each has one. ``before_b``/``after_b``: units a micro-batch weighs from
-    F's start to B's end, and from there to W's end. ``message``: units that a posted receive weighs (default: nothing).
-    It counts receives beyond the usual ones (`receives`); room for the usual ones is kept before caps are derived.
-    ``block``: micro-batches per block of the exact reduction, 0 for none. ``tied``: groups of chunks whose stages step
-    together. ``full_backward``: chunks of which B and W may be run in one (FB).
+    ``placement``: the stage of each chunk, in the order of the model's layers; (): one chunk per stage. Lists are by
+    chunk, which is by stage where each has one. ``before_b``/``after_b``: units a micro-batch weighs from F's start to
+    B's end, and from there to W's end. ``message``: units that a posted receive weighs (default: nothing). It counts
+    receives beyond the usual ones (`receives`); room for the usual ones is kept before caps are derived. ``block``:
+    micro-batches per block of the exact reduction, 0 for none. ``tied``: groups of chunks whose stages step together.
+    ``full_backward``: chunks whose B and W may be run in one (FB).
 
-    ``layers``: of each chunk how many layers are alike and may be lent; (): nothing is lent. ``lend``: for each
+    ``layers``: number of layers of each chunk that are alike and may be lent; (): nothing is lent. ``lend``: for each
     boundary between chunks, the most layers by which a micro-batch may cross it earlier, and later. ``layer_held``:
-    units that a micro-batch weighs in one such layer, before and after its B; ``layer_parameters``: units that one such
+    units that a micro-batch weighs in one such layer, before and after its B. ``layer_parameters``: units that one such
     layer weighs on its helper as long as it is lent. Raises PlanError.
     """
 
@@ -102,7 +102,7 @@ class Problem:
         self._lendable()
 
     def _placed(self) -> None:
-        """Check the placement. The usual one has one spelling: ()."""
+        """Check the placement, and normalise the usual one (one chunk per stage) to ()."""
         stages = self.grid.stages
         for chunk, stage in enumerate(self.placement):
             if _count(stage, f"placement: chunk {chunk}'s stage") >= stages:
@@ -113,7 +113,7 @@ class Problem:
             object.__setattr__(self, "placement", ())
 
     def _lendable(self) -> None:
-        """Check what is said about lent layers. Where nothing may be lent, all of it has one spelling: ()."""
+        """Check the fields about lent layers, and normalise all of them to () where nothing may be lent."""
         chunks = self.chunks
         for name, usual, length in (("layers", 0, chunks), ("lend", (0, 0), chunks - 1), ("layer_held", (0, 0), chunks),
                                     ("layer_parameters", 0, chunks)):
@@ -147,12 +147,12 @@ class Problem:
         return len(self.placement) or self.grid.stages
 
     def stage_of(self, chunk: int) -> int:
-        """The stage whose workers hold ``chunk``."""
+        """Chunks of each stage, in the order of the model's layers; ``Action.chunk`` is an index into this list."""
         return self.placement[chunk] if self.placement else chunk
 
     @cached_property
     def chunks_of(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage its chunks, in the order of the model's layers: ``Action.chunk`` is a place in this list."""
+        """For each chunk its index among its stage's chunks: the ``Action.chunk`` of its actions."""
         return tuple(tuple(chunk for chunk in range(self.chunks) if self.stage_of(chunk) == stage)
                      for stage in range(self.grid.stages))
 
@@ -167,8 +167,8 @@ class Problem:
         return bool(self.lend)
 
     def more(self, chunk: int, crossing: Crossing) -> dict[int, int]:
-        """By chunk, the layers that an action of ``chunk`` runs besides its own (less than 0: does not run), where its
-        micro-batch crosses the boundaries like this."""
+        """Extra layers by chunk that an action of ``chunk`` runs (negative: does not run) for a micro-batch with this
+        ``crossing``."""
         found: dict[int, int] = {}
         for boundary, sign in ((chunk - 1, -1), (chunk, 1)):
             by = sign * crossing[boundary] if 0 <= boundary < len(crossing) else 0
@@ -189,9 +189,9 @@ class Problem:
         return tuple(w for w in self.grid.workers() if w not in out)
 
     def duration(self, kind: str, worker: Worker, place: int = 0, crossing: Crossing = ()) -> int:
-        """Time of an action of ``kind`` on ``worker``, of chunk ``place`` of its stage, for a micro-batch that crosses
-        the boundaries like this (() for all at home). A ``FB`` takes as long as its ``B`` and its ``W`` one after the
-        other; a ``S`` takes the stage's step."""
+        """Time of an action of ``kind`` on ``worker``, of chunk ``place`` of its stage, for a micro-batch with this
+        ``crossing`` (() for all at home). A ``FB`` takes as long as its ``B`` and its ``W`` one after the other; a
+        ``S`` takes the stage's step."""
         if kind == "S":
             return self.costs.step[worker.stage]
         if kind == "FB":
@@ -201,8 +201,8 @@ class Problem:
         return self.costs.scaled(self.costs.cost(kind, chunk, more, self.split_backward), worker)
 
     def held(self, chunk: int, crossing: Crossing = ()) -> tuple[int, int]:
-        """Units that a micro-batch that crosses the boundaries like this weighs in an action's span of ``chunk``: from
-        F's start to B's end, and from there to W's end."""
+        """Units that a micro-batch with this ``crossing`` weighs in its span of ``chunk``: from F's start to B's end,
+        and from there to W's end."""
         before, after = self.before_b[chunk], self.after_b[chunk]
         if crossing:
             for other, count in self.more(chunk, crossing).items():
@@ -211,7 +211,7 @@ class Problem:
         return max(0, before), max(0, after) if self.split_backward else 0
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that step together: those of tied chunks, every other stage alone, ordered by their first stage."""
+        """Stages that step together: those of tied chunks; every other stage alone; ordered by their first stage."""
         groups: list[set[int]] = [{stage} for stage in range(self.grid.stages)]
         for tied in self.tied:
             stages = {self.stage_of(chunk) for chunk in tied}
@@ -231,7 +231,7 @@ class Problem:
 
     def weight(self, stage: int) -> int:
         """Most units one micro-batch holds at ``stage`` at any time, in all of its chunks: an earlier chunk's are held
-        until it has come back from the later ones."""
+        until the micro-batch has come back from the later chunks."""
         return sum(max(self.held(chunk)) for chunk in self.chunks_of[stage])
 
     def message_weight(self, stage: int) -> int:
@@ -239,8 +239,8 @@ class Problem:
         return max(self.message[chunk] for chunk in self.chunks_of[stage])
 
     def receives(self, stage: int) -> int:
-        """Receives that a worker of ``stage`` usually has posted: AHEAD for activations and AHEAD for gradients, as far
-        as a chunk before or after its own may be with another worker."""
+        """Usual number of posted receives of a worker of ``stage``: AHEAD for activations and AHEAD for gradients, as
+        far as a chunk before or after its own may be with another worker."""
         return AHEAD * sum(any(0 <= chunk + way < self.chunks and (self.stage_of(chunk + way) != stage
                                                                    or self.grid.pipelines > 1)
                                for chunk in self.chunks_of[stage]) for way in (-1, 1))
@@ -276,7 +276,7 @@ class Problem:
 
     @classmethod
     def from_json(cls, value: Any) -> Problem:
-        """Read what to_json wrote, or a whole plan file of any version (the rest is left alone). Raises PlanError."""
+        """Read to_json's output, or a whole plan file of any version (other fields are ignored). Raises PlanError."""
         if not isinstance(value, dict):
             raise PlanError("an object is needed at the top of a plan file")
         grid = _member(value, "grid", dict)

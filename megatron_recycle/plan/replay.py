@@ -21,12 +21,12 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each action runs from a cold start: ``times[worker][i]`` is (start, end) of the worker's i-th
-    action, (0, 0) where it was done before the plan begins.
+    """Times of all actions from a cold start: ``times[worker][i]`` is (start, end) of the worker's i-th action, (0, 0)
+    where it was done before the plan begins.
 
-    ``makespan`` ends the last ``S``; ``period`` is the steady-state time per iteration (a fraction may
-    remain), and the makespan of a plan that begins with done actions, which runs once; ``peak`` is the most memory
-    units a worker holds at any time.
+    ``makespan`` ends the last ``S``. ``period`` is the steady-state time per iteration (a fraction may remain); for a
+    plan that begins with done actions, which runs once, the makespan. ``peak``: most memory units a worker holds at any
+    time.
     """
 
     times: Mapping[Worker, tuple[tuple[int, int], ...]]
@@ -36,8 +36,8 @@ class Timeline:
 
 
 class _Entry(NamedTuple):
-    """An action: the ``position``-th of worker number ``owner``. ``needs``: the entry, of another chunk or the own
-    forward, that must have ended ``lag`` before (-1: none). ``duration``: -1 for S."""
+    """An action: the ``position``-th of worker number ``owner``. ``needs``: the entry (another chunk's action, or the
+    own forward) that must have ended ``lag`` before (-1: none). ``duration``: -1 for S."""
 
     owner: int
     position: int
@@ -52,13 +52,13 @@ class _Network:
 
     entries: list[_Entry] = field(default_factory=list)
     awaits: dict[int, list[int]] = field(default_factory=dict)
-    """Of a F: groups whose step its lent layers come from."""
+    """For a F: groups whose step its lent layers wait for."""
     summed: dict[int, list[int]] = field(default_factory=dict)
-    """For a group the last actions of the helpers whose gradients it sums."""
+    """For a group: last actions of the helpers whose gradients it sums."""
 
 
 def replay(plan: Plan) -> Timeline:
-    """Time a plan. Raises DeadlockError, naming an action that can never start; the rest is validate's."""
+    """Time a plan. Raises DeadlockError, naming an action that can never start; all other faults are validate's."""
     clock = Clock(plan)
     network = clock.network
     starts, ends = clock.times([0] * clock.groups, 1)
@@ -81,14 +81,14 @@ def in_order_of_ends(plan: Plan) -> list[tuple[Worker, Action]]:
     """
     clock = Clock(plan)
     _, ends = clock.times([0] * clock.groups, 1)
-    # Entries of the network come after what they need, and no end comes before that of what it needs.
+    # Entries of the network come after their inputs, and no entry ends before its inputs do.
     ordered = sorted(zip(ends, clock.network.entries), key=itemgetter(0))
     return [(clock.names[entry.owner], plan.workers[clock.names[entry.owner]][entry.position]) for _, entry in ordered]
 
 
 def peak(problem: Problem, worker: Worker, actions: Sequence[Action], plan: Plan | None = None) -> int:
-    """Most memory units ``worker`` holds when it runs ``actions`` in order, with the layers that ``plan`` has its
-    micro-batches cross for (default: none)."""
+    """Most memory units ``worker`` holds when it runs ``actions`` in order, with the crossings of ``plan`` (default:
+    none)."""
     chunks = problem.chunks_of[worker.stage]
     held = most = 0
     if plan is not None and plan.crossings:
@@ -122,8 +122,8 @@ class Clock:
             self._longest[g] = max(self._longest[g], step)
 
     def times(self, release: Sequence[int], scale: int, step: int = 0) -> tuple[list[int], list[int]]:
-        """Start and end of every action where group ``g`` is free from ``release[g]`` on, or, with ``step``, from its
-        step on (so many units long each), which began then."""
+        """Start and end of every action where group ``g`` is free from ``release[g]`` on, or, with ``step`` (the scale
+        of step times), from the end of a step that begins then."""
         network, group = self.network, self._group
         starts: list[int] = []
         ends: list[int] = []
@@ -151,8 +151,8 @@ class Clock:
         return starts, ends
 
     def release(self, begin: Sequence[int], scale: int) -> tuple[list[int], list[int]]:
-        """From when each group's step begins to when its next one does; the deciding group rides along in the low
-        digits of every time."""
+        """Time of each group's next step begin, from the begins of the current ones; the deciding group rides along in
+        the low digits of every time."""
         size = self.groups
         fine = scale * size
         starts, _ = self.times([t * size + g for g, t in enumerate(begin)], fine, fine)
@@ -176,7 +176,7 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
     waiting: dict[tuple[str, int, int, int], list[int]] = {}
     pointer = [0] * len(names)
     for w, name in enumerate(names):
-        for kind, d, m, place in orders[w][:plan.done.get(name, 0)]:  # over at once: what they needed may not be there
+        for kind, d, m, place in orders[w][:plan.done.get(name, 0)]:  # over at once: their inputs may not be there
             node[PASSES_ON.get(kind, kind), d, m, chunks_of[name.stage][place]] = len(entries)
             entries.append(_Entry(w, pointer[w]))
             pointer[w] += 1
@@ -224,8 +224,8 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
 
 def _lendings(plan: Plan, network: _Network, node: Mapping[tuple[str, int, int, int], int],
               group_of: Mapping[int, int], last: Mapping[Worker, int]) -> None:
-    """A helper has the parameters of lent layers some time after their own stage's step, and the sums of their
-    gradients are there some time before the next one: they leave when the helper has run its ``last`` action."""
+    """Couplings of lent layers: a helper has their parameters some time after their own stage's step, and sends the
+    sums of their gradients after its ``last`` action, some time before the next step."""
     for each in lent(plan):
         g = group_of[plan.problem.stage_of(each.chunk)]
         item = each.pipeline, each.microbatch, each.by

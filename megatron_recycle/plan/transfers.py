@@ -1,12 +1,12 @@
 """One order of all transfers of an iteration, for libraries that run a communicator's operations one after the other.
 
-NCCL queues what a process starts on a communicator: a receive that is posted too early keeps back every later send. Two
-workers that post in different orders wait for each other for ever. So all workers post their transfers in one order,
+NCCL queues the operations that a process starts on a communicator: a receive that is posted too early blocks every
+later send, and two workers that post in different orders deadlock. So all workers post their transfers in one order,
 that of the planned ends of the actions that make the messages. It agrees with each worker's own order: the action that
 reads a message ends later than its maker, and a worker's actions end one after the other. The first transfer that has
 not taken place is therefore always at the head of both of its queues, and both of its workers come to it. A plan that
-can be replayed cannot deadlock, however its communicators are cut, whether or not small messages are
-buffered, and whether or not first uses block.
+can be replayed cannot deadlock, however its communicators are cut, whether or not small messages are buffered, and
+whether or not first uses block.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Transfer(NamedTuple):
 
 
 def transfers(plan: Plan) -> tuple[Transfer, ...]:
-    """All transfers of one iteration, in the order in which they are to be posted; the same on all workers. What done
-    actions have made comes first.
+    """All transfers of one iteration, in the order of posting; the same on all workers. Outputs of done actions come
+    first.
 
     Raises DeadlockError: an action of the plan can never start.
     """

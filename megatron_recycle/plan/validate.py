@@ -1,4 +1,4 @@
-"""Every rule of the plan file, checked one by one without anything of the planner; violations are named."""
+"""Every rule of the plan file, checked one by one, independently of the planner; violations are named."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .plan import Plan
 from .problem import Problem
 from .replay import replay
 
-#: the most violations of one rule that are spelled out
+#: most violations of one rule that are spelled out
 SHOWN = 20
 _HALVES = {"FB": ("B", "W")}
 
 
 def violations(plan: Plan) -> list[str]:
-    """Everything that makes the plan illegal, each as ``rule: what is wrong``; an empty list is a legal plan.
+    """All rule violations of the plan, each as ``rule: what is wrong``; an empty list is a legal plan.
 
-    Also checks what the file states about itself: period, makespan, bound and digest.
+    Also checks the figures that the file states: period, makespan, bound and digest.
     """
     found: list[str] = list(_chunks(plan)) or list(_membership(plan))
     if found:
-        return found[:SHOWN]  # nothing can be said of actions of chunks and workers that are not there
+        return found[:SHOWN]  # actions of unknown chunks and workers cannot be checked
     for rule in (_once, _full, _steps, _local_order, _crossings, _memory, _blocks):
         count = 0
         for count, text in enumerate(rule(plan), 1):
@@ -131,8 +131,8 @@ def _at(problem: Problem, chunk: int) -> str:
 
 
 def _crossings(plan: Plan) -> Iterator[str]:
-    """Where micro-batches cross: within what may be lent, with a layer of its own left to each chunk, and in one place
-    for the micro-batches of a block."""
+    """Rules of crossings: within the lending limits, one layer at least left to each chunk, and the same for all
+    micro-batches of a block."""
     problem = plan.problem
     for (d, m), crossing in plan.crossings.items():
         for boundary, by in enumerate(crossing):
@@ -163,7 +163,7 @@ def _crossings(plan: Plan) -> Iterator[str]:
 
 def _full(plan: Plan) -> Iterator[str]:
     for worker, actions in sorted(plan.workers.items()):
-        split = False  # some micro-batch of this worker: its sums are there then, and B and W are measured apart
+        split = False  # any micro-batch of it: then its sums exist, and B and W are measured apart
         for action in actions:
             split = split or action.kind == "W"
             if action.kind == "FB" and plan.chunk(worker, action) not in plan.problem.full_backward:

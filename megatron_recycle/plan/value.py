@@ -10,7 +10,7 @@ Read = TypeVar("Read", bound="Value")
 
 
 class Value(msgspec.Struct, frozen=True):
-    """A frozen record whose JSON form has its fields by name; keys of mappings are text there."""
+    """A frozen record whose JSON form has its fields by name; mapping keys are strings there."""
 
     def to_json(self) -> dict[str, Any]:
         """The value as plain JSON values."""
@@ -19,13 +19,13 @@ class Value(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_json(cls: type[Read], data: Any) -> Read:
-        """Read what `to_json` has written, this version or an earlier one. Raises ValueError, which names the field
-        that is wrong; what is not declared is left out, unless the type forbids it."""
+        """Read `to_json`'s output, of this version or an earlier one. Raises ValueError, which names the wrong field.
+        Undeclared fields are dropped, unless the type forbids them."""
         return msgspec.convert(data, cls, str_keys=True)
 
 
 def _plain(value: Any) -> Any:
-    """A text or number of a class derived from these, such as torch's version, as `json` writes it."""
+    """Subclasses of text and number types, such as torch's version, as `json` writes them."""
     for kind in (str, int, float):
         if isinstance(value, kind):
             return kind(value)

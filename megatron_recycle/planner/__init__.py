@@ -1,4 +1,4 @@
-"""The planner: a legal plan for any membership at once, a better one within a budget."""
+"""The planner: a legal plan for any membership at once, and a better plan within a budget."""
 
 from .api import improve, plan_for, quick, recosted
 from .cache import Cache, ahead

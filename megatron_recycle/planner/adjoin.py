@@ -1,7 +1,7 @@
-"""Weight gradients of the first stage right after their B, wherever that costs nothing.
+"""First-stage weight gradients moved right after their B, wherever that costs nothing.
 
-The first stage's B computes nothing that another worker waits for. So a B with its W next can be one full backward
-there (`merge_bw`), without the work of keeping the two apart, and without the memory between them.
+No worker waits for the result of the first stage's B. So a B with its W next can be one full backward there
+(`merge_bw`), without the work of keeping the two apart, and without the memory between them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .instance import Instance, Schedule
 def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
     """The schedule with every W of the first stage moved up to its B, if neither period nor makespan grows by that.
 
-    No worker holds more than before: a W only gives memory back, and does so earlier.
+    No worker holds more than before: a W only frees memory, and does so earlier.
     """
     if not instance.problem.split_backward:
         return schedule

@@ -1,8 +1,8 @@
 """Logical pipelines: the worker that stands for each pipeline at each stage, and the pipelines that are missing whole.
 
-Pipeline labels are free per stage, as peers hold the same parameters. So failures of different stages are put
-into the same logical pipelines, which costs no copies, and a pipeline that is missing at every stage is
-peeled off: its micro-batches are dealt to the others once, for all stages.
+Pipeline labels are free per stage, as peers hold the same parameters. So failures of different stages are put into the
+same logical pipelines, which costs no copies. A pipeline that is missing at every stage is peeled off: its
+micro-batches are dealt to the others once, for all stages.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ class Alignment:
 
 
 def aligned(instance: Instance) -> Alignment:
-    """Failures gathered into as few logical pipelines as possible, and those missing everywhere peeled off."""
+    """Failures gathered into as few logical pipelines as possible; pipelines missing at every stage are peeled off."""
     grid = instance.problem.grid
     lost = [sum(1 for s in range(grid.stages) if instance.home[s][d] < 0) for d in range(grid.pipelines)]
-    # the pipeline with most failures first: fewest workers change their label; among equals the one with
-    # least work
+    # pipelines with most failures first, so that fewest workers change their label; ties: least work first
     holes = sorted(range(grid.pipelines), key=lambda d: (-lost[d], grid.microbatches[d], d))
     home = []
     for s in range(grid.stages):

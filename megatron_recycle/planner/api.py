@@ -1,4 +1,4 @@
-"""The calls the job makes: ``quick`` for a legal plan at once, ``improve`` for a better one within a budget."""
+"""Entry points for the job: ``quick`` for a legal plan at once, ``improve`` for a better one within a budget."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from .portfolio import TEMPLATES, Found, Template, filled, goal, one_by_one, sea
 
 #: plans of at most so many actions are scheduled by two templates, and the better one is taken
 TWICE = 30_000
-#: actions that a first plan's search for lent layers schedules
+#: work limit of a first plan's search for lent layers, in scheduled actions
 LENDING = 50_000
-#: with more actions than this, only a search in the background looks for lent layers: levelling takes seconds there
+#: most actions for which a first plan lends layers: beyond, levelling takes seconds, and only background searches lend
 LENDING_MOST = 100_000
 
 
 def quick(problem: Problem, seed: int = 0) -> Plan:
     """A legal plan at once (``source`` "greedy"); ``stats.first_seconds`` is the time to its orders.
 
-    It is that of the membership's canonical form, so that memberships that are the same up to names get the same plan,
-    and a search (`plan_for`) that begins with it is never worse. Nothing here is random; the seed is only recorded.
-    Raises PlanError, naming the stage, if a stage has no worker left.
+    Planned in the membership's canonical form, so that memberships that are the same up to names get the same plan, and
+    a search (`plan_for`) that begins with it is never worse. Deterministic; the seed is only recorded. Raises
+    PlanError, naming the stage, if a stage has no worker left.
     """
     form = canonical(problem)
     return form.back(_quick(form.problem, seed), problem)
 
 
 def _quick(problem: Problem, seed: int) -> Plan:
-    """The plan of a canonical form."""
+    """The quick plan of a canonical form."""
     begin = time.perf_counter()
     plan = _listed(problem, {}, begin, seed)
     if not (any(problem.message) and overfull(plan)):
         return plan
     found = [*_sparing(plan, begin, seed, lend=True)]
-    if lent_schedules.helps(problem):  # lending is to be no worse than without, here too
+    if lent_schedules.helps(problem):  # plans with lending must be no worse than without, here too
         found += _sparing(_listed(problem, {}, begin, seed, lend=False), begin, seed, lend=False)
     return min(found, key=lambda plan: plan.objective_value) if found else _one_by_one(problem, begin, seed)
 
 
 def _sparing(plan: Plan, begin: float, seed: int, lend: bool) -> Iterator[Plan]:
-    """Plans within the caps, like ``plan``, which sends some messages before they are needed: memory is kept for these,
-    or nothing is done ahead at all."""
+    """Plans within the caps, to replace ``plan``, which sends some messages before they are needed: memory is reserved
+    for these, or nothing is done ahead at all."""
     problem = plan.problem
     if (cautious := _cautious(problem, begin, seed, lend)) is not None:
         yield cautious
@@ -70,14 +70,14 @@ def _sparing(plan: Plan, begin: float, seed: int, lend: bool) -> Iterator[Plan]:
 
 
 def _roomy(problem: Problem, kept: Mapping[Worker, int]) -> bool:
-    """Whether every worker has memory for a micro-batch besides that ``kept`` for early messages."""
+    """Whether every worker has memory for a micro-batch besides the memory ``kept`` for early messages."""
     return all(problem.cap[worker] - count * problem.message_weight(worker.stage) >= problem.weight(worker.stage)
                for worker, count in kept.items() if worker in problem.cap)
 
 
 def _cautious(problem: Problem, begin: float, seed: int, lend: bool) -> Plan | None:
-    """The plan for which every worker keeps memory for as many early messages as the others, as few as will do: the
-    more is kept, the less is sent early. None where memory is too short for that."""
+    """Plan in which all workers reserve memory for the same number of early messages, as few as suffice: the larger the
+    reserve, the fewer messages are sent early. None where memory is too short for that."""
     count, live = 1, [worker for worker in problem.live_workers() if worker in problem.cap]
     while _roomy(problem, kept := dict.fromkeys(live, count)):
         plan = _listed(problem, kept, begin, seed, lend)
@@ -98,8 +98,8 @@ def _one_by_one(problem: Problem, begin: float, seed: int) -> Plan:
 
 
 def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: int, lend: bool = True) -> Plan:
-    """The better one of a few greedy schedules, with memory ``kept`` for messages that are sent early; with ``lend``
-    also of some that lend layers, where these may be lent."""
+    """The best of a few greedy schedules, with memory ``kept`` for messages that are sent early; with ``lend`` also of
+    some that lend layers, where these may be lent."""
     instance = build(problem, kept)
     alignment = aligned(instance)
     table = route(instance, alignment)
@@ -132,12 +132,11 @@ def _quick_plan(instance: Instance, schedule: Schedule, first: float, seed: int)
 
 def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
             cancelled: Callable[[], bool] = lambda: False) -> Plan | None:
-    """A better legal plan, found within ``budget_s`` seconds by a niced process that is then killed; else
-    None.
+    """A better legal plan, found within ``budget_s`` seconds by a niced process that is then killed; else None.
 
-    Portfolio first, then CP-SAT where the plan is small and OR-Tools is there. The search is limited by work
-    that follows from the budget, so the same call gives the same plan; ``stats.cut`` is true where the clock
-    ended it. ``cancelled`` is polled, so that a newer membership can end the search early.
+    Portfolio first, then CP-SAT where the plan is small and OR-Tools is there. The search is limited by work that
+    follows from the budget, so the same call gives the same plan; ``stats.cut`` is true where the clock ended it.
+    ``cancelled`` is polled, so that a newer membership can end the search early.
     """
     begin = time.monotonic()
     if incumbent.objective_value <= lower_bound(problem):
@@ -156,8 +155,8 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
 
 
 def recosted(problem: Problem, plan: Plan) -> Plan:
-    """The same orders under ``problem``'s costs and memory, which have changed since the plan was made. The new caps
-    are not checked."""
+    """The same orders under ``problem``'s costs and memory, which have changed since the plan was made. Does not check
+    the new caps."""
     measured = ("costs", "cap", "before_b", "after_b", "message", "layer_held", "layer_parameters")
     if all(getattr(problem, name) == getattr(plan.problem, name) for name in measured):
         return plan
@@ -168,7 +167,7 @@ def recosted(problem: Problem, plan: Plan) -> Plan:
 
 
 def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
-    """A schedule that came from another process, or None if its numbers do not even name actions and workers."""
+    """A schedule received from another process; None if its numbers do not even name actions and workers."""
     table, trace, crossings = found.get("route"), found.get("trace"), found.get("crossings") or ()
     nodes, boundaries = instance.chunks * len(instance.jobs), instance.problem.chunks - 1
     if (not isinstance(table, list) or len(table) != nodes or sorted(trace or ()) != list(range(instance.actions))
@@ -182,11 +181,11 @@ def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
 
 def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, budget_s: float = 0.0,
              seed: int = 0, cancelled: Callable[[], bool] = lambda: False) -> Plan:
-    """The plan of a membership's canonical form: from the cache, or searched and then remembered.
+    """The plan of a membership's canonical form: from the cache, or searched and then cached.
 
-    ``work`` actions are scheduled per cap level in this process; with a budget, improve follows. All
-    memberships that are the same up to names get the same plan under their own names, whether remembered or
-    not: never a worse one than quick's, unless the cache was given that.
+    ``work`` actions are scheduled per cap level in this process; with a budget, improve follows. All memberships that
+    are the same up to names get the same plan under their own names, cached or not. It is never worse than quick's,
+    unless the cache was given a worse one.
     """
     known = cache.get(problem) if cache is not None else None
     if known is not None:

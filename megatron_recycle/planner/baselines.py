@@ -1,4 +1,4 @@
-"""The paper's ablation as plans: 1F1B, adaptive, decoupled, staggered, and leaving the hit pipelines out."""
+"""Ablation of the paper as plans: 1F1B, adaptive, decoupled, staggered, and leaving the hit pipelines out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TECHNIQUES = ("none", "adaptive", "decoupled", "staggered", "drop")
 
 
 def shaped(problem: Problem, technique: str, objective: str | None = None) -> Problem:
-    """The problem as a technique poses it: backward split or not, its objective, and for ``none`` no failed worker."""
+    """A technique's form of the problem: backward split or not, its objective, and for ``none`` no failed worker."""
     default = "period" if technique in ("staggered", "drop") else "makespan"
     split = technique in ("decoupled", "staggered", "drop")
     failed = () if technique == "none" else problem.failed
@@ -39,7 +39,7 @@ def one_f_one_b(problem: Problem) -> Plan:
 
 
 def drop(problem: Problem) -> Plan:
-    """The baseline that leaves every hit pipeline out and deals its micro-batches to the others.
+    """Baseline that leaves every hit pipeline out and deals its micro-batches to the others.
 
     Raises PlanError if no pipeline is whole.
     """
@@ -51,7 +51,7 @@ def drop(problem: Problem) -> Plan:
 
 
 def _within_caps(instance: Instance, alignment: Alignment, schedule: Schedule, source: str) -> Plan:
-    """The schedule as a plan, or micro-batches one by one if its early messages exceed a cap. They may where a slow
+    """The schedule as a plan; micro-batches one by one if its early messages exceed a cap, as they may where a slow
     worker's micro-batches are guests elsewhere."""
     bound = lower_bound(instance.problem)
     plan = plan_of(instance, schedule, bound, source)
@@ -60,7 +60,7 @@ def _within_caps(instance: Instance, alignment: Alignment, schedule: Schedule, s
 
 def planned(problem: Problem, technique: str, budget_s: float, seed: int,
             first: Callable[[Plan], None] = lambda plan: None) -> Plan:
-    """The plan of a technique; ``first`` is told the plan that was there at once. Raises PlanError."""
+    """The plan of a technique; ``first`` is called with the quick plan. Raises PlanError."""
     if technique == "none":
         return one_f_one_b(problem)
     if technique == "drop":

@@ -1,4 +1,4 @@
-"""Plans remembered by canonical problem, and the memberships to plan for ahead of failures."""
+"""Plan cache by canonical problem, and the memberships to plan for ahead of failures."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Cache:
         self._plans: dict[str, Plan] = {}
 
     def get(self, problem: Problem) -> Plan | None:
-        """The remembered plan, in the problem's own names, or None."""
+        """The cached plan, in the problem's own names, or None."""
         form = canonical(problem)
         plan = self._plans.get(key(form))
         return None if plan is None else form.back(plan, problem)
 
     def put(self, problem: Problem, plan: Plan) -> None:
-        """Remember a plan unless a better one is known."""
+        """Cache a plan unless a better one is known."""
         form = canonical(problem)
         name = key(form)
         known = self._plans.get(name)
@@ -46,7 +46,7 @@ def key(form: Canonical) -> str:
 
 
 def ahead(problem: Problem) -> Iterator[Problem]:
-    """Memberships that may come next, likeliest first, one for each canonical problem.
+    """Likely next memberships, likeliest first, one for each canonical problem.
 
     One more failure; then the return of each failed worker; then two more failures. Memberships in which a stage has no
     worker are left out.

@@ -1,4 +1,4 @@
-"""One name for memberships that need the same plan: the numbers of failed pipelines and workers are labels, the count
+"""Canonical form of memberships that need the same plan: numbers of failed pipelines and workers are labels, the count
 of workers that each stage lost is not."""
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from ..plan.grid import Grid
 
 @dataclass(frozen=True)
 class Canonical:
-    """``problem`` has its failures in the first pipelines; ``workers`` and ``pipelines`` lead from its names back to
-    those of the membership that was asked for."""
+    """``problem`` has its failures in the first pipelines. ``workers`` and ``pipelines`` map its names back to those of
+    the requested membership."""
 
     problem: Problem
     workers: Mapping[Worker, Worker]
     pipelines: tuple[int, ...]
 
     def back(self, plan: Plan, asked: Problem) -> Plan:
-        """A plan for ``problem`` as a plan for ``asked``."""
+        """A plan for ``problem`` renamed for ``asked``."""
         return _renamed(plan, asked, self.workers, self.pipelines)
 
     def forth(self, plan: Plan) -> Plan:
-        """A plan for the membership that was asked for as one for ``problem``."""
+        """A plan for the requested membership renamed for ``problem``."""
         place = {worker: own for own, worker in self.workers.items()}
         index = [self.pipelines.index(d) for d in range(len(self.pipelines))]
         return _renamed(plan, self.problem, place, index)
 
 
 def _renamed(plan: Plan, problem: Problem, workers: Mapping[Worker, Worker], pipelines: Sequence[int]) -> Plan:
-    """The plan as one for ``problem``, in which its workers and pipelines have these names."""
+    """The plan as one for ``problem``, with its workers and pipelines renamed."""
     @cache
     def named(action: Action) -> Action:
         return action if action.kind == "S" else action._replace(pipeline=pipelines[action.pipeline])

@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plan, or check a plan file; returns 0, or 1 if a running job would end there, since a stage has lost all its
-    workers, or 2 after one line on standard error that names the fault."""
+    """Plan, or check a plan file. Returns 0; 1 if a running job would end there, since a stage has lost all its
+    workers; or 2 after one line on standard error that names the fault."""
     try:
         if args.check:
             plan = check(Plan.load(args.check))
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             plan, extra, status = _plan(args)
         _show(plan, extra, args)
     except BrokenPipeError:
-        raise  # nobody reads what is printed
+        raise  # the reader of standard output is gone
     except (PlanError, OSError) as error:
         print(f"recycle plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
-"""The same problem as a CP-SAT model: fixed routes, a complete hint, and only the orders left to choose.
+"""CP-SAT model of the same problem: fixed routes, a complete hint, and only the orders left to choose.
 
-Only this module imports OR-Tools, and only inside functions: they run in the searching process.
+Only this module imports OR-Tools, and only inside functions, which run in the search process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ Found = Callable[[list[int]], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """``bound`` holds for these routes (and the symmetries removed), ``proven`` says that the last trace
-    found (or the hint) is optimal for them; ``work`` is CP-SAT's deterministic time; ``cut`` says that the
-    wall clock ended it."""
+    """``bound`` holds for these routes (and the symmetries removed). ``proven``: the last trace found (or the hint) is
+    optimal for them. ``work``: CP-SAT's deterministic time. ``cut``: the wall clock ended the search."""
 
     proven: bool
     bound: int
@@ -143,7 +142,7 @@ class _Model:
                 self.model.add(self.starts[2 * nodes + node] >= self.end(nodes + node))
 
     def _chains(self) -> list[tuple[int, int]]:
-        """Pairs of nodes whose F, B and W come in this order: equal routes (a symmetry), or the rule of order."""
+        """Node pairs whose F, B and W come in this order: equal routes (a symmetry), or the rule of order."""
         instance, count = self.instance, self.count
         pairs = set()
         last: dict[tuple[int, ...], int] = {}
@@ -163,7 +162,7 @@ class _Model:
         return sorted(pairs)
 
     def _sequences(self, hint: list[int]) -> dict[tuple[int, int], list[int]]:
-        """Per worker and kind the hint's nodes, in order."""
+        """The hint's nodes per worker and kind, in order."""
         found: dict[tuple[int, int], list[int]] = {}
         for code in hint:
             kind, node = divmod(code, self.nodes)
@@ -217,7 +216,7 @@ class _Model:
         model.add_cumulative(intervals, weights, cap)
 
     def _ready(self, group: int) -> int:
-        """When the hint's last work of a group of stages ends."""
+        """End of a group of stages' last work in the hint."""
         return max(self.done[s] for s, g in enumerate(self.instance.group) if g == group)
 
     def _objective(self, bound: int, hint: list[int]) -> None:
@@ -240,8 +239,7 @@ class _Model:
             for s, g in enumerate(instance.group):
                 model.add(goal >= ready[g] + step[s])
         else:
-            # times mean nothing but their differences: the busiest stage is anchored, which narrows every
-            # window
+            # only time differences matter: the busiest stage is anchored, which narrows every window
             busiest = max(range(instance.groups), key=lambda g: max(
                 sum(self.length(kind * nodes + node) for kind in self.kinds for node in own)
                 for w, own in self.mine.items() if instance.group[instance.stage[w]] == g))
@@ -260,7 +258,7 @@ class _Model:
         model.minimize(goal)
 
     def trace(self, value: Callable[[Any], int]) -> list[int] | None:
-        """The solution's actions in an order in which each can be timed; None: durations of zero leave none that keeps
-        to the caps."""
+        """The solution's actions in an order in which each can be timed; None: actions of zero duration leave no order
+        that keeps to the caps."""
         starts = {code: value(start) for code, start in enumerate(self.starts) if start is not None}
         return trace_of(self.instance, self.route, starts)

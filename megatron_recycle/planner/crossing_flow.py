@@ -1,8 +1,8 @@
-"""Which layers are lent to whom: how far from home each micro-batch crosses each boundary, so that loads are level.
+"""Which layers are lent where: how far from home each micro-batch crosses each boundary, so that loads are level.
 
-Two workers that run the same micro-batches on neighbouring chunks may share the layers between them, so excess work
-flows from worker to worker, in cascade over the stages, until a worker with time to spare takes it. Only amounts
-between pairs of workers flow (`levelled`); afterwards each pair deals its amount to its micro-batches (`_dealt`).
+Two workers that run the same micro-batches on neighbouring chunks may share the layers between them. So excess work
+flows from worker to worker, in cascade over the stages, to a worker with time to spare. Only amounts between pairs of
+workers flow (`levelled`); afterwards each pair deals its amount to its micro-batches (`_dealt`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 Crossings = tuple[tuple[int, ...], ...]
 """``crossings[c][j]``: layers later (+) or earlier (-) than at home that job ``j`` crosses boundary ``c``."""
 
-#: which micro-batches of a pair cross first
+#: sort orders by which a pair picks the micro-batches that cross first
 ORDERS: dict[str, Callable[[int, int], float]] = {
     "middle": lambda m, last: abs(2 * m - last),
     "late": lambda m, last: -m,
@@ -25,7 +25,7 @@ ORDERS: dict[str, Callable[[int, int], float]] = {
 
 @dataclass(frozen=True)
 class Lendable:
-    """What may be lent on a route, by numbers.
+    """Lending limits of a route, as numbers.
 
     ``who[c][j]``: worker of chunk ``c`` of job ``j``. ``units``: jobs that cross alike (one each, or blocks), each with
     its micro-batch number in ``place``. ``layers[c]``: layers of chunk ``c`` that are alike. ``limit[c]``: most layers
@@ -43,7 +43,7 @@ class Lendable:
     room: Sequence[int]
 
     def loads(self, crossings: Crossings) -> list[int]:
-        """Time that each worker computes in an iteration."""
+        """Compute time of each worker in an iteration."""
         load = [0] * len(self.room)
         for c, row in enumerate(self.who):
             for w in row:
@@ -106,7 +106,7 @@ class Flow:
         self.base = lendable.loads(())
 
     def levelled(self, most: Sequence[float]) -> bool:
-        """Move work until no worker's load is above ``most``; False if some still is."""
+        """Move work until no worker's load is above ``most``; False if some load remains above."""
         for pair in self.pairs:
             pair.net = 0
         self.spare = dict(self.most)
@@ -124,7 +124,7 @@ class Flow:
             self._send(path, source, most)
 
     def _path(self, source: int, most: Sequence[float]) -> list[tuple[int, _Pair, bool]] | None:
-        """A shortest way from a worker with too much to one that can take a layer of a unit."""
+        """A shortest path from an overloaded worker to a worker that can take a layer of a unit."""
         came: dict[int, tuple[int, _Pair, bool]] = {}
         queue = deque([source])
         while queue:
@@ -144,8 +144,8 @@ class Flow:
         return None
 
     def _can(self, pair: _Pair, later: bool) -> int:
-        """How much more may cross later (or earlier), of one chunk: a pair first takes back what it lent, and each
-        chunk of a micro-batch keeps a layer."""
+        """How much more may cross later (or earlier), of one chunk: a pair first takes back its loans, and each chunk
+        of a micro-batch keeps a layer."""
         if later:
             return -pair.net if pair.net < 0 else min(pair.high - pair.net, self.spare[pair.gives(later)])
         return pair.net if pair.net > 0 else min(pair.net - pair.low, self.spare[pair.gives(later)])
@@ -156,7 +156,7 @@ class Flow:
         return self.lendable.layer[chunk][w]
 
     def _send(self, path: list[tuple[int, _Pair, bool]], source: int, most: Sequence[float]) -> None:
-        """As much as the way, the need and the last worker's time allow; at least a layer of a unit."""
+        """Send as much as the path, the need and the last worker's time allow; at least a layer of a unit."""
         load, size = self.load, self.size
         amount = min(self._can(pair, later) for _, pair, later in path)
         _, first, first_later = path[0]
@@ -176,8 +176,8 @@ class Flow:
     def crossings(self, order: str, spread: bool) -> Crossings:
         """The crossings of each job: every pair's amount dealt to its units, the first ones of ``order`` first.
 
-        ``spread``: all cross by one layer before any crosses by two; else as far as may be, one after the other.
-        What a chunk of a micro-batch cannot give, as it must keep a layer, stays at home.
+        ``spread``: all cross by one layer before any crosses by two; else as far as may be, one after the other. The
+        part that a chunk of a micro-batch cannot give, as it must keep a layer, stays at home.
         """
         lendable = self.lendable
         jobs = len(lendable.who[0])
@@ -199,7 +199,7 @@ class Flow:
 
 
 def _dealt(amount: int, caps: Sequence[int], spread: bool) -> list[int]:
-    """``amount`` dealt to as many as there are caps, in their order."""
+    """``amount`` dealt to as many units as there are caps, in their order."""
     shares = [0] * len(caps)
     if not spread:
         for i, cap in enumerate(caps):

@@ -13,12 +13,12 @@ from .instance import Instance
 
 @dataclass(frozen=True)
 class Rules:
-    """How a free worker picks its next action. The defaults are the quick plan's; the portfolio tries many.
+    """Rules by which a free worker picks its next action. The defaults are the quick plan's; the portfolio tries many.
 
-    ``forward_first``: a forward before a backward whenever memory allows. ``drain``: a weight gradient first
-    when a forward waits for memory. ``wait_b``/``wait_f``: leave a worker idle, rather than start a W, when a
-    B (an F) arrives within this percentage of W's duration. ``backlog``: a weight gradient first when this
-    many wait (0: never). ``reserve``: memory units per worker left unused.
+    ``forward_first``: a forward before a backward whenever memory allows. ``drain``: a weight gradient first when a
+    forward waits for memory. ``wait_b``/``wait_f``: leave a worker idle, rather than start a W, when a B (an F) arrives
+    within this percentage of W's duration. ``backlog``: a weight gradient first when this many wait (0: never).
+    ``reserve``: memory units per worker left unused.
     """
 
     forward_first: int = 0
@@ -34,9 +34,9 @@ class Rules:
 @dataclass(frozen=True)
 class Begun:
     """Actions that were done before. ``progress``: of each node (0: nothing, 1: its F, 2: its B too, 3: all). ``late``:
-    for each worker the nodes whose W is due, in the order of their B. ``actions``: how many were done.
+    for each worker the nodes whose W is due, in the order of their B. ``actions``: number of done actions.
 
-    What a done action needed may be still to do: the worker that ran it is gone, and another one runs it once more."""
+    An input of a done action may still be to do: its worker is dead, and another worker runs it once more."""
 
     progress: Sequence[int]
     late: Sequence[Sequence[int]]
@@ -46,14 +46,13 @@ class Begun:
 def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
              keys: tuple[list[int], list[int]] | None = None, strict: bool = False,
              begun: Begun | None = None) -> list[int]:
-    """A legal trace for these routes; ``rules[s]`` is for stage ``s``, ``keys`` order the ready F and B
-    queues.
+    """A legal trace for these routes; ``rules[s]`` is for stage ``s``, ``keys`` order the ready F and B queues.
 
-    Every legal problem gets one: should orders that must be kept and full memories block each other, the
-    simulation is run again with every worker's forwards in one global order, in which nothing can block. With
-    ``strict`` it is run in that order only.
+    Every legal problem gets one: should orders that must be kept and full memories block each other, the simulation is
+    run again with every worker's forwards in one global order, in which nothing can block. With ``strict`` it is run in
+    that order only.
 
-    ``begun``: the trace is of what is left. It may be short then, where memories are full of what was done.
+    ``begun``: the trace is of the rest. It may be short then, where memories are full of done actions.
     """
     plain = leading(instance, set(), 0)
     begun = begun or Begun(bytes(len(route)), [()] * len(instance.workers), 0)
@@ -72,7 +71,7 @@ def guests(instance: Instance, alignment: Alignment, route: list[int]) -> set[in
 
 def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
     """Sort keys of a ready queue, one per node: ``jobs`` come ``lead`` micro-batches earlier than the others. Where
-    stages have several chunks the earlier micro-batch comes first, whichever chunk it is in."""
+    stages have several chunks the earlier micro-batch comes first, in any chunk."""
     count = len(instance.jobs)
     nodes = count * instance.chunks
     if (lead == 0 or not jobs) and not instance.problem.placement:
@@ -124,7 +123,7 @@ class _Board:
         self.need, self.usual = instance.needs(self.hold), [0] * workers
         for w, units in zip(route, self.need):
             self.usual[w] = max(self.usual[w], units)
-        self.least = list(self.usual)  # with less free no F of the worker can begin
+        self.least = list(self.usual)  # with less memory free no F of the worker can begin
         for w, units in zip(route, self.need):
             self.least[w] = min(self.least[w], units)
         self.left = [max(cap - rule.reserve, hold) for cap, hold, rule in zip(instance.cap, self.usual, mine)]
@@ -163,7 +162,7 @@ class _Board:
         self.b_done = [0] * workers
 
     def _resume(self, instance: Instance, route: list[int], begun: Begun) -> None:
-        """What done actions hold, and what they have made for others."""
+        """Enter the memory that done actions hold, and their outputs for other workers."""
         count, nodes, progress, lag = len(instance.jobs), len(route), begun.progress, instance.lags(route)
         bits = nodes.bit_length()
         for node, w in enumerate(route):
@@ -211,10 +210,10 @@ class _Board:
 
 def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys: tuple[list[int], list[int]],
               strict: bool, begun: Begun) -> list[int]:
-    """The event loop: ``agenda`` wakes workers, and each that is free picks its next action.
+    """The event loop: ``agenda`` wakes workers, and each free worker picks its next action.
 
-    The effects of an action are entered when it starts, as its end is known: its worker cannot decide again before
-    that end. Times and numbers are packed into one integer per entry, smallest first.
+    The effects of an action are entered when it starts, as its end is known: its worker cannot decide again before that
+    end. Times and numbers are packed into one integer per entry, smallest first.
     """
     board = _Board(instance, route, rules, keys, strict, begun)
     count, nodes = len(instance.jobs), len(route)
@@ -299,7 +298,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
 
 
 def _fitting(queue: list[int], left: int, need: list[int], mask: int) -> bool:
-    """Put the first micro-batch that fits at the head of the queue, if there is one: one that comes by again."""
+    """Put the first micro-batch that fits (one that returns to the stage) at the head of the queue, if there is one."""
     fit = [key for key in queue if need[key & mask] <= left]
     if not fit:
         return False
@@ -336,7 +335,7 @@ def _release(follow: int, queue: list[int], key: list[int], shut: bytearray, ear
 
 
 def _shut(after: list[int], nodes: int) -> bytearray:
-    """Flags of the nodes that must wait for another one's turn."""
+    """Flags of the nodes that must wait for another node's turn."""
     flags = bytearray(nodes)
     for node in after:
         if node >= 0:

@@ -14,13 +14,13 @@ from .crossing_flow import Crossings
 KINDS = "FBW"
 _NUMBERS = {"F": (0,), "B": (1,), "W": (2,), "FB": (1, 2)}
 NO_CAP = 1 << 60
-"""The cap of a worker that has none."""
+"""Cap of a worker without a cap."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """What lent layers change, by node: times and memory of its F, B and W (their spans are not whole chunks), and in
-    ``gates`` the groups of stages whose layers a node borrows: its F waits for their step, and they for its worker."""
+    """Changes by lent layers, by node: times and memory of its F, B and W (their spans are not whole chunks).
+    ``gates``: the groups of stages whose layers a node borrows; its F waits for their step, and they for its worker."""
 
     crossings: Crossings
     forward: list[int]
@@ -35,9 +35,9 @@ class Spans:
 class Instance:
     """A problem by numbers: of jobs, nodes and workers.
 
-    ``jobs[j]`` is a (pipeline, micro-batch), in the order in which they enter the pipelines. A *node*
-    ``chunk * len(jobs) + j`` is a job in a chunk. Lists about workers are indexed by their numbers; what they say of
-    a micro-batch is the sum over the worker's chunks."""
+    ``jobs[j]`` is a (pipeline, micro-batch), in the order in which they enter the pipelines. A *node* ``chunk *
+    len(jobs) + j`` is a job in a chunk. Lists about workers are indexed by their numbers; their figures for a
+    micro-batch are sums over the worker's chunks."""
 
     problem: Problem
     jobs: list[tuple[int, int]]
@@ -98,8 +98,8 @@ class Instance:
         return found
 
     def lags(self, route: Sequence[int]) -> list[int]:
-        """For every node the latency of its activation, and of its gradient on the way back: none between two chunks
-        of one worker."""
+        """Latency of every node's activation, and of its gradient on the way back: none between two chunks of one
+        worker."""
         hop, count = self.problem.costs.hop, len(self.jobs)
         return [0] * count + [0 if one == other else hop for one, other in zip(route, route[count:])]
 
@@ -112,8 +112,8 @@ class Instance:
         return before, keep
 
     def needs(self, hold: list[int]) -> list[int]:
-        """What every node's F has to find free: its own units (``hold``), and those of one micro-batch in each later
-        chunk of its stage. So micro-batches that come by again find room, and nothing can get stuck."""
+        """Units that every node's F must find free: its own (``hold``), and those of one micro-batch in each later
+        chunk of its stage. So a micro-batch that returns to the stage finds room, and nothing can deadlock."""
         problem, count = self.problem, len(self.jobs)
         most = [max(hold[chunk * count:(chunk + 1) * count]) for chunk in range(self.chunks)]
         need: list[int] = []
@@ -160,7 +160,7 @@ def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Inst
         hold=[problem.weight(worker.stage) for worker in workers],
         at=[[w for worker, w in usable.items() if worker.stage == s] for s in range(grid.stages)], home=home,
         group=group, groups=len(groups),
-        # a job in which nobody is a guest keeps the stock engine's order, and with it its bits
+        # without guests a job keeps the stock engine's order, and with it its bits
         ordered=problem.block > 0 or not (problem.failed or problem.costs.speed
                                           or len(set(grid.microbatches)) > 1))
 
@@ -199,8 +199,8 @@ def spanned(instance: Instance, route: Sequence[int], crossings: Crossings) -> I
 
 
 def _span(problem: Problem, worker: Worker, chunk: int, first: int, last: int) -> tuple[int, int, int, int, int]:
-    """Times of F, B and W of a span of ``chunk``, and what it holds, where a micro-batch crosses the boundary before
-    the chunk ``first`` layers later and the one behind it ``last``."""
+    """Times of F, B and W of a span of ``chunk``, and its memory, where a micro-batch crosses the boundary before the
+    chunk ``first`` layers later and the one behind it ``last``."""
     crossing = [0] * (problem.chunks - 1)
     if chunk:
         crossing[chunk - 1] = first
@@ -225,9 +225,8 @@ def _room(problem: Problem, worker: Worker, surplus: int) -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A legal order: ``route[node]`` is the worker, ``trace`` every action as ``kind * nodes + node`` in an
-    order in which each can be timed; the order on a worker is that of its actions in the trace. ``crossings``: as
-    `spanned` takes them."""
+    """A legal order: ``route[node]`` is the worker, ``trace`` every action as ``kind * nodes + node`` in an order in
+    which each can be timed. A worker's order is that of its actions in the trace. ``crossings``: as for `spanned`."""
 
     route: list[int]
     trace: list[int]
@@ -246,8 +245,8 @@ def plan_of(instance: Instance, schedule: Schedule, bound: float, source: str,
 
 def orders_of(instance: Instance, route: list[int], trace: list[int],
               done: Mapping[Worker, Sequence[Action]] | None = None) -> dict[Worker, tuple[Action, ...]]:
-    """Per worker what it has ``done`` (default: nothing) and the actions of a trace, in order, with full backwards
-    where they may be, and ``S``."""
+    """Per worker its ``done`` actions (default: none) and those of a trace, in order, with full backwards where they
+    may be, and ``S``."""
     count, place_of = len(instance.jobs), instance.problem.place_of
     nodes = count * instance.chunks
     places = [[[Action(kind, d, m, place) for d, m in instance.jobs] for kind in KINDS]
@@ -281,13 +280,13 @@ def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
 
 
 def crossings_of(instance: Instance, plan: Plan) -> Crossings:
-    """The crossings of a plan, () if none is away from home."""
+    """The crossings of a plan; () if all are at home."""
     home = (0,) * (instance.problem.chunks - 1)
     return tuple(zip(*(plan.crossing(d, m) or home for d, m in instance.jobs))) if plan.crossings else ()
 
 
 def needed(code: int, count: int, nodes: int) -> int:
-    """The action whose result this one needs, less than 0 for none, of ``count`` jobs in so many ``nodes``."""
+    """The action whose result action ``code`` needs, negative for none, of ``count`` jobs in so many ``nodes``."""
     kind, node = divmod(code, nodes)
     if kind == 1:
         return code + count if node + count < nodes else node

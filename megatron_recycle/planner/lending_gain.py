@@ -1,4 +1,4 @@
-"""Whether lending pays: what it gains in every iteration until the membership changes, against copying the layers."""
+"""Whether lending pays: its gain per iteration until the membership changes, against copying the layers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Held = Mapping[Worker, Mapping[tuple[int, bool], int]]
 @dataclass(frozen=True)
 class CopyPrice:
     """``layer_bytes``: by chunk, the parameters of one layer. ``bandwidth``: bytes per second that a worker sends, and
-    as many that it receives. ``horizon``: iterations until the next change of membership, about. ``unit``: seconds in
-    a unit of the plans' durations."""
+    as many that it receives. ``horizon``: iterations until the next change of membership, about. ``unit``: seconds in a
+    unit of the plans' durations."""
 
     layer_bytes: Sequence[int]
     bandwidth: float
@@ -38,9 +38,9 @@ class LendingGain:
 def worth(rerouted: Plan, lent: Plan, price: CopyPrice, held: Held | None = None) -> LendingGain:
     """Whether ``lent`` should be taken up rather than ``rerouted``, a plan without lent layers for the same membership.
 
-    Copies go at once, every worker sends and receives one after the other, and the peers of a stage share the sending.
-    They are counted as if training stood still meanwhile, so that lending pays in any case where it is said to.
-    ``held``: what helpers have already.
+    Copies start at once, every worker sends and receives one after the other, and the peers of a stage share the
+    sending. Training is assumed to stand still meanwhile, so the answer errs on the side of not lending. ``held``:
+    layers that helpers have already.
     """
     gain = (rerouted.objective_value - lent.objective_value) * price.unit
     copied, copying = _copies(lent, price, held or {})
@@ -56,7 +56,7 @@ def worth(rerouted: Plan, lent: Plan, price: CopyPrice, held: Held | None = None
 
 
 def _copies(plan: Plan, price: CopyPrice, held: Held) -> tuple[int, float]:
-    """Bytes of all copies that are missing, and the time of the busiest sender or receiver."""
+    """Bytes of all missing copies, and the time of the busiest sender or receiver."""
     problem = plan.problem
     total, longest = 0, 0.0
     sent: dict[int, int] = {}

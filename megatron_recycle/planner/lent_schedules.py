@@ -1,8 +1,8 @@
 """Schedules with lent layers: routes and crossings that level the load, list-scheduled, the best one kept.
 
-How much each worker should carry follows from a period and from what a stage's place in the pipeline costs: the first
-stages wait for their first B, the last ones have the others' way there and back around their own work. How much of that
-a schedule can hide is not known beforehand, so several shares of it are tried, several ways to pick the micro-batches
+Each worker's target load follows from the period and from its stage's place in the pipeline: the first stages wait for
+their first B, the last ones for the others' way there and back around their own work. The share of that wait that a
+schedule can hide is not known beforehand, so the search tries several shares, several ways to pick the micro-batches
 that cross, and then seeded changes of rules and of single crossings. Everything is limited by work, never by the clock.
 """
 
@@ -26,11 +26,11 @@ from .portfolio import CHUNK_TEMPLATES, LEADS, TEMPLATES, Cancelled, Found, Temp
 
 @dataclass(frozen=True)
 class Target:
-    """How much each worker should carry: its period, less the shares of it that count as lost (see `allowance`).
+    """Target load of each worker: its period, less the shares of it that count as lost (see `allowance`).
 
     ``idle``: share of the time that it waits for its first B, and the first stages for their last one. ``late``: share
-    of the way of the first F to it. ``above``: by how much the period is above the least one for which loads can be
-    level. ``alone``: +1: stages behind the last hurt one lend nobody anything, -1: those before the first hurt one.
+    of the way of the first F to it. ``above``: excess of the period over the least one for which loads can be level.
+    ``alone``: +1: stages behind the last hurt one lend no layers, -1: those before the first hurt one.
     """
 
     idle: float = 0.0
@@ -42,10 +42,10 @@ class Target:
 _TARGETS = (Target(0.5), Target(1.0), Target(0.5, 0.5), Target(1.0, 0.0, 0.02), Target(0.5, alone=-1),
             Target(0.5, 0.0, 0.02), Target(0.5, 0.5, 0.02), Target(0.0), Target(1.0, 1.0), Target(0.5, 0.0, 0.04),
             Target(1.0, 0.0, 0.04), Target(0.0, 0.0, 0.02), Target(0.5, 0.0, 0.06), Target(1.0, 0.0, 0.06))
-#: the same where stages have several chunks: a worker has one to run while it waits for the other
+#: the same where stages have several chunks: a worker runs one while it waits for the other
 _CHUNK_TARGETS = (Target(alone=1), Target(late=1.0), Target(late=0.5), Target(late=1.0, above=0.02), Target(),
                   Target(above=0.02, alone=1), Target(late=0.5, above=0.02), Target(above=0.02))
-#: which micro-batches cross: the order in which they are taken, and whether all cross by one layer before any by two
+#: which micro-batches cross: their order, and whether all cross by one layer before any crosses by two
 _PICKS = (("middle", True), ("even", True), ("middle", False), ("even", False), ("late", True), ("early", True))
 _DEALS = ("spread", "runs")
 #: rules that do well with spans
@@ -53,13 +53,13 @@ _FIRST = (TEMPLATES[5], TEMPLATES[0])
 _CHUNK_FIRST = (CHUNK_TEMPLATES[0], Template(Rules(forward_first=1, backlog=4)))
 #: the least number of trials, however large the plan
 LEAST = 1
-#: of a search's trials the share that goes to starting points, and from how many of these it climbs
+#: share of a search's trials for starting points, and the number of these from which it climbs
 _STARTS, _CLIMBS = 0.2, 8
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One point of the search: who runs what, which layers are lent, and the list scheduler's rules and leads."""
+    """One point of the search: route, lent layers, and the list scheduler's rules and leads."""
 
     table: tuple[int, ...]
     crossings: Crossings
@@ -82,14 +82,14 @@ def first(instance: Instance, work: int) -> Found:
 
 def search(instance: Instance, work: int, seed: int = 0, cancelled: Cancelled = lambda: False,
            better: Callable[[Schedule], None] | None = None) -> Found:
-    """The best schedule with lent layers that ``work`` scheduled actions find."""
+    """The best schedule with lent layers within ``work`` scheduled actions."""
     found = _Search(instance, seed, cancelled, better)
     found.run(max(LEAST, work // instance.actions))
     return found.found()
 
 
 def lendable(instance: Instance, table: Sequence[int]) -> Lendable:
-    """What may be lent on a route."""
+    """The lending limits of a route."""
     problem, costs, count = instance.problem, instance.problem.costs, len(instance.jobs)
     chunks, units = range(problem.chunks), _units(instance)
     return Lendable(
@@ -101,7 +101,7 @@ def lendable(instance: Instance, table: Sequence[int]) -> Lendable:
 
 
 def _units(instance: Instance) -> list[tuple[int, ...]]:
-    """The jobs that cross alike, by their first one: one each, or blocks."""
+    """Units of jobs that cross alike, by their first job: one each, or blocks."""
     units: dict[tuple[int, int], list[int]] = {}
     for j, (d, m) in enumerate(instance.jobs):
         units.setdefault((d, m // (instance.problem.block or 1)), []).append(j)
@@ -117,11 +117,11 @@ def _room(instance: Instance, w: int) -> int:
 
 
 def allowance(instance: Instance, period: float, target: Target, own: Sequence[float]) -> list[float]:
-    """For each worker the time that it may compute in an iteration of ``period``; ``own``: what it computes where
+    """For each worker the time that it may compute in an iteration of ``period``; ``own``: its compute time where
     nothing is lent.
 
-    Who borrows from an earlier stage makes that one's step wait for its last action, and so the next iteration's first
-    F come to it as late as that takes (``late``); who borrows from a later stage does not.
+    Borrowing from an earlier stage delays that stage's step, and so the borrower's next first F, by ``late``; borrowing
+    from a later stage does not.
     """
     problem, costs, stages = instance.problem, instance.problem.costs, instance.stages
     f, b, w = costs.forward, costs.backward_input, costs.backward_weight
@@ -145,7 +145,7 @@ def allowance(instance: Instance, period: float, target: Target, own: Sequence[f
 
 
 def candidates(instance: Instance, alignment: Alignment) -> Iterator[tuple[list[int], Crossings]]:
-    """Routes with crossings that level the loads, those first that most often do best."""
+    """Routes with crossings that level the loads, the most promising first."""
     flows: dict[str, tuple[list[int], Flow]] = {}
     least: dict[tuple[str, Target], float] = {}
     seen: set[tuple[str, Crossings]] = set()
@@ -183,7 +183,7 @@ def _least(instance: Instance, flow: Flow, target: Target) -> float:
 
 
 class _Search:
-    """Starting points, then climbs from the best of them, of which the worse half is given up again and again."""
+    """Starting points, then climbs from the best of them; the worse half of these is dropped again and again."""
 
     def __init__(self, instance: Instance, seed: int, cancelled: Cancelled,
                  better: Callable[[Schedule], None] | None) -> None:
@@ -196,7 +196,7 @@ class _Search:
         self.away: dict[tuple[int, ...], set[int]] = {}
 
     def found(self) -> Found:
-        """What was found."""
+        """The best schedule found."""
         return Found(self.best, self.trials, self.cut)
 
     def run(self, limit: int) -> None:
@@ -207,7 +207,7 @@ class _Search:
             at = sorted((self._climb(*point, each) for point in at), key=lambda point: point[0])[:(len(at) + 1) // 2]
 
     def starts(self, limit: int) -> list[tuple[float, Choice]]:
-        """Try so many starting points; the best ones, one for each crossings."""
+        """Try so many starting points; returns the best, one for each crossings."""
         found: dict[Crossings, tuple[float, Choice]] = {}
         points = ((table, crossings, template) for table, crossings in candidates(self.instance, self.alignment)
                   for template in (_CHUNK_FIRST if self.instance.problem.placement else _FIRST))
@@ -221,7 +221,7 @@ class _Search:
         return sorted(found.values(), key=lambda point: point[0])[:_CLIMBS]
 
     def _climb(self, best: float, at: Choice, trials: int) -> tuple[float, Choice]:
-        """Seeded changes; one that does no harm is kept."""
+        """Seeded changes; a change that does no harm is kept."""
         for _ in range(trials):
             choice = self._changed(at)
             outcome = self._try(choice)

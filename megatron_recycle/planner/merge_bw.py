@@ -1,8 +1,8 @@
-"""B and W of the first stage that follow one another become one full backward (FB).
+"""Adjacent B and W of the first stage become one full backward (FB).
 
-The first stage's B computes nothing that another worker waits for. So nothing is gained by splitting it where its W
-comes next, and one backward saves the work of keeping the two apart. On later stages a full backward would delay the
-gradient that the stage before waits for: they have none.
+No worker waits for the result of the first stage's B. So splitting gains nothing where its W comes next, and one
+backward saves the work of keeping the two apart. On later stages a full backward would delay the gradient that the
+stage before waits for, so they have none.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def merged(problem: Problem, worker: Worker, actions: Sequence[Action], done: in
     if worker.stage != problem.stage_of(0) or 0 not in problem.full_backward:
         return tuple(actions)
     found = [*actions[:done]]
-    # a micro-batch of this worker: its sums are there then, and B and W are measured apart
+    # whether a micro-batch of this worker was split: its sums exist from then on, and B and W are measured apart
     split = any(action.kind == "W" for action in found)
     for action in actions[done:]:
         if (action.kind == "W" and split and action.chunk == 0 and len(found) > done

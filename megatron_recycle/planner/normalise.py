@@ -1,9 +1,9 @@
-"""Failure normalisation: healthy workers of other stages move over when one stage was hit too hard.
+"""Failure normalisation: healthy workers of other stages move to a stage that was hit too hard.
 
 Workers of one stage are interchangeable, so only the number that each stage lost counts. Where a stage lost many more
 than others, a worker that moves there (it copies a peer's state) shortens every iteration. A limit on the load of all
-stages says how many lost workers each stage tolerates; a stage that lost more is filled by moves. So the fewest moves
-for each possible limit follow stage by stage, and the best trade is picked.
+stages says how many lost workers each stage tolerates; beyond that, it is filled by moves. So the fewest moves for each
+possible limit follow stage by stage, and the best trade is picked.
 
 Where layers may be lent, neighbouring stages share their work, and a move pays where that does not suffice.
 """
@@ -26,7 +26,7 @@ class Prices:
 
 
 def normalise(problem: Problem, prices: Prices | None = None) -> dict[Worker, Worker]:
-    """The moves that pay off: a worker, and the empty position of another stage that it takes.
+    """Moves that pay off: a worker, and the empty position of another stage that it takes.
 
     A stage without a live worker is filled at any cost, if another stage has more than one worker.
     """
@@ -41,7 +41,7 @@ def normalise(problem: Problem, prices: Prices | None = None) -> dict[Worker, Wo
     wanted = [s for s in stages for _ in range(target[s] - counts[s])]
     empty, found = set(problem.failed), {}
     for mover, stage in sorted(zip(leaving, wanted, strict=True)):
-        # Away from its own pipeline, so that what is missing lies in few pipelines.
+        # Away from its own pipeline, so that vacancies lie in few pipelines.
         to = min((worker for worker in empty if worker.stage == stage),
                  key=lambda worker: (worker.pipeline == mover.pipeline, worker))
         empty.discard(to)
@@ -50,7 +50,7 @@ def normalise(problem: Problem, prices: Prices | None = None) -> dict[Worker, Wo
 
 
 def moved(problem: Problem, moves: Mapping[Worker, Worker]) -> Problem:
-    """The problem after these moves: every mover is as fast as before in its new position, and its own is empty."""
+    """The problem after these moves: every mover keeps its speed in its new position, and its old position is empty."""
     taken = set(moves.values())
     speed = {moves.get(worker, worker): factor for worker, factor in problem.costs.speed.items() if worker not in taken}
     return replace(problem, failed=(*(worker for worker in problem.failed if worker not in taken), *moves),
@@ -87,8 +87,8 @@ def _target(problem: Problem, counts: list[int], prices: Prices) -> list[int]:
 
 def _lent_target(problem: Problem, counts: list[int], prices: Prices) -> list[int]:
     """Workers per stage after the moves that pay off best where layers are lent besides: from the stage with least work
-    for each worker that stays to the one with most, one by one, as far as that pays. A stage without a worker gets one
-    in any case."""
+    per remaining worker to the one with most, one by one, as far as that pays. A stage without a worker gets one in any
+    case."""
     stages, pipelines, now = range(len(counts)), problem.grid.pipelines, list(counts)
     work = [load(problem, s, 1) for s in stages]
     best, choice, moves, basis = float("inf"), now, 0, 0.0
@@ -109,7 +109,7 @@ def _lent_target(problem: Problem, counts: list[int], prices: Prices) -> list[in
 
 
 def _with_crews(problem: Problem, counts: list[int]) -> Problem:
-    """The problem with so many workers at each stage, whichever."""
+    """The problem with this number of workers at each stage, any of them."""
     gone: list[Worker] = []
     for s, count in enumerate(counts):
         live = list(problem.live(s))

@@ -1,9 +1,8 @@
-"""Many greedy schedules, the best kept: rules that are known to do well, then a climb over the rules per
-stage.
+"""Many greedy schedules, the best kept: rules that are known to do well, then a climb over the rules per stage.
 
-The search is limited by work (actions scheduled), not by the clock, so that it is the same on every machine.
-Every smaller cap is searched as if it were the problem's own, so that a raised cap never makes the outcome
-worse: a level is left out only where its lower bound shows that it cannot win.
+The search is limited by work (actions scheduled), not by the clock, so that it is the same on every machine. Every
+smaller cap is searched as if it were the problem's own, so that a raised cap never makes the outcome worse: a level is
+left out only where its lower bound shows that it cannot win.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ TEMPLATES = (
     Template(Rules(drain=1)),
     Template(Rules(give_way=100, ways=1)),
 )
-#: rules that do well where a stage has several chunks: then forwards of later chunks are what everybody waits for
+#: rules that do well where a stage has several chunks: then all stages wait for forwards of later chunks
 CHUNK_TEMPLATES = (
     Template(Rules(forward_first=1, drain=1)),
     Template(Rules(forward_first=1, wait_b=100, wait_f=50, backlog=2)),
     Template(Rules(forward_first=1, drain=1, wait_b=50, wait_f=50)),
     Template(Rules(forward_first=1, wait_b=50, wait_f=50, backlog=2)),
 )
-#: the same where they are interleaved: a micro-batch comes round by all other stages, and what comes back is awaited
+#: the same where chunks are interleaved: a micro-batch passes all other stages before it returns, and is awaited then
 ROUND_TEMPLATES = (
     Template(Rules(forward_first=1, drain=1)),
     Template(Rules(give_way=100, ways=1)),
@@ -74,8 +73,7 @@ DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
 
-#: the search goes on to smaller caps until it has done the work of so many levels, or this many actions per
-#: level
+#: the search goes on to smaller caps until it has done the work of so many levels, or this many actions per level
 LEVELS, MOST_PER_LEVEL = 3, 50_000
 #: True when the search should end now (the clock's safety net, or a newer membership)
 Cancelled = Callable[[], bool]
@@ -91,8 +89,8 @@ def templates(problem: Problem) -> tuple[Template, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """One point of the search: alignment, deal, how many micro-batches ``fewer`` slow workers keep and which they give
-    away (``pick``), leads of guest jobs, and rules per stage."""
+    """One point of the search: alignment, deal, leads of guest jobs, and rules per stage. Slow workers keep ``fewer``
+    micro-batches less; ``pick`` says which they give away."""
 
     alignment: int
     deal: str
@@ -172,7 +170,7 @@ class _Climb:
         self.uneven = any(len({cost(instance, w) for w in row}) > 1 for row in instance.at)
         self.routes: dict[tuple[int, str, int, str], tuple[list[int], set[int]]] = {}
         self.seen: set[Choice] = set()
-        self.at: Choice | None = None  # the best
+        self.at: Choice | None = None  # the best choice
         self.trials = 0
         self.idle = 0  # choices in a row that were tried before
 
@@ -284,8 +282,8 @@ def run(instance: Instance, template: Template, alignment: Alignment | None = No
 
 
 def one_by_one(instance: Instance, alignment: Alignment | None = None) -> Schedule:
-    """No worker holds more than one micro-batch at a time, and all take them in the same order: none is sent early, so
-    that every cap that holds a micro-batch suffices."""
+    """Schedule in which no worker holds more than one micro-batch at a time, and all take them in the same order. No
+    message is sent early, so every cap that holds a micro-batch suffices."""
     table = route(instance, alignment or aligned(instance))
     if instance.problem.placement:
         trace = _in_turn(instance)
@@ -295,7 +293,7 @@ def one_by_one(instance: Instance, alignment: Alignment | None = None) -> Schedu
 
 
 def _in_turn(instance: Instance) -> list[int]:
-    """Each job through all chunks and back before the next one: a stage's chunks come by in the same order for all."""
+    """Each job through all chunks and back before the next job: all jobs take a stage's chunks in the same order."""
     count = len(instance.jobs)
     nodes = count * instance.chunks
     trace: list[int] = []

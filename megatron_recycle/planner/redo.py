@@ -1,9 +1,9 @@
-"""The rest of an iteration after a failure: survivors keep what they have done, and the dead workers' share is dealt to
+"""The rest of an iteration after a failure: survivors keep their done actions, and the dead workers' share is dealt to
 their peers.
 
-A micro-batch that a live worker has begun in a chunk stays with it there. All else goes to the live workers of each
-stage so that what they have left to do is level. Then it is scheduled as a first plan is (`greedy`), from where every
-worker stands.
+A micro-batch that a live worker has begun in a chunk stays with it there. All else is dealt to the live workers of each
+stage so that their remaining work is level. Then it is scheduled as a first plan is (`greedy`), from every worker's
+current progress.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .timing import Clock
 
 #: templates are tried until they have scheduled so many actions, and two schedules are made in any case
 MOST = 10_000
-#: schedules, each with more memory kept for messages that the one before had sent early
+#: schedules, each with more memory kept for messages that the previous one sent early
 ROUNDS = 3
 
 
 def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection[int] = (),
          lent: Plan | None = None) -> Plan | None:
-    """A legal plan for the rest of an iteration of which live workers have ``done`` these actions, in this order, and
-    all others have done nothing. ``base`` is a legal plan for the membership from now on; if its lists begin with what
-    was done, it goes on as it is. None where there is no such plan, and the iteration has to begin again.
+    """A legal plan for the rest of an iteration: live workers have ``done`` these actions, in this order, and other
+    workers none. ``base`` is a legal plan for the membership from now on; if its lists begin with the done actions, it
+    is used as it is. None where there is no such plan, and the iteration has to begin again.
 
-    Stages that are ``closed`` hold the iteration's gradient: nothing of them is run again. The plan lists their dead
-    workers' actions as done by a peer. None if a message that only a dead worker had made is still to be read.
+    Stages that are ``closed`` hold the iteration's gradient: none of their actions is run again. The plan lists their
+    dead workers' actions as done by a peer. None if a message that only a dead worker had made is still to be read.
 
-    ``lent``: the plan by which they were done, where that lends layers. All micro-batches go on to cross boundaries as
-    they do there: sums of gradients cannot be parted again. Otherwise no ``done`` action may have run a lent layer, and
-    the rest lends none, whatever ``base`` does. Nothing here is random.
+    ``lent``: the plan by which they were done, where that lends layers. All micro-batches keep its crossings, as sums
+    of gradients cannot be parted again. Otherwise no ``done`` action may have run a lent layer, and the rest lends
+    none, even if ``base`` does. Nothing here is random.
     """
     begin = time.perf_counter()
     lends = bool(base.crossings) or lent is not None
@@ -70,7 +70,7 @@ def redo(base: Plan, done: Mapping[Worker, Sequence[Action]], closed: Collection
 
 
 def _goes_on(now: Problem, then: Problem) -> bool:
-    """Whether a plan of the problem ``then`` can go on in ``now``: some of its workers may be gone, and all else is the
+    """Whether a plan of the problem ``then`` can go on in ``now``: some of its workers may be dead, and all else is the
     same."""
     return (now.grid == then.grid and now.placement == then.placement and now.block == then.block
             and now.split_backward == then.split_backward and set(then.failed) <= set(now.failed))
@@ -84,12 +84,12 @@ def _without(then: Problem, now: Problem) -> Problem:
 
 def _completed(base: Plan, done: Mapping[Worker, Sequence[Action]],
                closed: Collection[int]) -> dict[Worker, tuple[Action, ...]] | None:
-    """``done`` with all actions of the ``closed`` stages. None: a message of one that is not run again is still to be
-    read, or a live worker of a closed stage has something left to do."""
+    """``done`` with all actions of the ``closed`` stages. None: a message of a stage that is not run again is still to
+    be read, or a live worker of a closed stage has an action left."""
     problem = base.problem
     kinds = "FBW" if problem.split_backward else "FB"
     ended: dict[tuple[int, int, int], str] = {}
-    """By pipeline, micro-batch and chunk the kinds of done actions."""
+    """Kinds of done actions by pipeline, micro-batch and chunk."""
     for worker, actions in done.items():
         for kind, d, m, place in actions:
             node = d, m, problem.chunks_of[worker.stage][place]
@@ -119,8 +119,8 @@ def _completed(base: Plan, done: Mapping[Worker, Sequence[Action]],
 
 def _listed(base: Plan, done: Mapping[Worker, tuple[Action, ...]], kept: Mapping[Worker, int]) -> list[Plan]:
     """A few greedy schedules, the best first, without their figures and with memory ``kept`` for messages that are sent
-    early. None at all: somebody may not take what nobody else can, or memories are full."""
-    # Where nobody is a guest a first plan keeps the order of micro-batches, though only blocks need it.
+    early. Empty: no worker may take some block, or memories are full."""
+    # Without guests a first plan keeps the order of micro-batches, though only blocks need it.
     instance = replace(build(base.problem, kept), ordered=base.problem.block > 0)
     standing = _standing(instance, done)
     route = None if standing is None else _routed(instance, base, standing)
@@ -157,9 +157,8 @@ def _timed(plan: Plan, begin: float) -> Plan:
 
 @dataclass(frozen=True)
 class _Standing:
-    """Where every worker stands: what has ``begun``, and the worker that has begun each node (``at``, -1: none).
-    ``latest``: by kind, worker, chunk and pipeline, the last micro-batch of which it has been done. ``left``: how many
-    actions are left."""
+    """Progress of every worker. ``begun``: its done actions. ``at``: the worker that has begun each node (-1: none).
+    ``latest``: the last micro-batch done, by kind, worker, chunk and pipeline. ``left``: number of actions left."""
 
     begun: Begun
     at: list[int]
@@ -168,7 +167,7 @@ class _Standing:
 
 
 def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _Standing | None:
-    """None where no worker of a legal plan has done this."""
+    """The workers' progress. None where no worker of a legal plan can have ``done`` this."""
     problem, count, number, job = instance.problem, len(instance.jobs), instance.number, instance.job
     split = problem.split_backward
     steps = {"F": (0, 1), "B": (1, 2), "W": (2, 3), "FB": (1, 3)} if split else {"F": (0, 1), "B": (1, 3)}
@@ -176,7 +175,7 @@ def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _S
     late: list[dict[int, None]] = [{} for _ in instance.workers]
     latest: dict[tuple[str, int, int, int], int] = {}
     inside: dict[tuple[str, int, int, int, int], int] = {}
-    """Likewise of each block."""
+    """The last micro-batch done, also by block."""
     for worker, listed in done.items():
         if worker not in number:
             return None
@@ -208,7 +207,7 @@ def _standing(instance: Instance, done: Mapping[Worker, Sequence[Action]]) -> _S
 
 
 def _routed(instance: Instance, base: Plan, standing: _Standing) -> list[int] | None:
-    """The worker of every node. None: nobody may take some block."""
+    """The worker of every node. None: no worker may take some block."""
     count = len(instance.jobs)
     table = [-1] * (count * instance.chunks)
     for (d, m, chunk), worker in base.route().items():
@@ -221,9 +220,9 @@ def _routed(instance: Instance, base: Plan, standing: _Standing) -> list[int] | 
 
 
 def _dealt(instance: Instance, stage: int, whole: Sequence[Unit], standing: _Standing, table: list[int]) -> bool:
-    """Deal a stage's micro-batches, or blocks: in ``table`` is the worker that each would have at best. Those that
-    somebody has begun stay there. The others keep their workers as far as the work that is left is level then, the
-    first ones first; what is too much goes to the one that has least. False: nobody may take some block."""
+    """Deal a stage's micro-batches, or blocks; ``table`` holds each one's preferred worker. Begun ones stay with their
+    worker. The others keep theirs, the first ones first, as far as the remaining work stays level; the rest goes to the
+    worker with least work. False: no worker may take some block."""
     problem, count = instance.problem, len(instance.jobs)
     lengths = {chunk: {w: _left(instance, w, chunk) for w, other in enumerate(instance.stage) if other == stage}
                for chunk in problem.chunks_of[stage]}
@@ -242,11 +241,11 @@ def _dealt(instance: Instance, stage: int, whole: Sequence[Unit], standing: _Sta
                     load[w] += lengths[chunk][w][standing.begun.progress[node]]
 
     def after(w: int, chunk: int, unit: Unit) -> int:
-        """What a worker would have left to do."""
+        """Work that ``w`` would have left with this unit."""
         return load[w] + lengths[chunk][w][0] * len(unit.jobs)
 
     def later(kind: str, w: int, chunk: int, unit: Unit) -> bool:
-        """Whether a worker has come to a later micro-batch of an ordered pipeline already."""
+        """Whether a worker has done a later micro-batch of an ordered pipeline already."""
         return instance.ordered and (
             standing.latest.get((kind, w, chunk, unit.pipeline), -1) > instance.jobs[unit.jobs[0]][1])
 
@@ -292,8 +291,8 @@ def _level(loads: Sequence[int], work: int) -> int:
 
 def _ways(instance: Instance, route: list[int],
           standing: _Standing) -> Iterator[tuple[tuple[Rules, ...], tuple[list[int], list[int]]]]:
-    """Rules and keys of a few schedules (`greedy.schedule`): first what nobody waits for comes last. Where memories are
-    full of micro-batches under way, what is late leaves them idle; so then it has its turn like all else."""
+    """Rules and keys of a few schedules (`greedy.schedule`): first with actions last that no worker waits for. Where
+    memories are full that leaves workers idle, so then with all in their usual order."""
     alignment, plain, late = aligned(instance), leading(instance, set(), 0), _late(instance, standing)
     tries = max(2, MOST // max(1, standing.left))
     for template in templates(instance.problem)[:min(3, tries // 2)]:
@@ -304,8 +303,8 @@ def _ways(instance: Instance, route: list[int],
 
 
 def _late(instance: Instance, standing: _Standing) -> tuple[list[int], list[int]] | None:
-    """Keys of F and B by which a micro-batch that a dead worker had come back from is last, since the chunk before has
-    its gradient, and so has the chunk behind its activation. None: there are none."""
+    """Keys of F and B that put last each micro-batch that had come back from a dead worker: the chunk before has its
+    gradient, and the chunk behind its activation. None: no such micro-batch."""
     progress, count = standing.begun.progress, len(instance.jobs)
     nodes = len(progress)
     plain, last = leading(instance, set(), 0), 1 << 2 * nodes.bit_length()
@@ -322,8 +321,8 @@ def _late(instance: Instance, standing: _Standing) -> tuple[list[int], list[int]
 
 
 def _makespan(instance: Instance, route: Sequence[int], trace: Sequence[int]) -> int:
-    """End of the last step, where all that is not in the trace was done before, and sums of lent layers take no time on
-    their way."""
+    """End of the last step, if all actions outside the trace were done before, and sums of lent layers take no time to
+    travel."""
     end, _ = Clock(instance, route, trace).times([0] * instance.stages, cold=True)
     ready = [0] * instance.groups
     for code in trace:

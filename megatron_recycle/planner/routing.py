@@ -11,7 +11,7 @@ from .instance import Instance
 
 #: ways to deal the guests of a stage to its peers; the portfolio tries all
 DEALS = ("spread", "runs", "late")
-#: which of its own micro-batches a worker with too many gives away
+#: which of its own micro-batches an overloaded worker gives away
 PICKS = ("even", "first", "last")
 
 
@@ -38,7 +38,7 @@ def cost(instance: Instance, w: int) -> int:
 
 def _stage(instance: Instance, alignment: Alignment, s: int, sizes: list[int], deal: str,
            fewer: int, pick: str, before: Mapping[int, int]) -> list[tuple[Unit, int]]:
-    """Units of a stage with their workers: homes keep what the best possible slowest load allows."""
+    """Units of a stage with their workers: homes keep as many as the best possible slowest load allows."""
     keep = _targets(instance, alignment, s, fewer)
     placed: list[tuple[Unit, int]] = []
     guests: list[Unit] = []
@@ -57,7 +57,7 @@ def _stage(instance: Instance, alignment: Alignment, s: int, sizes: list[int], d
                 placed.append((unit, w))
                 load[w] += len(unit.jobs)
     guests.sort(key=lambda unit: unit.jobs[0])
-    level = min((before.get(w, 0) for w in load), default=0)  # who had more of an earlier chunk has less of this one
+    level = min((before.get(w, 0) for w in load), default=0)  # more of an earlier chunk means less of this one
     placed.extend(_deal(instance, guests, {w: n + before.get(w, 0) - level for w, n in load.items()}, deal))
     return placed
 
@@ -109,7 +109,7 @@ def _deal(instance: Instance, guests: list[Unit], load: dict[int, int], deal: st
     if deal == "runs":
         turn = [w for w in peers for _ in range(share[w])]
     else:
-        # every peer's turns are spread evenly over the sequence; "late" starts with those that have fewer
+        # every peer's turns are spread evenly over the sequence; "late" starts with peers that have fewer
         first = 1 if deal == "late" else -1
         slots = sorted(((2 * i + 1) / share[w], first * share[w], w) for w in peers for i in range(share[w]))
         turn = [w for _, _, w in slots]

@@ -1,9 +1,8 @@
-"""A search in a process of its own, both ends of its pipe: ``run`` for the process that plans, ``serve`` for the one
-that searches.
+"""A search in a process of its own, both ends of its pipe: ``run`` for the planning process, ``serve`` for the
+searching one.
 
-The request is one line of JSON, and so is each better schedule, written at once: a kill loses nothing that was found.
-The searching process is niced, and an alarm of its own ends it where the solver listens to nobody; its parent kills it
-besides.
+The request is one line of JSON, and so is each better schedule, written at once: a kill loses no found schedule. The
+searching process is niced. An alarm of its own ends it where the solver does not respond; its parent kills it besides.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from .timing import timed
 #: arguments of the interpreter that make it serve one search; modules in the working folder ('') are not ours
 COMMAND = ("-c", "import sys; sys.path[:] = filter(None, sys.path); "
                  "from megatron_recycle.planner.search_process import serve; serve()")
-#: seconds kept back for reading and validating, at the least and per action of the plan
+#: seconds kept back for reading and validating: the minimum, and per action of the plan
 RESERVE, RESERVE_PER_ACTION = 0.05, 8e-6
-#: actions scheduled and timed per second, well below what one core does: work ends a search before the clock does
+#: actions scheduled and timed per second, well below one core's speed: work ends a search before the clock does
 RATE = 400_000
 #: the same with lent layers, whose spans have to be worked out for every trial
 LENT_RATE = 300_000
@@ -44,14 +43,14 @@ def run(request: dict[str, Any], actions: int, budget_s: float,
         cancelled: Callable[[], bool]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """The last schedule that the searching process found (or None) and its closing statistics.
 
-    Returns within ``budget_s`` seconds, whatever that process does; ``killed`` in the statistics says that it had to
-    be ended. ``cancelled`` is asked about ten times a second.
+    Returns within ``budget_s`` seconds, even if that process hangs; ``killed`` in the statistics: it had to be killed.
+    ``cancelled`` is polled about ten times a second.
     """
     begin = time.monotonic()
     limit = max(0.1, budget_s - RESERVE - RESERVE_PER_ACTION * actions)
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
-    # Memory that looks like a file: a pipe would wait for a child that does not read.
+    # A file in memory: writing to a pipe would block on a child that does not read.
     with os.fdopen(os.memfd_create("recycle-search"), "w+b") as asked:
         asked.write(json.dumps({**request, "wall": max(0.05, limit - 0.1)}).encode() + b"\n")
         asked.seek(0)
@@ -76,7 +75,7 @@ def run(request: dict[str, Any], actions: int, budget_s: float,
 
 
 def _lines(child: subprocess.Popen[bytes], end: float, cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Messages of the child until it ends, the time is over, or nobody wants them any more."""
+    """Messages of the child until it ends, the time is over, or the search is cancelled."""
     assert child.stdout is not None
     rest = b""
     with selectors.DefaultSelector() as selector:
@@ -103,7 +102,7 @@ def serve() -> None:
     request = json.loads(sys.stdin.readline())
     begin = time.monotonic()
     wall = float(request["wall"])
-    signal.setitimer(signal.ITIMER_REAL, wall + 1.0)  # the default action ends the process, whatever runs
+    signal.setitimer(signal.ITIMER_REAL, wall + 1.0)  # the default action ends the process, even inside the solver
     _Search(build(Problem.from_json(request["problem"])), request, begin + wall).run()
 
 
@@ -121,17 +120,17 @@ class _Search:
         self.stats: dict[str, Any] = {"trials": 0, "cut": False}
 
     def run(self) -> None:
-        """Search until the bound is met, the work is done or the clock says so."""
+        """Search until the bound is met, the work is done or the time is over."""
         small = self.instance.actions <= CPSAT_ACTIONS
         share = 0.4 if small else 0.5  # of the budget; the rest is CP-SAT's, and a reserve
         if lent_schedules.helps(self.instance.problem) and self.best > self.floor:
             work = int(LENT_RATE * self.budget * 0.8)
             self._note(lent_schedules.search(self.instance, work, self.seed, self._over, self._keep))
-            share /= 8  # orders without lent layers are seldom the best ones then
+            share /= 8  # orders without lent layers are seldom the best then
         if self.best > self.floor:
             self._note(search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep))
         if self.best > self.floor and small and not self.crossings and not self._over():
-            self._exact()  # of orders with lent layers it was not seen to better any
+            self._exact()  # it has not been seen to improve orders with lent layers
         self._say({"done": True, **self.stats})
 
     def _exact(self) -> None:

@@ -1,4 +1,4 @@
-"""One order for actions that times alone leave open: those that take no time, and others that begin when they do."""
+"""One order for actions that times alone leave open: actions without duration, and others that begin with them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def trace_of(instance: Instance, route: Sequence[int], starts: Mapping[int, int]
     """A trace in which actions begin in the order of ``starts`` (by code), and no worker holds more than its cap.
 
     A model of times takes a micro-batch whose F, B and W fall together for one that needs no memory. So where several
-    actions begin at once, a worker first lets go of what it has, then runs the micro-batches that come and leave at
-    that time, one after the other, then takes those that stay. None: no order was found in which they fit.
+    actions begin at once, a worker first frees memory, then runs the micro-batches that come and leave at that time,
+    one after the other, then takes those that stay. None: no order was found in which they fit.
     """
     at: dict[int, list[int]] = defaultdict(list)
     for code, start in starts.items():
@@ -26,7 +26,7 @@ def trace_of(instance: Instance, route: Sequence[int], starts: Mapping[int, int]
 
 
 class _Board:
-    """What has been placed, and the memory that each worker has left after that."""
+    """Placed actions, and the memory that each worker has left after them."""
 
     def __init__(self, instance: Instance, route: Sequence[int], starts: Mapping[int, int]) -> None:
         self.trace: list[int] = []
@@ -42,7 +42,7 @@ class _Board:
                         and not self._long & {kind * self._nodes + node for kind in range(last + 1)}}
 
     def place(self, codes: Sequence[int]) -> bool:
-        """Place all ``codes``, which begin at one time; whether they fit."""
+        """Place all ``codes``, which begin at one time; returns whether they fit."""
         left = set(codes)
         short = Counter(self._worker(code) for code in codes if code not in self._long)
         passing = Counter(self._worker(code) for code in codes if code < self._nodes and code in self._passes)
@@ -52,7 +52,7 @@ class _Board:
             needs, w = needed(code, self._count, self._nodes), self._worker(code)
             return ((needs < 0 or needs in self._done) and before.get(code) not in left
                     and self._takes(code) <= max(0, self._room[w])
-                    and not (code in self._long and short[w]))  # what takes no time is over when it begins
+                    and not (code in self._long and short[w]))  # an action without duration is over when it begins
 
         def turn(code: int) -> tuple[bool, bool, bool, int, int]:
             kind, node = divmod(code, self._nodes)
@@ -78,12 +78,12 @@ class _Board:
         return self._route[code % self._nodes]
 
     def _takes(self, code: int) -> int:
-        """Units of memory that the action takes; less than 0: gives back."""
+        """Units of memory that the action takes (negative: frees)."""
         before, after = self._first[code % self._nodes], self._then[code % self._nodes]
         return (before, after - before, -after)[code // self._nodes]
 
     def _before(self, codes: Sequence[int]) -> dict[int, int]:
-        """Which of ``codes`` the rule of order has right before another one."""
+        """For each of ``codes``, if any, its direct predecessor among them by the rule of order."""
         if not self._instance.ordered:
             return {}
         rows: dict[tuple[int, int, int], list[int]] = defaultdict(list)

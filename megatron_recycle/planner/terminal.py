@@ -8,7 +8,7 @@ from ..plan import Plan, Timeline, Worker, replay
 from .lending_gain import lent_layers
 
 _LETTERS = {"FB": "D"}
-#: of a stage's second chunk and those after it: the letters before F, B, W and D, so to say
+#: letters of a stage's later chunks: each is one before F, B, W and D per chunk
 _LATER = {"F": "E", "B": "A", "W": "V", "D": "C"}
 _COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "D": "46;30", "S": "45;97",
             "E": "104;30", "A": "102;30", "V": "103;30", "C": "106;30"}
@@ -42,7 +42,7 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
 
 
 def _moves(plan: Plan) -> Mapping[str, str]:
-    """Who has moved -> the position that it has now. A file of unknown origin may say anything there."""
+    """Moved workers and their current positions. A file of unknown origin may hold any value there."""
     told = plan.stats.get("moves")
     return told if isinstance(told, dict) else {}
 
@@ -64,10 +64,10 @@ def guest_count(plan: Plan) -> int:
 
 
 def drawing(plan: Plan, width: int, colour: bool) -> str | None:
-    """The schedule from a cold start, one row per worker, guests in small letters; None if it does not fit. What was
-    done before takes no time, and is left out.
+    """The schedule from a cold start, one row per worker, guests in small letters; None if it does not fit. Actions
+    done before the plan begins are left out.
 
-    One column is one unit of time where that fits, else several: a column shows what runs for most of it.
+    One column is one unit of time where that fits, else several: a column shows the action that runs for most of it.
     """
     workers = plan.problem.grid.workers()
     timeline = replay(plan)

@@ -10,7 +10,7 @@ from .instance import Instance, Schedule, spanned
 
 
 class Clock:
-    """A trace that is timed in several passes: what does not change between these is worked out once.
+    """A trace that is timed in several passes; anything constant between these is worked out once.
 
     ``scale`` multiplies every duration of a pass, so that times that are fractions of a unit stay whole numbers.
     """
@@ -20,7 +20,7 @@ class Clock:
         self.plain = *instance.lengths(route), instance.lags(route)
         self.gates = instance.spans.gates if instance.spans else {}
         step = set(instance.problem.costs.step)
-        #: the step of all stages, where a run that begins with it is a cold start but for that
+        #: the step of all stages; a run that begins with it is a cold start but for that
         self.alike = step.pop() if len(step) == 1 and not self.gates else None
         self.cold: int | None = None  # the makespan, once known
 
@@ -75,13 +75,13 @@ class Clock:
         return end, done
 
     def stepping(self, begin: Sequence[int], scale: int = 1) -> list[int]:
-        """When each group of stages begins its next step, if it began the one before at ``begin[g]``."""
+        """When each group of stages begins its next step, if it began the last one at ``begin[g]``."""
         step, group = self.instance.problem.costs.step, self.instance.group
         _, done = self.times([begin[g] + step[s] * scale for s, g in enumerate(group)], scale)
         return self._ready(done)
 
     def _ready(self, done: Sequence[int]) -> list[int]:
-        """When each group of stages begins its step, all of whose work is done by then."""
+        """When each group of stages begins its step, with all its work done by ``done``."""
         ready = [0] * self.instance.groups
         for s, g in enumerate(self.instance.group):
             ready[g] = max(ready[g], done[s])
@@ -109,7 +109,7 @@ class Clock:
         return self.cold
 
     def phases(self, period: int) -> list[int]:
-        """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true one."""
+        """Time from which each stage is free in a strictly periodic run; ``period`` must not be below the true one."""
         begin = [0] * self.instance.groups
         while True:
             fresh = self.stepping(begin)
