@@ -1,10 +1,10 @@
 """megatron-recycle: training that goes on, in the same processes, when workers fail.
 
-The public API is small: `enable()` switches the plugin on for a script, `add_arguments(parser)` adds a flag that does
-so, `RecycleConfig` holds the settings, `register_state()` has what a script keeps beside the model taken over,
-`status()` says how the job is, and `on_event()` has a function of the script's told what happens to it.
-`Factory` and `Observer` are types for `enable()`; errors are those of `megatron_recycle.errors`. Importing this
-package loads neither torch nor OR-Tools: each name imports its needs when it is used.
+The public API is small. `enable()` switches the plugin on for a script; `add_arguments(parser)` adds a flag that does
+so. `RecycleConfig` holds the settings. `register_state()` registers script state beside the model, `status()` returns
+the job's state, `on_event()` registers a callback for its events. `Factory` and `Observer` are types for `enable()`;
+errors are those of `megatron_recycle.errors`. Importing this package loads neither torch nor OR-Tools: each name
+imports its needs when it is used.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def register_state(name: str, thing: Any) -> None:
-    """Have what the script keeps beside the model (an average of the weights) taken over from a peer where this process
-    comes into a running job. Call it before the first iteration, or at the same one on all ranks.
+    """Register script state beside the model (an average of the weights): a process that joins a running job takes it
+    over from a peer. Call it before the first iteration, or at the same one on all ranks.
 
     Args:
         name: the same on all ranks of a stage.
@@ -124,11 +124,11 @@ def register_state(name: str, thing: Any) -> None:
 
 
 def status() -> JobStatus | None:
-    """How the job is now, as this process knows it: who is there, who is missing, what is committed.
+    """State of the job as this process knows it: live and missing workers, the committed iteration.
 
-    It costs microseconds, needs no other process, and may be asked by any thread. After a failure another rank may give
-    another answer at the same iteration: agree (by an all-reduce, say) on what all ranks do alike, such as leaving an
-    evaluation out.
+    Costs microseconds, needs no other process, and may be called from any thread. After a failure another rank may give
+    another answer at the same iteration: agree (by an all-reduce, say) before ranks act alike on it, for instance to
+    leave an evaluation out.
 
     Returns:
         None without the plugin, and before the framework's engine is built.
@@ -139,14 +139,14 @@ def status() -> JobStatus | None:
 
 
 def on_event(callback: Callable[[Mapping[str, Any]], None]) -> None:
-    """Have ``callback`` told, in this process, what has happened to the job. Call it at any time; each call adds one.
+    """Register ``callback`` for the job's events in this process. Call it at any time; each call adds one.
 
-    It is called in the thread that trains, at the end of the call to the engine in which it happened
-    (`train_batch()`, `train_step()`), with a dict: ``event`` is "lost", "joined", "resumed", "last_copy", "whole" or
-    "ended"; ``t`` the Unix time in seconds at which it is told; ``generation``, ``iteration``, ``live`` and ``of``
-    (numbers of workers), ``workers`` (list of "d:s"), with "last_copy" ``stages``; "ended" has ``status`` and
-    ``message`` instead. All live processes are told, one that joins first of who is missing; `status().speaks` is
-    true on one worker. It must not wait for other ranks. What it raises is logged, and training goes on.
+    Callbacks run in the training thread, at the end of the engine call (`train_batch()`, `train_step()`) in which the
+    event happened. Each gets a dict: ``event`` is "lost", "joined", "resumed", "last_copy", "whole" or "ended"; ``t``
+    the Unix time in seconds of the call; ``generation``, ``iteration``, ``live`` and ``of`` (numbers of workers),
+    ``workers`` (list of "d:s"), with "last_copy" ``stages``; "ended" has ``status`` and ``message`` instead. All live
+    processes get the events, a joining one first the missing workers; `status().is_logging_rank` is true on one worker.
+    A callback must not wait for other ranks. Its exceptions are logged, and training goes on.
 
     Raises:
         TypeError: it cannot be called.

@@ -1,9 +1,9 @@
 """`python -m megatron_recycle SCRIPT ARGUMENTS`: runs an unchanged training script with the plugin on.
 
-`recycle run` starts its workers this way; under torchrun it is `torchrun ... -m megatron_recycle SCRIPT ...`.
-The script sees what it would see under `python SCRIPT ARGUMENTS`: its name in `sys.argv[0]`, its folder in
-`sys.path[0]`, itself as `__main__`; with `-m MODULE` in the place of SCRIPT what it would see under `python -m MODULE`.
-The plugin stays off if the DeepSpeed JSON says `"recycle": {"enabled": false}`.
+`recycle run` starts its workers this way; under torchrun it is `torchrun ... -m megatron_recycle SCRIPT ...`. The
+script sees the environment of `python SCRIPT ARGUMENTS`: its name in `sys.argv[0]`, its folder in `sys.path[0]`, itself
+as `__main__`; with `-m MODULE` in the place of SCRIPT, that of `python -m MODULE`. The plugin stays off if the
+DeepSpeed JSON says `"recycle": {"enabled": false}`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         print(f"megatron-recycle: {end}", file=sys.stderr)
         return end.status
     sys.argv = arguments
-    if not module:  # whose place is the working directory, as it is of this one
+    if not module:  # a module's place is the working directory, as it is of this one
         sys.path[0] = str(script if script.is_dir() else Path(os.path.realpath(script)).parent)
     run = partial(runpy.run_module, alter_sys=True) if module else runpy.run_path
     try:
@@ -81,14 +81,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _of_runpy(error: ImportError) -> bool:
-    """Whether there is no such module to run; another import that fails is the module's own."""
+    """Whether the module to run does not exist; any other failed import is the module's own."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return frames[-1].f_globals is vars(runpy)
 
 
 def _came_to_nothing() -> int:
-    """The status of a script that has come to its end well: 0, or a failure if it was to join a running job and never
-    asked to be let in."""
+    """Exit status of a script that has ended well: 0, or a failure if it was to join a running job and never asked to
+    be admitted."""
     from megatron_recycle.runtime.comm.standalone import came_to_nothing
 
     text = came_to_nothing()

@@ -1,4 +1,4 @@
-"""How often to write a checkpoint, for jobs that are started again from the last one."""
+"""Checkpoint interval for jobs that are restarted from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def young_daly(save_seconds: float, mtbf_seconds: float) -> float:
     """Seconds of training between two checkpoints that lose least time, by Young's formula in Daly's higher order.
 
     Args:
-        save_seconds: what one checkpoint costs.
+        save_seconds: cost of one checkpoint.
         mtbf_seconds: the mean time between two failures of the whole job.
 
     Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006. Raises

@@ -1,7 +1,7 @@
 """The `recycle` command: finds the subcommand and hands over to it.
 
-A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. It is imported only when it is
-asked for, so that `recycle run` does not wait for the planner and `recycle plan` does not load torch.
+A subcommand is a module with `add_arguments(parser)` and `run(args) -> int`. It is imported on use only, so that
+`recycle run` does not wait for the planner and `recycle plan` does not load torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMANDS = {
     "slurm": ("megatron_recycle.tools.heal", "print a batch script; start hosts in place of lost ones"),
     "doctor": ("megatron_recycle.tools.doctor", "check versions, threads, devices and determinism"),
 }
-"""Name of a subcommand -> (its module, one line about it)."""
+"""Name of a subcommand -> (its module, a one-line summary)."""
 
 EXAMPLES = {
     "run": "recycle run --nproc 4 --set reduction=exact train.py --your-arguments",
@@ -65,7 +65,7 @@ EXAMPLES = {
     "slurm": "recycle slurm script deepspeed > job.sbatch",
     "doctor": "recycle doctor --stages 4 --nproc 8 --nnodes 2",
 }
-"""Name of a subcommand -> a command line that its help shows."""
+"""Name of a subcommand -> an example command line for its help."""
 
 STATUSES = {
     "0": "done; of a job: training came to its end, whoever died on the way",
@@ -80,7 +80,7 @@ STATUSES = {
 _INSTALLS = {"rich": "rich", "matplotlib": "matplotlib", "torch": "torch", "numpy": "numpy", "packaging": "packaging",
              "prometheus_client": "prometheus-client", "aiohttp": "aiohttp",
              "deepspeed": "'deepspeed>=0.19.8,<0.20'", "megatron": "'megatron-core>=0.16,<0.20'"}
-"""A package that a command imports -> what pip takes for it."""
+"""A package that a command imports -> its pip requirement."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,8 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of the output has enough of it, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it would be complained about
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain about the rest of it
         return 128 + signal.SIGPIPE
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]

@@ -330,8 +330,8 @@ class RecycleConfig:
                 raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
 
     def _check_leaving_out(self) -> None:
-        """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss
-        is another one than the script was told."""
+        """Policies that leave micro-batches out need `step: barrier`: a staggered step may be undone for one without
+        the hit pipelines, after its loss was reported to the script."""
         if self.step == "staggered" and "step" in self.sources:
             raise ConfigError(f"{_where(self, 'step')} is staggered, and policy {self.policy} may make an iteration "
                               "again with fewer micro-batches after its loss was told; leave step out, or give barrier")

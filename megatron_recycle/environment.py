@@ -1,6 +1,6 @@
-"""The environment of a worker: variables that its launcher sets, written and read side by side.
+"""Environment of a worker: variables that its launcher sets, written and read side by side.
 
-torch's own names are torchrun's, and every launcher sets them; those that begin with RECYCLE_ come from `recycle run`
+torch's own names are torchrun's, and every launcher sets them. Names that begin with RECYCLE_ come from `recycle run`
 alone. Settings are not among them: see `config`.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 COORDINATOR = "RECYCLE_COORDINATOR"
 TOKEN = "RECYCLE_TOKEN"
 SHORTEST_TOKEN = 16
-"""Characters. Every connection is greeted by a message with which anybody who hears it can try tokens at leisure."""
+"""Characters. Every connection begins with a greeting, and an eavesdropper can try tokens on it offline."""
 RUN_DIR = "RECYCLE_RUN_DIR"
 """The run's folder; a user may set it too, since it is also the variable of the setting `run_dir`."""
 HOST = "RECYCLE_HOST"
@@ -23,7 +23,7 @@ CHAOS = "RECYCLE_CHAOS"
 MICROBATCHES = "RECYCLE_MICROBATCHES"
 
 COORDINATORS_MODULE = "megatron_recycle.control.process"
-"""What a coordinator's command line runs: whoever starts one and whoever looks for one mean the same."""
+"""Module that a coordinator's command line runs; its starters and its finders use the same name."""
 
 HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, MEMORY, JOINING, CHAOS, MICROBATCHES})
 """Variables that only `recycle run` sets; none of them is a setting."""
@@ -31,14 +31,14 @@ HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, MEMORY, JOINING, CHAOS, MICRO
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A worker's start, as its launcher describes it. A launcher that is not ours leaves the first eight as they are.
+    """A worker's start, as its launcher describes it. A foreign launcher leaves the first eight at their defaults.
 
     Attributes:
         control: "host:port" of the coordinator; None under torchrun and the like, which start none.
         token: the job's token.
         run_dir: the run's folder.
         host: the name by which the coordinator tells hosts apart.
-        memory: the address of what the workers of a host have in common; see `control.host_memory`.
+        memory: the address of the memory shared by a host's workers; see `control.host_memory`.
         joining: whether this process joins a job that runs already.
         chaos: whether `recycle chaos` may hold this process at precise moments.
         microbatches: those of an iteration over all pipelines, if the job was started again and has to keep them.
@@ -83,7 +83,7 @@ class Launched:
 
     @property
     def by_recycle_run(self) -> bool:
-        """Whether the launcher is ours: it spares the siblings of a dead worker and starts processes again."""
+        """Whether the launcher is `recycle run`: it spares siblings of a dead worker and starts processes again."""
         return self.control is not None
 
     def variables(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Error types of the plugin.
 
-Every message says what happened and what to do about it: it is often the only thing the user of a
-thousand-worker job sees. `PlanError` is not here: plans are pure data and import the standard library only,
-so `megatron_recycle.plan` has its own (a `ValueError`).
+Every message says what happened and what to do about it: it is often the only thing the user of a thousand-worker job
+sees. `PlanError` is not here: plans are pure data and import the standard library only, so `megatron_recycle.plan` has
+its own (a `ValueError`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class UnsupportedError(RecycleError):
 
 
 class LendingError(UnsupportedError):
-    """Layers of ``stage`` that the plan lends cannot be lent, or not any more; the job can go on without that."""
+    """Layers of ``stage`` cannot be lent as planned, or not any more; the job can go on without lending."""
 
     def __init__(self, message: str, stage: int) -> None:
         super().__init__(message)
@@ -31,11 +31,11 @@ class LendingError(UnsupportedError):
 
 
 class SetUpError(RecycleError, RuntimeError):
-    """A process that is to join a running job asked the others something that nobody can answer."""
+    """A joining process asked for set-up results that no running process can give."""
 
 
 class DataError(RecycleError):
-    """The training data cannot be addressed by iteration, pipeline, micro-batch, or readers disagree."""
+    """Training data that cannot be addressed by iteration, pipeline and micro-batch, or whose readers disagree."""
 
 
 class VerificationError(RecycleError):
@@ -47,8 +47,8 @@ class TransferError(RecycleError):
 
 
 class SaveError(RecycleError):
-    """A checkpoint cannot be written, for a reason of the disk that the message names. ``clear`` removes what there is
-    of it, once nobody writes any more."""
+    """A checkpoint cannot be written, for a reason of the disk that the message names. ``clear`` removes its partial
+    files once all writers have stopped."""
 
     def __init__(self, message: str, clear: Callable[[], None] = lambda: None) -> None:
         super().__init__(message)
@@ -58,15 +58,15 @@ class SaveError(RecycleError):
 class GenerationOver(RecycleError):
     """The generation cannot go on here: it was ended, or a transfer in it has failed.
 
-    Raised in the training thread by `runtime.comm`, for whatever the communication library says, and by the runtime
-    when the coordinator has stopped the generation. The answer is a report, and a wait for the next generation. A user
-    sees it only if it escapes, which is a bug.
+    Raised in the training thread by `runtime.comm`, for any error of the communication library, and by the runtime when
+    the coordinator has stopped the generation. The answer is a report, and a wait for the next generation. A user sees
+    it only if it escapes, which is a bug.
     """
 
 
 class FailureMet(GenerationOver):
-    """A failure has ended the generation here, and not a wrong guess: peers may still be in the same exchange, so that
-    nothing else may be exchanged with them on these groups."""
+    """A failure, not a wrong guess, has ended the generation here. Peers may still be in the same exchange, so no
+    further exchange may use these groups."""
 
 
 class JobEnded(RecycleError):

@@ -1,7 +1,7 @@
-"""How the job is, as a script may ask, and what has happened to it, as a script may be told.
+"""Job state that a script may query, and job events for its callbacks.
 
-A backend's session says how the job is (`report`); what has happened is the difference between two such answers
-(`changes`), told at the end of the script's call to the engine in which it happened.
+A backend's session reports the state (`report`). Events are the difference between two reports (`changes`), delivered
+at the end of the script's call to the engine in which they happened.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class JobStatus:
         rank: its global rank.
         generation: number of the membership, from 1; each failure and each worker that joins raises it.
         iteration: the last iteration that the script has asked for, from 0; -1 before the first.
-        committed: the last one that counts on all workers, whatever fails from now on; -1 for none.
+        committed: the last iteration that counts on all workers despite any later failure; -1 for none.
         live: positions that have a worker, in the order of their ranks.
         missing: positions that have none.
         last_copies: stages with one worker left, in a job of several pipelines.
-        lives: process ("d:s", with tensor parallelism its part, "d:s.p") -> a text that is another one for each process
-            that ever stands there.
+        lives: process ("d:s", with tensor parallelism its part, "d:s.p") -> a text unique to each process that ever
+            takes that position.
     """
 
     worker: str
@@ -46,13 +46,13 @@ class JobStatus:
 
     @property
     def degraded(self) -> bool:
-        """Whether some position has no worker, so that others do its work."""
+        """Whether some position has no worker, so that other workers do its work."""
         return bool(self.missing)
 
     @property
     def is_logging_rank(self) -> bool:
-        """Whether this is the first of the live workers: the one to say what is said once in a job. With tensor
-        parallelism all its parts are."""
+        """Whether this is the logging rank: the first of the live workers, for output that is wanted once per job. With
+        tensor parallelism, all of its parts."""
         return self.live[:1] == (self.worker,)
 
 
@@ -61,7 +61,7 @@ Callback = Callable[[Event], None]
 
 
 def changes(before: JobStatus, after: JobStatus, t: float) -> Iterator[dict[str, Any]]:
-    """What has happened between two answers, in the words of `recycle watch`; ``t`` is the Unix time in seconds."""
+    """Events between two reports, in the words of `recycle watch`; ``t`` is the Unix time in seconds."""
     common = {"t": t, "generation": after.generation, "iteration": after.iteration, "live": len(after.live),
               "of": len(after.live) + len(after.missing)}
     replaced = {name.partition(".")[0] for name, life in before.lives.items() if after.lives.get(name, life) != life}
@@ -82,7 +82,7 @@ def changes(before: JobStatus, after: JobStatus, t: float) -> Iterator[dict[str,
 
 
 class Telling:
-    """The callbacks of one process's script, and what they were told last."""
+    """Callbacks of one process's script, and the state last reported to them."""
 
     def __init__(self) -> None:
         self._report: Report | None = None
@@ -91,21 +91,21 @@ class Telling:
         self._ended = False
 
     def reported_by(self, report: Report) -> None:
-        """From now on ``report`` says how the job is."""
+        """Use ``report`` for the job's state from now on."""
         self._report, self._last, self._ended = report, None, False
 
     def status(self) -> JobStatus | None:
-        """None: this process is in no job, or not yet."""
+        """The job's state; None: this process is in no job, or not yet."""
         return None if self._report is None else self._report()
 
     def add(self, callback: Callback) -> None:
-        """Tell ``callback`` too. Raises TypeError if it cannot be called."""
+        """Register ``callback``. Raises TypeError if it cannot be called."""
         if not callable(callback):
             raise TypeError(f"on_event({callback!r}): give a function that takes one event, a dict")
         self._callbacks.append(callback)
 
     def tell(self) -> None:
-        """Tell all callbacks what has happened since the last time."""
+        """Call all callbacks with the events since the last time."""
         if self._report is None or not self._callbacks:
             return
         after, before = self._report(), self._last
@@ -115,7 +115,7 @@ class Telling:
                 self._call(event)
 
     def end(self, status: int, message: str) -> None:
-        """The job is over for this process, with this exit status."""
+        """End the job for this process, with this exit status."""
         if not self._ended:
             self._ended = True
             self._call({"event": "ended", "t": time.time(), "status": status, "message": message})
@@ -130,4 +130,4 @@ class Telling:
 
 
 HERE = Telling()
-"""Of this process."""
+"""This process's."""

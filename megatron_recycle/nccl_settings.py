@@ -1,8 +1,8 @@
-"""Variables of torch and NCCL under which a worker outlives the death of another one.
+"""Variables of torch and NCCL under which a worker outlives the death of another worker.
 
 torch's own watchdog ends processes whose peers have died: it writes to the job's store that all are to dump their
-traces, and minutes later ends those that have long recovered. A job under the plugin has other detectors. torch reads
-the variables when a process makes its first group on a GPU.
+traces, and minutes later ends processes that have long recovered. A job under the plugin has other detectors. torch
+reads the variables when a process makes its first group on a GPU.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "NCCL_NVLS_ENABLE": ("0", "an abort can hang in NVLink SHARP"),
     "CUDA_MODULE_LOADING": ("EAGER", "a kernel that is loaded while a receive is pending waits for it"),
 }
-"""Name -> the value that a job needs, and what happens with another one. Sources: ProcessGroupNCCL.cpp of torch 2.13;
+"""Name -> the value that a job needs, and the effect of another one. Sources: ProcessGroupNCCL.cpp of torch 2.13;
 NCCL's init.cc (transports of collectives are connected with their communicator, or at their first use); the last two
 from NVIDIA's resiliency extension and NCCL's documentation of CUDA module loading."""
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings that ``environ`` does not have: what a user has set is left alone, and `unsafe` names it."""
+    """The settings that ``environ`` lacks: the user's own values stay, and `unsafe` reports them."""
     return {name: value for name, (value, _) in SETTINGS.items() if name not in environ}
 
 

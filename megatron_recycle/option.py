@@ -1,7 +1,7 @@
-"""A setting: its name in every source, its text read, its value checked and shown.
+"""A setting: its name in every source, its parsing, its check and its display.
 
 Key `x_y` of the JSON section `"recycle"` is flag `--recycle-x-y` and variable `RECYCLE_X_Y`; a flag beats a variable, a
-variable beats JSON, JSON beats the default. Which settings there are is in `config`.
+variable beats JSON, JSON beats the default. The list of settings is in `config`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def variable(name: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as people write it."""
+    """A setting's value in the form that people write."""
     if value is None:
         return AUTO
     if isinstance(value, bool):
@@ -48,7 +48,7 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting, as flags, messages and documentation see it."""
+    """One setting, for flags, messages and documentation."""
 
     name: str
     kind: type
@@ -61,10 +61,10 @@ class Option:
     """The allowed values; of an integer, words for 0."""
     unit: str
     least: int | None = None
-    """The smallest number that is allowed."""
+    """The smallest allowed number."""
 
     def parse(self, text: Any, source: str) -> Any:
-        """The value that the text of a flag or variable stands for. Raises ConfigError, which names `source`."""
+        """The value of a flag's or variable's text. Raises ConfigError, which names `source`."""
         if not isinstance(text, str):
             return self.check(text, source)
         word = text.strip()
@@ -117,13 +117,13 @@ class Option:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """The name that somebody may have meant."""
+    """The name that was probably meant."""
     return difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
 
 
 def resolved(options: Sequence[Option], section: Mapping[str, Any] | None, flags: argparse.Namespace | None,
              environ: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values that are given, and where each of them came from. Raises ConfigError for a bad value."""
+    """The given values, and the source of each. Raises ConfigError for a bad value."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for option in options:
@@ -154,7 +154,7 @@ def refuse_unknown(options: Sequence[Option], section: Mapping[str, Any] | None,
     for key in environ:
         if not key.startswith(_PREFIX) or key in known or key in HANDED_OVER:
             continue
-        # The prefix is not ours alone: only what looks like a slip of one of our names is refused.
+        # The prefix is not ours alone: only likely slips of our names are refused.
         close = difflib.get_close_matches(key[len(_PREFIX):].lower(), names, n=1, cutoff=0.7)
         if close:
             raise ConfigError(f"unknown environment variable {key}; the nearest known one is {variable(close[0])}")

@@ -1,10 +1,10 @@
-"""The policies: what a failure leads to, each as one value that says all that the plugin asks of a policy.
+"""The policies: a failure's consequences, each policy one value with all that the plugin asks of it.
 
-With `reroute` and `drop` every micro-batch is run by the workers that are left, as guests of peers or dealt to whole
-pipelines. `rollback` and `lossy_forward` leave the micro-batches of hit pipelines out until their workers are
-replaced: each of the others runs its own, and the mean is over the micro-batches that were summed. `lossy_forward` goes
-on with the iteration in flight where it stood, `rollback` makes it again. With `restart` a failure ends this life of
-the job. A pipeline is *hit* if it has lost a worker, or a part of one, and *whole* if not.
+With `reroute` and `drop` every micro-batch is run by the remaining workers, as guests of peers or dealt to whole
+pipelines. `rollback` and `lossy_forward` leave the micro-batches of hit pipelines out until their workers are replaced:
+each of the others runs its own, and the mean is over the micro-batches that were summed. `lossy_forward` goes on with
+the iteration in flight where it stood, `rollback` makes it again. With `restart` a failure ends this life of the job. A
+pipeline is *hit* if it has lost a worker, or a part of one, and *whole* if not.
 
 A new policy is a name and an entry here, and its row in docs/policies.md.
 """
@@ -22,20 +22,20 @@ InFlight = Literal["planned", "whole", "again"]
 
 @dataclass(frozen=True)
 class Policy:
-    """What a failure leads to.
+    """Consequences of a failure.
 
     Attributes:
         name: in settings.
         summary: for the settings' help.
-        in_flight: what of the iteration in flight goes on where it stood; planned: all that survivors have done, its
-            rest is planned; whole: the whole pipelines; again: nothing, it is made again.
+        in_flight: the part of the iteration in flight that goes on where it stood; planned: all work of survivors, and
+            the rest is planned; whole: the whole pipelines; again: nothing, it is made again.
         avoids_hit: whether hit pipelines are not used, as long as some pipeline is whole.
         leaves_out: whether their micro-batches are not run, and not by the whole ones either.
         always_whole: whether each micro-batch is run by the workers of one pipeline without failures too, so that whole
             pipelines can go on.
         ends_job: whether a failure ends this life of the job.
         not_exact: why gradients cannot have the same bits as without failures, and the remedy; empty: they can.
-        gives_up: what a job should know before anything fails; empty: nothing.
+        gives_up: a warning for the start of the job; empty: none.
     """
 
     name: PolicyName
@@ -76,6 +76,6 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({each.name: each for each in (
     Policy("restart", "all end, and `recycle run --job-restarts N` starts the script again from its last checkpoint",
            ends_job=True, gives_up="a failure costs all iterations since the script's last checkpoint"),
 )})
-"""By name."""
+"""Policies by name."""
 
 DEFAULT = POLICIES["reroute"]

@@ -1,4 +1,4 @@
-"""The parser of the `recycle` command: one line that says what is wrong, with the nearest name, and status 2."""
+"""Parser of the `recycle` command: one line that says what is wrong, with the nearest name, and status 2."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ELSEWHERE = {
     "--local-addr": "give --master-addr",
     "--role": "leave it out",
 }
-"""Options of torchrun and of DeepSpeed's launcher that have no counterpart -> what to do."""
+"""Options of torchrun and of DeepSpeed's launcher that have no counterpart -> the remedy."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are one line.
 
     Attributes:
-        behind: the name in the namespace of what stands behind ``--``, which is not parsed; None: argparse's own way.
+        behind: the name in the namespace for the words behind ``--``, which are not parsed; None: argparse's own way.
         folded: title of a group that `--help` leaves out; its options are taken all the same.
     """
 
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
             self._action_groups = groups
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """As argparse's, but for what is `behind`."""
+        """As argparse's, but for the words `behind`."""
         if self.behind is None:
             return super().parse_known_args(args, namespace)
         given = list(sys.argv[1:] if args is None else args)
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
             where = f"{choice[1]} is " if choice[1] else ""
             return f"{where}{choice[2]!r}; give {', '.join(names)}" + hint(choice[2], names)
         message = re.sub(r"^argument (-[^:]*): ", r"\1: ", message)
-        return message.replace(", arguments", "")  # what takes all the rest may be empty
+        return message.replace(", arguments", "")  # a catch-all argument may be empty
 
     def known(self) -> list[str]:
         """The options that `--help` shows."""
@@ -91,5 +91,5 @@ def hint(given: str, names: Sequence[str]) -> str:
 
 
 def also(parser: Any, dest: str, *names: str, **options: Any) -> None:
-    """Let an option go by other launchers' names as well; `--help` does not show them."""
+    """Add an option under other launchers' names as well; `--help` does not show them."""
     parser.add_argument(*names, dest=dest, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **options)

@@ -2,7 +2,7 @@
 down, full disks. With it the GPU's name, and the command that takes a broken node out of Slurm.
 
 All of it is read from /proc, /sys and the kernel's log (GPU memory errors from `nvidia-smi`, where that is installed),
-in a thread of its own and after the failure was told: nobody waits for it. What cannot be read is left out.
+in a thread of its own, after the failure was reported: recovery does not wait for it. Unreadable sources are skipped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron_recycle.launch.devices import visible
 
 _SETTLE = 0.5
-"""Seconds after a process' end until the kernel has written what it knows of it."""
+"""Seconds after a process' end until the kernel has logged its cause."""
 _GPU_LIMIT = 15.0
 """Seconds that `nvidia-smi` may take: with a broken GPU it may never answer."""
 _FULL = 64 << 20
@@ -38,9 +38,9 @@ _XIDS: Mapping[int, str] = {
     92: "too many memory errors that were corrected", 94: "a memory error that was contained",
     95: "a memory error that was not contained", 119: "its system processor does not answer",
     120: "its system processor failed", 121: "a C2C link error", 140: "a memory error that was not recovered"}
-"""NVIDIA's numbers of GPU errors, the common ones."""
+"""NVIDIA's common GPU error numbers (Xid)."""
 _OF_PROGRAMS = (13, 31, 43, 45)
-"""Those that a program may cause on a GPU that is well."""
+"""Errors that a program may cause on a healthy GPU."""
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 _KILLED = re.compile(r"[Oo]ut of memory: Killed process (\d+)")
 _DOWN = re.compile(r"(?:\b(\S+): )?(?:NIC )?[Ll]ink (?:is )?[Dd]own\b")
@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a host at a moment: kills by the out-of-memory killer in each cgroup around this process, links by their name
+    """One host at one moment: kills by the out-of-memory killer in each cgroup around this process, links by their name
     and whether they are up, and how often each went down."""
 
     kills: Mapping[str, int]
@@ -70,7 +70,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Look:
-    """What has changed on a host between two looks, and what the kernel has logged meanwhile."""
+    """Changes on a host between two looks, and the kernel's log meanwhile."""
 
     before: Counters
     now: Counters
@@ -87,7 +87,7 @@ class Explanation:
 
 
 class Host:
-    """What a host shows of its failures.
+    """A host's evidence of failures.
 
     Args:
         root: the file system, for tests.
@@ -106,7 +106,7 @@ class Host:
             os.lseek(self._log, 0, os.SEEK_END)
 
     def counters(self) -> Counters:
-        """As they are now."""
+        """The current counters."""
         up, downs = {}, {}
         for card in _children(self._root / "sys" / "class" / "net"):
             if (card / "device").exists():  # a real one
@@ -120,7 +120,7 @@ class Host:
         return Counters(dict(self._kills()), up, downs)
 
     def look(self) -> Look:
-        """What has changed since the last look."""
+        """Changes since the last look."""
         before, self._before = self._before, self.counters()
         return Look(before, self._before, self._logged())
 
@@ -149,7 +149,7 @@ class Host:
                 yield Gpu(match[1], folder.name.rpartition(".")[0].lower() or folder.name.lower())
 
     def _kills(self) -> Iterator[tuple[str, int]]:
-        """Of the cgroup of this process and of those around it, to the top; version 2 or 1."""
+        """Kills in this process's cgroup and its ancestors, up to the root; version 2 or 1."""
         for line in _text(self._root / "proc" / "self" / "cgroup").splitlines():
             _, controllers, path = (*line.split(":", 2), "", "")[:3]
             if controllers not in ("", "memory"):
@@ -192,7 +192,7 @@ class Attribution:
     """Explains failures, one after the other in a thread of its own.
 
     Args:
-        tell: gets (rank, pid, explanation) in that thread, where there is something to say.
+        tell: gets (rank, pid, explanation) in that thread, where a cause was found.
     """
 
     def __init__(self, host: Host, tell: Callable[[int, int, Explanation], None], settle: float = _SETTLE) -> None:
@@ -203,7 +203,7 @@ class Attribution:
         self._thread: threading.Thread | None = None
 
     def failed(self, rank: int, local_rank: int, pid: int, killed: bool) -> None:
-        """This process has failed just now, or was killed. Does not wait."""
+        """Queue a process that has just failed, or was killed. Does not wait."""
         self._queue.put((rank, local_rank, pid, killed))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="recycle-attribution", daemon=True)
@@ -214,7 +214,7 @@ class Attribution:
             failures = [self._queue.get()]
             time.sleep(self._settle)
             with contextlib.suppress(queue.Empty):
-                while True:  # what the host shows now may be of all of them
+                while True:  # the host's current state may explain all of them
                     failures.append(self._queue.get_nowait())
             look = self._host.look()
             for rank, local_rank, pid, killed in failures:
@@ -238,7 +238,7 @@ def _out_of_memory(look: Look, pid: int) -> Iterator[str]:
 
 
 def _gpu_errors(look: Look, gpu: Gpu | None) -> Iterator[str]:
-    """Those that the kernel has logged of this GPU, but for what a program may cause, and its memory's."""
+    """GPU errors that the kernel has logged of this GPU, without memory errors and those that a program may cause."""
     found = dict.fromkeys((match[1].lower(), int(match[2])) for line in look.lines
                           if (match := _XID.search(line)) is not None)
     for pci, number in found:
@@ -278,7 +278,7 @@ def _drain(environ: Mapping[str, str], causes: Sequence[str], gpu: Gpu | None) -
 
 
 def _memory_errors(gpu: Gpu) -> int:
-    """Of a GPU, as `nvidia-smi` counts them; 0 where it is not there, or does not answer."""
+    """Memory errors of a GPU, as `nvidia-smi` counts them; 0 where it is missing or does not answer."""
     if (program := shutil.which("nvidia-smi")) is None:
         return 0
     command = [program, f"--id={gpu.uuid}", "--query-gpu=ecc.errors.uncorrected.volatile.total",

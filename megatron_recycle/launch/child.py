@@ -88,7 +88,7 @@ class Child:
         """Readable when the process has ended."""
 
     def _log_file(self, log: Path) -> int:
-        """Logs are expendable: a disk that is full must not keep a process from being started."""
+        """Open the log. Logs are expendable: a full disk must not keep a process from being started."""
         try:
             return _open_log(log)
         except OSError as error:
@@ -119,12 +119,12 @@ class Child:
         """
         ended = self._ended() if self._process.returncode is None else None
         if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):
-            # Not collected yet, so the group's number cannot be anybody else's.
+            # Not reaped yet, so the group's number cannot have been reused.
             os.killpg(self.pid, signal.SIGKILL)
         return self.wait(5.0)
 
     def _ended(self, options: int = 0) -> os.waitid_result | None:
-        """How the process has ended; its number stays its own."""
+        """How the process has ended; does not reap it, so its number stays its own."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | options)
 
     def wait(self, timeout: float) -> int | None:

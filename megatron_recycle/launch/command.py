@@ -57,10 +57,10 @@ from megatron_recycle.observe.output import spare_output
 __all__ = ["add_arguments", "launch", "run"]
 _JOIN_SECONDS = 600.0  # --join-timeout
 _PORT_LIMIT, _PAUSE = 60.0, 0.5
-"""Seconds that a job which starts again waits for its ports, and between two tries."""
+"""Seconds that a restarted job waits for its ports, and between two tries."""
 _Led = tuple[Meeting, service.Service]
 _TERMINATED = 128 + signal.SIGTERM
-"""The status of a job that a SIGTERM has ended."""
+"""Status of a job that a SIGTERM has ended."""
 _START_LIMIT = 600.0
 """Seconds that hosts wait for host 0; it waits as long for their workers."""
 
@@ -125,7 +125,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
 
 
 def _gather(launcher: Launcher, run_dir: Path, say: Callable[[str], None]) -> None:
-    """Gather what an engineer needs of a life that has failed."""
+    """Gather a failed life's evidence for an engineer."""
     end = launcher.ending.end
     if end is not None and end.status == 1 and not launcher.ending.interrupted:
         from megatron_recycle.tools.post_mortem import collect
@@ -135,7 +135,7 @@ def _gather(launcher: Launcher, run_dir: Path, say: Callable[[str], None]) -> No
 
 
 def _hurting(chaos: str | None, run_dir: Path) -> AbstractContextManager[None]:
-    """A block in which the acts of --chaos happen, if there are any."""
+    """Block in which the acts of --chaos happen, if there are any."""
     if chaos is None:
         return nullcontext()
     from megatron_recycle.tools.chaos.script import hurting
@@ -144,7 +144,7 @@ def _hurting(chaos: str | None, run_dir: Path) -> AbstractContextManager[None]:
 
 
 def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None]) -> None:
-    """Say what Slurm would end this job for. Raises ConfigError if it could not start the job again."""
+    """Print reasons for which Slurm would end this job. Raises ConfigError if Slurm could not start the job again."""
     if args.requeue:
         slurm.check_requeue(os.environ)
     if hosts.name:
@@ -154,10 +154,10 @@ def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None
 
 @dataclass(frozen=True)
 class Run:
-    """A `recycle run` on this host, for all lives of its job.
+    """One `recycle run` on this host, for all lives of its job.
 
-    `command` is a worker's, `nproc` how many of them this host has. `given` is the job's token; None: the first host
-    makes one, and this one reads it in the run folder.
+    `command` is a worker's, `nproc` the number of workers of this host. `given` is the job's token; None: the first
+    host makes one, and this one reads it in the run folder.
     """
 
     args: argparse.Namespace
@@ -171,7 +171,7 @@ class Run:
 
     @property
     def token(self) -> str:
-        """The job's, where this host has to know it before it has met the others."""
+        """The job's token, where this host needs it before it has met the other hosts."""
         assert self.given is not None, "_hosts() has looked, and the first host has made one"
         return self.given
 
@@ -222,7 +222,7 @@ class Run:
 
     def _at_service(self) -> Meeting:
         """Wait for a coordinator that is a service of its own. Host 0 writes the command of the job into the run
-        folder, for hosts that join, if the service uses the same folder. Raises RecycleError."""
+        folder, for joining hosts, if the service uses the same folder. Raises RecycleError."""
         control = self.args.coordinator
         self.say(f"recycle: waiting for the coordinator at {control}")
         await_coordinator(control, self.token, _START_LIMIT, self.say)
@@ -234,7 +234,7 @@ class Run:
         return found
 
     def _stand_by(self, life: Life) -> _Led:
-        """Start this host's coordinator, one of several, and wait for those of the others. Raises RecycleError."""
+        """Start this host's coordinator, one of several, and wait for the other hosts' ones. Raises RecycleError."""
         args, hosts = self.args, self.hosts
         given = self.config.interface if "interface" in self.config.sources else None
         interface = given or own_address([host for host, _ in Place.parse(args.store).members]) or "127.0.0.1"
@@ -245,14 +245,14 @@ class Run:
                                job=args.job or hosts.name, hosts=hosts.count)
         coordinator = service.start(spec, own, self.token, _environ(args))
         control = coordinator.stand_by(_START_LIMIT, self.say)
-        # Each host writes all there is to know, since any of them may go.
+        # Each host writes the whole record, since any of them may go.
         return self._published(hosts.name, control), coordinator
 
     def _lead(self, life: Life, last: bool) -> _Led:
         """Start the coordinator, and write its address into the run folder.
 
         Raises:
-            RecycleError: it cannot be started; if this was the ``last`` try, the hosts that wait for this one read why.
+            RecycleError: it cannot be started; if this was the ``last`` try, the waiting hosts read why.
         """
         args, hosts, sources = self.args, self.hosts, self.config.sources
         if not hosts.name:
@@ -314,7 +314,7 @@ class Run:
 
 
 def _name(hosts: Hosts, life: Life) -> str:
-    """Tells this life of a job that meets by its run folder from the others."""
+    """Name of this life of a job that meets by its run folder, distinct from all others."""
     return f"{hosts.name}.life{life.number}" if hosts.name and life.number else hosts.name
 
 
@@ -323,12 +323,12 @@ def _script(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
-    """The environment for workers, coordinator and hosts that join: a job that is to be started again saves first."""
+    """The environment for workers, coordinator and joining hosts: a job that is to be started again saves first."""
     return {**({variable("on_leave"): "checkpoint"} if args.requeue else {}), **os.environ}
 
 
 def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
-    """The hosts, as the options say, or else as Slurm does. Raises ConfigError."""
+    """The hosts, from the options, or else from Slurm. Raises ConfigError."""
     if args.coordinator is not None and token is None:
         raise ConfigError("--coordinator needs the service's token: --token-file, or RECYCLE_TOKEN")
     if args.store is not None and token is None:
@@ -360,14 +360,14 @@ def grace_of(config: RecycleConfig) -> Grace:
 
 
 def run_dir_of(option: Path | None, config: RecycleConfig, folder: str | None = None) -> Path:
-    """The run's folder: as the options say, the settings, Slurm (``folder``), or a new one."""
+    """The run's folder: from the options, the settings, Slurm (``folder``), or a new one."""
     given = option or config.run_dir or folder
     return Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
 
 
 def _lead_in_time(lead: Callable[[bool], _Led], limit: float) -> _Led:
-    """The result of ``lead``, tried again for ``limit`` seconds: between two lives of a job its port may be somebody
-    else's for a moment. It is told whether it is tried for the last time. Raises RecycleError."""
+    """The result of ``lead``, retried for ``limit`` seconds: between two lives of a job another process may briefly
+    have its port. Its argument says whether the try is the last. Raises RecycleError."""
     until = time.monotonic() + limit
     while True:
         last = time.monotonic() >= until
@@ -382,7 +382,7 @@ def _lead_in_time(lead: Callable[[bool], _Led], limit: float) -> _Led:
 def _join(
     args: argparse.Namespace, command: list[str], config: RecycleConfig, token: str | None, say: Callable[[str], None]
 ) -> int:
-    """Start workers for empty places of a running job; returns 0 if all of them ended well.
+    """Start workers for open positions of a running job; returns 0 if all of them ended well.
 
     Raises RecycleError if the job has no use for them.
     """

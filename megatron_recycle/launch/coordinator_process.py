@@ -26,14 +26,14 @@ _START_LIMIT = 60.0
 _END_LIMIT = 2.0
 _TOLD_LINES = 5
 _MOST = 5
-"""Deaths in a row after which a service is started again."""
+"""Most deaths in a row after which a service is still started again."""
 _LIFE = 60.0
-"""Seconds of a life after which its end is not in a row with the one before: an iteration may take that long."""
+"""Seconds after which a life breaks a row of deaths: an iteration may take that long."""
 
 
 class Answer(Value, frozen=True):
-    """What a coordinator's process says as it begins: where it listens, or why it does not. One that stands by goes on:
-    what it ``waits`` for, as often as that changes, and then where ``all`` will listen."""
+    """First output of a coordinator's process: its address, or the reason why it does not listen. A standby goes on:
+    what it ``waits`` for, at every change, and then where ``all`` will listen."""
 
     control: str = ""
     error: str | None = None
@@ -42,7 +42,7 @@ class Answer(Value, frozen=True):
 
 
 class Deaths:
-    """The count of a coordinator's deaths without an iteration committed, or a longer life, in between.
+    """Count of a coordinator's deaths without an iteration committed, or a longer life, in between.
 
     Args:
         clock: seconds that only grow.
@@ -54,11 +54,11 @@ class Deaths:
         self._born = clock()
 
     def progress(self) -> None:
-        """An iteration was committed: what was before is forgotten."""
+        """Reset the count: an iteration was committed."""
         self._count = 0
 
     def died(self, log: object) -> None:
-        """One more; the next life begins. Raises RecycleError if there is to be none."""
+        """Count one more; the next life begins. Raises RecycleError if there is to be none."""
         if self._clock() - self._born > _LIFE:
             self._count = 0
         self._count += 1
@@ -70,7 +70,7 @@ class Deaths:
 
 @dataclass
 class Service:
-    """A coordinator's process, the latest of several, and where it listens, "host:port"."""
+    """The latest of a coordinator's processes, and its address, "host:port"."""
 
     child: Child
     control: str
@@ -80,19 +80,19 @@ class Service:
     linger: float = _END_LIMIT
     """Seconds that it has to end by itself at the end of the job, while others still hear of it."""
     standby: bool = False
-    """Whether another one may lead in its place."""
+    """Whether another coordinator may lead in its place."""
     begun: bool = False
     """Whether an iteration was committed."""
     later: bool = False
-    """Whether it was started again, so that nobody has read yet what it said."""
+    """Whether it was started again, so that its output is still unread."""
 
     def progress(self) -> None:
-        """An iteration was committed: what has died before may die again."""
+        """Reset the count of deaths: an iteration was committed."""
         self.deaths.progress()
         self.begun = True
 
     def end_told(self) -> str:
-        """For the user: which coordinator has ended, and what becomes of it. One of several may have stood by."""
+        """Line for the user: which coordinator has ended, and what follows. One of several may have stood by."""
         if not self.standby:
             return f"the coordinator (pid {self.child.pid}) has died; starting it again"
         if self.child.status() == DEPOSED:
@@ -101,8 +101,8 @@ class Service:
                 "another host's does within seconds)")
 
     def restart(self) -> None:
-        """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until
-        it listens: its clients try until they can connect. The process before is released in any case.
+        """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until it
+        listens: its clients retry until they can connect. The old process is released in any case.
 
         Raises:
             RecycleError: it has refused to start, or has died too often.
@@ -119,7 +119,7 @@ class Service:
         self.child, self.later = self.spawn(self.spec), True
 
     def _said(self) -> Answer:
-        """The lines of a process that has ended, as far as nobody has read them yet."""
+        """The unread lines of a process that has ended."""
         assert self.child.stdout is not None
         said: dict[str, str] = {}
         for line in self.child.stdout.read().splitlines():
@@ -127,7 +127,7 @@ class Service:
         return Answer.from_json(said)
 
     def stand_by(self, limit: float, say: Callable[[str], None]) -> str:
-        """Wait until the coordinators of all hosts will listen; returns where, "host:port,host:port". Who holds the
+        """Wait until the coordinators of all hosts will listen; returns where, "host:port,host:port". The holder of the
         lease in their shared store leads; see `control.leader_election`.
 
         Raises:
@@ -149,13 +149,13 @@ class Service:
         return said.all
 
     def kill(self) -> None:
-        """End the process: nobody needs it."""
+        """Kill the process, which is no longer needed."""
         self.child.signal(signal.SIGKILL)
         self.child.wait(_END_LIMIT)
         self.child.release()
 
     def end(self) -> None:
-        """Wait for the process, which ends by itself once nobody is connected any more; kill it if it does not."""
+        """Wait for the process, which ends by itself after its last connection; kill it if it does not."""
         if self.child.wait(self.linger) is None:
             self.kill()
         else:
@@ -184,7 +184,7 @@ def _spawn(run_dir: Path, token: str, environ: Mapping[str, str], tied: bool, sp
 
 
 def _not_started(log: Path, said: Answer) -> str:
-    """`said` has the reason, if the process could tell it."""
+    """Message for a failed start; `said` has the reason, if the process could report it."""
     if said.error is not None:
         return f"the coordinator did not start: {said.error}"
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])

@@ -1,5 +1,5 @@
-"""Which GPUs processes see, and which one each rank's process has: hosts write that into the run's folder, `recycle
-status` reads it there."""
+"""GPUs that processes see, and the GPU of each rank's process: hosts write them into the run's folder for `recycle
+status`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ FOLDER = "devices"
 
 
 def visible(environ: Mapping[str, str]) -> list[str] | None:
-    """The devices that CUDA_VISIBLE_DEVICES names; None: it is not set, and all can be seen."""
+    """The devices that CUDA_VISIBLE_DEVICES names; None: it is not set, and all are visible."""
     named = environ.get("CUDA_VISIBLE_DEVICES")
     return None if named is None else [name.strip() for name in named.split(",") if name.strip()]
 
 
 def write(run_dir: Path, node: str, gpus: Mapping[int, str]) -> None:
-    """Write the GPUs of a host's ranks, if it has some and the disk takes it."""
+    """Write the GPUs of a host's ranks, if it has any and the disk takes it."""
     if not gpus:
         return
     with contextlib.suppress(OSError):
@@ -30,7 +30,7 @@ def write(run_dir: Path, node: str, gpus: Mapping[int, str]) -> None:
 
 
 def read(run_dir: Path) -> dict[int, str]:
-    """The GPU of each rank, as far as that is known."""
+    """The GPU of each rank, as far as known."""
     found: dict[int, str] = {}
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         with contextlib.suppress(OSError, ValueError, AttributeError):

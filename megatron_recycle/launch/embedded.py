@@ -1,4 +1,4 @@
-"""A coordinator for jobs that another launcher has started (torchrun, deepspeed).
+"""A coordinator for jobs started by another launcher (torchrun, deepspeed).
 
 No launcher of ours sees their processes end: the end of a worker's control connection counts instead.
 """

@@ -28,12 +28,12 @@ _BESIDE = {
     "--chaos": "its acts look for the coordinator on this host; leave one of them out",
     "--requeue": "a service does not outlive the job's first life; leave one of them out",
 }
-"""What to do about an option that `--coordinator` leaves no room for."""
+"""Remedies for options that `--coordinator` excludes."""
 _ELSEWHERE = ("join", "master_addr", "master_port", "restarts", "requeue", "chaos")
 """Options that need a coordinator on host 0."""
 HIGHEST_PORT = 65535
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
-"""Of a job in a store."""
+"""Name of a job in a store."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +85,7 @@ def _add_coordinator(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ways_in(parser: argparse.ArgumentParser) -> None:
-    """The run's folder, what is shown of it, and what comes in while the job runs: acts, hosts."""
+    """The run's folder, displayed output, and what comes in while the job runs: acts, hosts."""
     parser.add_argument("--run-dir", type=Path,
                         help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)")
     parser.add_argument("--show", choices=("first", "all", "none"), default="first",
@@ -237,7 +237,7 @@ def in_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def settings(texts: Sequence[str], file: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables for what the options give. A variable that is set beats the file, and --set beats both.
+    """Variables for the given options. A variable that is set beats the file, and --set beats both.
 
     Args:
         texts: KEY=VALUE each.

@@ -1,7 +1,7 @@
 """`python -m megatron_recycle.launch.health [RUN_DIR ...]`: a container's health check.
 
 Status 0 if the coordinators of the jobs in these run folders (default: RECYCLE_RUN_DIR, or those in runs/) answer, or
-no job has begun or is left; 1 if one does not.
+no job has begun or is left; 1 if one does not answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`recycle run --join`: a host that comes to a running job asks its coordinator which workers it may start."""
+"""`recycle run --join`: a joining host asks the job's coordinator which workers it may start."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _PATIENCE = 20.0
 
 
 def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str], None]) -> Places:
-    """Up to `count` free places of the job whose coordinator listens at `control`; they are kept for this host.
+    """Up to `count` open positions of the job whose coordinator listens at `control`; they are reserved for this host.
 
-    Waits up to `timeout` seconds for one to become free, and says so to `say`.
+    Waits up to `timeout` seconds for one to become free, and reports the wait to `say`.
 
     Raises:
-        RecycleError: nobody answers, the token is wrong, the job takes nobody, or no place became free.
+        RecycleError: no coordinator answers, the token is wrong, the job takes no hosts, or no position became free.
     """
     wish = Join(count)
     limit, said = time.monotonic() + timeout, ""
@@ -59,7 +59,7 @@ def call_off(control: str, token: str, why: str) -> None:
 
 
 def _said(message: Message) -> list[Message]:
-    """As a launcher without workers says it."""
+    """The messages, preceded by the greeting of a launcher without workers."""
     return [LauncherHello(socket.gethostname(), (), 0, role="launcher"), message]
 
 

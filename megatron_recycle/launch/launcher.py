@@ -1,4 +1,4 @@
-"""One host's part of a job: its workers are started, their ends are reported, and none ends because another died.
+"""One host's part of a job: starts its workers and reports their ends; no worker ends because another died.
 
 One thread waits for everything: process ends (pidfd), messages of the coordinator, signals. Messages to the coordinator
 are queued, and the link's thread sends them. The parts: `processes`, `starting` (again, and for moves), `shutdown`
@@ -56,7 +56,7 @@ _GLANCE = 0.25
 """Seconds between looks at log files and deadlines."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IDLE = 3.0
-"""Seconds without a worker after which a host says so."""
+"""Seconds without a worker after which a host reports that."""
 
 
 class Launcher:
@@ -66,7 +66,7 @@ class Launcher:
         control, token: of the coordinator.
         say: gets each line for the user.
         coordinator: its process, if this launcher is to look after it.
-        stamp: what each of its own lines begins with.
+        stamp: prefix of each of its own lines.
     """
 
     def __init__(
@@ -141,13 +141,13 @@ class Launcher:
         return self._status()
 
     def next_life(self, life: Life) -> Life | None:
-        """The one after ``life``, which this launcher has led its host through; None if the job is over, here or
+        """The life after ``life``, which this launcher has led its host through; None if the job is over, here or
         everywhere."""
         return None if self.ending.interrupted else life.after(self.ending.end, self.processes.host)
 
     @property
     def informed(self) -> bool:
-        """Whether this host was told of the job to its end, or to its own."""
+        """Whether this host has followed the job to its end, or has only joined it."""
         return (self.ending.end is not None and not self._refused) or self.job.joining
 
     @property
@@ -165,7 +165,7 @@ class Launcher:
     # Workers
 
     def spawn(self, rank: int, out: str | None = None, move: int = 0) -> None:
-        """Start a process for `rank`; one that is `out` is to join."""
+        """Start a process for `rank`; if `out`, the process is to join."""
         worker = self.processes.spawn(rank, out, move)
         if (gpu := self._machine.gpu(self.processes.devices[rank])) is not None and self._gpus.get(rank) != str(gpu):
             self._gpus[rank] = str(gpu)
@@ -205,7 +205,7 @@ class Launcher:
             self.starting.failed(worker)
 
     def _tell(self, message: Message) -> None:
-        """Tell the coordinator, and again after every reconnect."""
+        """Report to the coordinator, and again after every reconnect."""
         self._told.append(message)
         self._link.send(message)
 
@@ -224,7 +224,7 @@ class Launcher:
             self._receive(self._inbox.get())
         while self._signals:
             self.ending.interrupt(*self._signals.popleft())
-        if self._link.lost_since is None:  # nobody else would let them in
+        if self._link.lost_since is None:  # only the coordinator could let them in
             self.starting.again()
         self.starting.moves()
         self._check_coordinator()
@@ -238,8 +238,8 @@ class Launcher:
             self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
 
     def _coordinator_died(self, died: Service) -> None:
-        """Start it again, unless nobody needs it any more; where that does not help, the job ends. Training goes on
-        meanwhile: the new one reads the journal and finds the workers where they are."""
+        """Start the coordinator again, unless it is no longer needed; where that does not help, the job ends. Training
+        goes on meanwhile: the new coordinator reads the journal and finds the workers where they are."""
         if self.ending.end is not None or (self.ending.interrupted and not self.ending.saves):
             return
         self._say(died.end_told())
@@ -257,8 +257,8 @@ class Launcher:
             return
 
     def _receive(self, message: ToLauncher | Explains) -> None:
-        """The end, a command, or an event: events are shown to the user, and nothing follows from them. From this host
-        itself, why a worker has failed."""
+        """Handle the end, a command, or an event of the coordinator; events are only shown to the user. From this host
+        itself: why a worker has failed."""
         if isinstance(message, Explains):
             self._tell(message)
         elif isinstance(message, End):
@@ -293,7 +293,7 @@ class Launcher:
             self._follower.logs_from(worker.rank, command.offset)
         elif isinstance(command, Out):
             self._declared_out(worker, command)
-        elif worker.lives:  # it joined; told again after the coordinator's return, it may have died since
+        elif worker.lives:  # it joined; repeated after the coordinator's return, it may have died since
             self.starting.joined(worker)
 
     def _declared_out(self, worker: WorkerProcess, command: Out) -> None:
@@ -306,7 +306,7 @@ class Launcher:
                 worker.kill_at = time.monotonic() + self.job.grace.terminated
             else:
                 self.starting.failed(worker)
-        elif self.ending.end is None and worker.out is FailureKind.EXIT:  # it comes by itself, unless it hangs
+        elif self.ending.end is None and worker.out is FailureKind.EXIT:  # it ends by itself, unless it hangs
             if worker.lives:
                 why = f"{command.error}; see" if command.error else "see"
                 self._say(f"rank {worker.rank} (pid {worker.pid}) has failed: {why} {worker.child.log}")
@@ -315,7 +315,7 @@ class Launcher:
             worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
 
     def _check_coordinator(self) -> None:
-        """On a host of its own, a launcher does not see the first one's end."""
+        """Give up on a coordinator of another host that refuses connections too long: its end is not seen here."""
         refused = self._link.refused_since
         if refused is None or self._coordinator is not None or self.ending.over:
             return
@@ -327,7 +327,7 @@ class Launcher:
                 "by now. Restart the job from its last checkpoint")
 
     def _check_idle(self) -> None:
-        """A host without workers says what becomes of it."""
+        """Report that a host without workers stays idle, and how to use it again."""
         failed = any(worker.status for worker in self.processes.workers.values())
         waits = self.ending.over or self.job.joining or self.restarts.pending() or not failed
         if waits or self.processes.live():
@@ -340,7 +340,7 @@ class Launcher:
                       f"job ends. {self._how_to_join()}")
 
     def _awaits_end(self) -> bool:
-        """All workers have ended: the coordinator still has to say what that means, unless it is gone."""
+        """Whether all workers have ended and the coordinator still has to say what follows; False if it is gone."""
         if self.ending.end is not None:
             return False
         if self.restarts.pending() and self._link.lost_since is None:
@@ -352,7 +352,7 @@ class Launcher:
         return lost is None or time.monotonic() - lost < self._longest_cut()
 
     def _longest_cut(self) -> float:
-        """Seconds after which nobody waits for the network any more. A coordinator of its own is at home."""
+        """Seconds after which to give up on a lost coordinator connection. A local coordinator needs no network."""
         grace = self.job.grace
         return grace.failed if self._leads_here else max(grace.failed, grace.cut_off)
 

@@ -1,4 +1,4 @@
-"""The lives of a job, as one host takes part in them: the script is started again where a grid cannot go on
+"""Lives of a job, as one host takes part in them: the script is started again where a grid cannot go on
 (`--job-restarts`), with the variables that it would find after a restart of torchrun."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Life:
     """One life of the job. `number` counts the restarts before it, at most `most`.
 
     `node` of `nodes` is this host (a spare has a number beyond them), `ranks` are those of this host, and `size` is the
-    number of all. `shape` is what the life before has in common with it, `reason` how that one has ended.
+    number of all. `shape` is common to this life and the previous one; `reason` is how the previous one ended.
     """
 
     size: int
@@ -27,7 +27,7 @@ class Life:
     reason: str = ""
 
     def after(self, end: End | None, host: str) -> Life | None:
-        """The next one, if the coordinator's last word, ``end``, says that there is one with the host of this name."""
+        """The next life, if the coordinator's last word, ``end``, says that there is one with the host of this name."""
         if end is None or end.next_life is None:
             return None
         there = end.next_life
@@ -38,11 +38,11 @@ class Life:
                     self.most, there.shape, end.message)
 
     def told(self) -> JobLife:
-        """For the coordinator."""
+        """This life in the coordinator's form."""
         return JobLife(self.number < self.most, self.number, self.most, self.reason, self.shape)
 
     def variables(self) -> dict[str, str]:
-        """As torchrun sets them."""
+        """Variables of this life, as torchrun sets them."""
         return {"TORCHELASTIC_RESTART_COUNT": str(self.number), "TORCHELASTIC_MAX_RESTARTS": str(self.most)}
 
     def __str__(self) -> str:

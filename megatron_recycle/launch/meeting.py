@@ -1,6 +1,6 @@
-"""Where the hosts of a job meet: RUN_DIR/join.json, which the first host writes once its coordinator listens.
+"""Meeting file of a job's hosts: RUN_DIR/join.json, which the first host writes once its coordinator listens.
 
-With it, hosts that share a file system need no address, port or token from the user, and a host that joins needs the
+With it, hosts that share a file system need no address, port or token from the user, and a joining host needs the
 folder only. The file holds the token: only this user can read it.
 """
 
@@ -25,11 +25,11 @@ _PAUSE = 0.2
 
 
 class Meeting(Value, frozen=True, forbid_unknown_fields=True):
-    """The first host, as the others need to know it.
+    """Facts about the first host for the other hosts.
 
     `control` is "host:port" of the coordinator, or several of them. `name` tells the job from earlier jobs in the
-    folder. A `refusal` says why the first host has started nothing. `command` is the script with its arguments, and
-    `folder` where it was started: for hosts that join.
+    folder. `refusal`: why the first host has started nothing. `command` is the script with its arguments, and `folder`
+    its working directory: for joining hosts.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Meeting(Value, frozen=True, forbid_unknown_fields=True):
 
 
 def publish(run_dir: Path, meeting: Meeting) -> None:
-    """Write the file, whole or not at all. Raises ConfigError."""
+    """Write the file atomically. Raises ConfigError."""
     path = run_dir / FILE
     part = path.with_suffix(".part")
     try:
@@ -67,10 +67,10 @@ def withdraw(run_dir: Path) -> None:
 
 
 def read(run_dir: Path) -> Meeting | None:
-    """The file of the first host; None if there is none yet, or one of another version.
+    """The file of the first host; None if it is missing, or of another version.
 
     Raises:
-        ConfigError: the file is somebody else's, or is not what it should be.
+        ConfigError: the file belongs to another user, or is malformed.
     """
     path = run_dir / FILE
     try:

@@ -1,4 +1,4 @@
-"""Processes that another launcher has started: one per worker by srun or torchrun."""
+"""Processes started by another launcher: one per worker by srun or torchrun."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_recycle.errors import ConfigError
 
 _SIZES = {"torchrun": ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"), "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
           "mpiexec": ("PMI_RANK", "PMI_SIZE")}
-"""Launcher -> a variable that tells it, and that of the number of its processes."""
+"""Launcher -> its identifying variable, and the variable with the number of its processes."""
 
 
 def refuse(environ: Mapping[str, str]) -> None:
@@ -23,8 +23,8 @@ def refuse(environ: Mapping[str, str]) -> None:
 
 
 def variables_of_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables for a script that srun has started once per worker, where the user has given MASTER_ADDR only;
-    none of another launcher's."""
+    """torch's variables for a script that srun has started once per worker, if the user has set MASTER_ADDR only; none
+    for another launcher."""
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if "RANK" in environ or "MASTER_ADDR" not in environ or not tasks.isdecimal() or int(tasks) < 2:
         return {}

@@ -1,4 +1,4 @@
-"""The processes of a host's workers: started, counted, ended."""
+"""Processes of a host's workers: started, counted, ended."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from megatron_recycle.environment import HOST, JOINING, MEMORY
 from megatron_recycle.launch.child import Child
 
 NOT_JOINED = "not joined"
-"""Why a process that is to join is not in yet."""
+"""Why a joining process is not in yet."""
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Grace:
     """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM, and after they
-    have said that they end, as one does whose script has failed. For how long the coordinator may refuse: one that has
-    died is back within a few. And for how long a host without workers waits for one that is out of reach."""
+    have announced their end, as after a failed script. Seconds that the coordinator may refuse: a dead one is back
+    within a few. Seconds that a host without workers waits for an unreachable one."""
 
     well: float = 60.0
     failed: float = 10.0
@@ -34,21 +34,21 @@ class Grace:
 
 @dataclass
 class WorkerProcess:
-    """A rank's process, and what became of it."""
+    """A rank's process and its fate."""
 
     rank: int
     child: Child
     status: int | None = None
     out: str | None = None
-    """The kind of its failure, once it was declared out; of a process that is to join, why it is not in yet."""
+    """The kind of its failure, once it was declared out; for a joining process, why it is not in yet."""
     declared: bool = False
     """Whether the coordinator has declared it out."""
     joins: bool = False
-    """Whether it is to join the running job and has not yet: to end then is to fail, whatever the status."""
+    """Whether it is to join the running job and has not yet: to end then is to fail, with any status."""
     move: int = 0
-    """The number of the move that it was started for."""
+    """Number of the move that it was started for."""
     kill_at: float | None = None
-    """When it is killed, of one that has said that it ends."""
+    """Time at which it is killed, after it has announced its end."""
 
     @property
     def pid(self) -> int:
@@ -64,8 +64,8 @@ class Job:
     """The work of a launcher. `command` is a worker's; `environ` its environment but for the ranks.
 
     `ranks` are the global ranks of this host's workers, `size` the number of workers of all hosts. With `joining` the
-    job runs already, and these join it. The `leader` tells what happens in the whole job, the other hosts what happens
-    to their own workers.
+    job runs already, and these join it. The `leader` shows the events of the whole job, the other hosts those of their
+    own workers.
     """
 
     command: Sequence[str]
@@ -91,7 +91,7 @@ class Processes:
         say: gets each line for the user.
 
     Attributes:
-        workers: each rank's process, the latest of several.
+        workers: each rank's latest process.
         lives: all processes, in the order in which they were started.
         devices: local rank of every rank that is started here, or is to be.
     """
@@ -106,11 +106,11 @@ class Processes:
 
     @property
     def host(self) -> str:
-        """Tells hosts apart, also several of one name (containers, network namespaces)."""
+        """Name that tells hosts apart, also several of one host name (containers, network namespaces)."""
         return f"{socket.gethostname()}/{self.job.environ.get('GROUP_RANK', '0')}"
 
     def spawn(self, rank: int, out: str | None = None, move: int = 0) -> WorkerProcess:
-        """Start a process for `rank`; one that is `out` is to join. Raises RecycleError or OSError."""
+        """Start a process for `rank`; if `out`, the process is to join. Raises RecycleError or OSError."""
         environ = {
             **self.job.environ,
             "RANK": str(rank),
@@ -134,11 +134,11 @@ class Processes:
         return self.workers[rank]
 
     def log(self, rank: int) -> Path:
-        """The file that the processes of this rank write."""
+        """Log file of this rank's processes."""
         return self.job.run_dir / f"worker-{rank}.log"
 
     def mine(self, rank: int, pid: int) -> WorkerProcess | None:
-        """The worker of this rank, if it is this process."""
+        """The worker of this rank, if its process is `pid`."""
         worker = self.workers.get(rank)
         return worker if worker is not None and worker.pid == pid else None
 
@@ -147,7 +147,7 @@ class Processes:
         return [worker for worker in self.workers.values() if worker.lives]
 
     def shown(self) -> list[int]:
-        """Ranks in the order in which one would be shown as the first."""
+        """Ranks in the order of preference for being shown as the first."""
         return [worker.rank for worker in self.live() if worker.out is None] or list(self.workers)
 
     def signal_all(self, number: int) -> None:
@@ -155,7 +155,7 @@ class Processes:
             worker.child.signal(number)
 
     def kill_late(self) -> None:
-        """No process that has failed keeps its rank and device for longer than it may take to end."""
+        """Kill failed processes that take too long to end, to free their rank and device."""
         for worker in self.workers.values():
             if worker.kill_at is not None and time.monotonic() >= worker.kill_at:
                 worker.kill_at = None
@@ -164,13 +164,13 @@ class Processes:
                     worker.child.signal(signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """Kill all that still live: nothing stays behind."""
+        """Kill all live processes: none stays behind."""
         self.signal_all(signal.SIGKILL)
         for worker in self.live():
             worker.status = worker.child.wait(10.0)
 
     def release(self) -> None:
-        """Close the descriptors of what has ended."""
+        """Close the descriptors of ended processes."""
         for worker in self.workers.values():
             worker.child.release()
         if self._memory is not None:

@@ -1,5 +1,5 @@
-"""The way to the job's other hosts: address and interface of this host towards them, and whether the first one is
-there yet."""
+"""Route to the job's other hosts: this host's address and interface towards them, and whether the first host is there
+yet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOLD_AFTER = 10.0
 _SIOCGIFADDR = 0x8915
 _INET6 = Path("/proc/net/if_inet6")
 _ANYWHERE = "203.0.113.1", "2001:db8::1"
-"""Addresses that nobody has: the default routes lead there."""
+"""Addresses of no host (reserved): the default routes lead there."""
 
 
 def own_address(towards: Iterable[str]) -> str | None:
@@ -51,7 +51,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def bare(host: str) -> str:
-    """A name or an address as sockets take it: one of IPv6 may come in brackets, as it does in front of a port."""
+    """A name or an address as sockets take it; an IPv6 address may come in brackets, as it does in front of a port."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
@@ -103,7 +103,7 @@ def check_listening(host: str, port: int, options: tuple[str, str] = ("--master-
 
 
 def _reason(error: OSError) -> str:
-    """Without the address, which Python puts behind it."""
+    """The error's text without the address, which Python appends."""
     return (error.strerror or str(error)).partition(" (while attempting")[0]
 
 
@@ -127,9 +127,9 @@ def await_coordinator(control: str, token: str, limit: float, say: Callable[[str
 
 def knock(control: str, token: str) -> str | None:
     """None if the coordinator of the job with this token answers at `control`, or at one of several addresses; else why
-    that cannot be said, of the last of them.
+    not, for the last address.
 
-    An open port says nothing: it may be another job's.
+    An open port is no proof: it may be another job's.
     """
     why = None
     for target in targets(control):
@@ -141,7 +141,7 @@ def knock(control: str, token: str) -> str | None:
 def _knock(target: tuple[str, int], token: str) -> str | None:
     try:
         with socket.create_connection(target, _CONNECT_LIMIT) as connection:
-            if connection.getsockname() == connection.getpeername():  # it would keep the port from whoever is to listen
+            if connection.getsockname() == connection.getpeername():  # a self-connection blocks the real listener
                 return "nobody listens there"
             session = SecureChannel.client(token)
             until = time.monotonic() + _CONNECT_LIMIT
@@ -161,7 +161,7 @@ def _knock(target: tuple[str, int], token: str) -> str | None:
 
 
 def _source(host: str) -> str | None:
-    """The address from which this host would send to `host`, an IPv4 one if it has one for that."""
+    """This host's source address for packets to `host`, an IPv4 one if possible."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing; any port will do

@@ -1,4 +1,4 @@
-"""Restarts: the dead workers that a launcher starts again, and when."""
+"""Restarts: which dead workers a launcher starts again, and when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TOGETHER = 5.0
 """Seconds within which failures of a host's workers count as one."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _FRUITLESS = 3
-"""Lives in a row that may end before they have joined: after these another one would end so, too."""
+"""Lives in a row that may end before they have joined: after these another one would end the same way."""
 
 
 @dataclass
@@ -23,7 +23,7 @@ class _Rank:
 
 
 class Restarts:
-    """The launcher's memory of its ranks' lives; times are the caller's clock, in seconds.
+    """Launcher's memory of its ranks' lives; times are the caller's clock, in seconds.
 
     Args:
         say: gets each line for the user.
@@ -32,9 +32,9 @@ class Restarts:
 
     def __init__(self, say: Callable[[str], None], give_up: Callable[[int], None] = lambda rank: None) -> None:
         self.most = 0
-        """How often a rank may be started again (`max_restarts`), once training has `begun`; until then 0."""
+        """Limit of restarts per rank (`max_restarts`), once training has `begun`; until then 0."""
         self.of_host = 0
-        """How often workers of this host may fail (`max_failures_per_host`); 0: no limit."""
+        """Limit of failures of this host's workers (`max_failures_per_host`); 0: none."""
         self.given_up: set[int] = set()
         """The ranks that stay out."""
         self._say = say
@@ -45,15 +45,15 @@ class Restarts:
         """The ranks that have failed before this host has heard that training has begun, with their logs."""
 
     def begun(self, most: int, now: float) -> None:
-        """Training has begun, and a rank may be started again ``most`` times: also one whose end was faster than this
-        message. May be called more than once."""
+        """Training has begun, and a rank may be restarted ``most`` times, including one that ended before this message
+        came. Idempotent."""
         self.most = most
         early, self._early = self._early or {}, None
         for rank, log in early.items():
             self.ended(rank, now, log)
 
     def ended(self, rank: int, now: float, log: str) -> None:
-        """The rank's process has failed: decide whether there will be another."""
+        """The rank's process has failed: decide whether to restart it."""
         if not self.most:
             if self._early is not None:
                 self._early[rank] = log
@@ -71,8 +71,8 @@ class Restarts:
             self._say(f"rank {rank} is started again in {pause:.0f} s (restart {known.restarts} of {self.most})")
 
     def _is_limit(self, now: float) -> bool:
-        """Count a failure, one for all that fail at the same time, and say whether it is the last one that counts: the
-        ranks that were to be started again stay out, too."""
+        """Count a failure (one for all that fail at the same time); returns whether the limit is reached. Then the
+        ranks that were to be restarted stay out, too."""
         self._failures += now - self._latest > _TOGETHER
         self._latest = now
         if not self.of_host or self._failures < self.of_host:
@@ -84,8 +84,8 @@ class Restarts:
         return True
 
     def cut_off(self, rank: int, now: float, log: str) -> None:
-        """The rank's process was well, but its host was out of reach and counts as lost. It is started again even if
-        `most` is 0. A network that comes and goes makes the pauses longer."""
+        """The rank's process was well, but its host was out of reach and counts as lost. It is restarted even if `most`
+        is 0. A flapping network makes the pauses longer."""
         known = self._ranks.setdefault(rank, _Rank())
         if known.due is not None:
             return
@@ -99,7 +99,7 @@ class Restarts:
                 other.due = known.due
 
     def replaced(self, rank: int) -> None:
-        """The rank's process has failed, and its device has the process that was to replace it."""
+        """The rank's process has failed, and its replacement has its device already."""
         if self.most:
             self._stays_out(rank, "its device has the process that it was to move to")
 
@@ -116,7 +116,7 @@ class Restarts:
             self._ranks[rank].fruitless = 0
 
     def due(self, now: float) -> list[int]:
-        """The ranks to be started now; each is named once."""
+        """Ranks to be started now; each is named once."""
         found = [rank for rank, known in self._ranks.items() if known.due is not None and known.due <= now]
         for rank in found:
             self._ranks[rank].due = None

@@ -1,4 +1,4 @@
-"""The folder of a run: events.jsonl, journal.jsonl, a log per worker, the plans.
+"""Folder of a run: events.jsonl, journal.jsonl, a log per worker, the plans.
 
 It is this user's alone (0700): a file in it can end a job or lead the job's files elsewhere.
 """
@@ -26,7 +26,7 @@ def make(run_dir: Path) -> None:
     """Make the folder, for this user alone, if it is not there.
 
     Raises:
-        ConfigError: it cannot be made or not be written to, is somebody else's, or others can write to it.
+        ConfigError: it cannot be made or written to, belongs to another user, or others can write to it.
     """
     try:
         for parent in reversed(run_dir.absolute().parents):
@@ -59,7 +59,7 @@ def prepare(run_dir: Path) -> None:
         except JournalInUse as error:
             raise ConfigError(f"a job is running in {run_dir}: {_OTHERS}") from error
         except JournalError:
-            pass  # damaged, but nobody's
+            pass  # damaged, but no running job's
     old = sorted(path for path in run_dir.iterdir() if any(fnmatch(path.name, pattern) for pattern in _OURS))
     if not old:
         return

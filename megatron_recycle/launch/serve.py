@@ -1,8 +1,8 @@
 """`recycle serve`: a job's coordinator on a machine that trains nothing, so that any training host may die.
 
-One service serves one job. It is a launcher without workers: it starts its coordinator again when it dies, prints what
-happens, and ends with the job. A service that was itself ended, or whose machine was started again, goes on with
-`--resume`: the workers train meanwhile, as long as none of them fails, and wait for it for as long as they wait for any
+One service serves one job. It is a launcher without workers: it starts its coordinator again when it dies, prints
+events, and ends with the job. A service that was itself ended, or whose machine was restarted, goes on with `--resume`.
+The workers train meanwhile, as long as none of them fails, and wait for it for as long as they wait for any
 coordinator.
 """
 
@@ -33,11 +33,11 @@ from megatron_recycle.observe.events import read_events
 from megatron_recycle.observe.output import spare_output
 
 NODE = "service"
-"""Where training hosts have a number in their name, a service has this."""
+"""Stands for the number in a service's host name."""
 _LINGER = 30.0
-"""Seconds that hosts have to hear of the end."""
+"""Seconds that hosts have to receive the end."""
 _DYING = 10.0
-"""Seconds that the coordinator of a service that was killed may hold its port, where a disk or processor is slow."""
+"""Seconds that the coordinator of a killed service may hold its port, where a disk or processor is slow."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

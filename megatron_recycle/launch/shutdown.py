@@ -1,4 +1,4 @@
-"""The end of a host's part of a job: by the coordinator's word, by a signal, or because nobody leads the job any more.
+"""End of a host's part of a job: by the coordinator's word, by a signal, or because no coordinator leads it any more.
 
 In every case workers first have time to end by themselves, then get SIGTERM, then SIGKILL.
 """
@@ -23,13 +23,13 @@ class Ending:
     """The end of the job on this host.
 
     Args:
-        tell: gets what the coordinator is to hear.
+        tell: gets messages for the coordinator.
 
     Attributes:
         end: the coordinator's word, once it is there.
-        told: what the coordinator has heard, and hears again after a reconnect.
+        told: messages already sent to the coordinator, and sent again after a reconnect.
         interrupted: whether a signal has asked for the end.
-        time_to_leave: seconds that the job has to save and end once it is told to go; None: it goes at once.
+        time_to_leave: seconds that the job has to save and end after a request to go; None: it goes at once.
     """
 
     def __init__(self, processes: Processes, restarts: Restarts, say: Say, tell: Callable[[Interrupt], None]) -> None:
@@ -52,12 +52,12 @@ class Ending:
 
     @property
     def saves(self) -> bool:
-        """Whether a job that was told to go still has to save."""
+        """Whether the job still has to save after a request to go."""
         return (self.end is None and self.interrupted and not self._processes.job.joining
                 and self.time_to_leave is not None)
 
     def finish(self, message: End) -> None:
-        """The coordinator has said how the job ended."""
+        """Take the coordinator's word on how the job ended."""
         if self.end is not None:
             return
         self.end = message
@@ -69,17 +69,17 @@ class Ending:
         for worker in self._processes.workers.values():
             if worker.kill_at is not None and not message.status:  # it is about to end, with a status of its own
                 worker.kill_at = min(worker.kill_at, soon)
-            elif worker.out is not None:  # it may be stopped for good; nobody waits for it
+            elif worker.out is not None:  # it may be stopped for good; no worker waits for it
                 worker.child.signal(signal.SIGKILL)
 
     def give_up(self, message: str) -> None:
-        """Nobody leads the job any more, nor tells the workers."""
+        """End without a coordinator, which can no longer reach the workers either."""
         self.finish(End(1, message))
         self._deadline(0.0, signal.SIGTERM)
 
     def interrupt(self, number: int, moment: float | None = None) -> None:
         """The first signal asks the workers to end, and with them the job, unless these have only joined it; the second
-        does not ask."""
+        kills at once."""
         moment = time.monotonic() if moment is None else moment
         if self.interrupted and number == signal.SIGTERM and moment - self._asked < _SAME_SIGNAL:
             return
@@ -94,7 +94,7 @@ class Ending:
             self._pass_on()
             self._deadline(grace.well, signal.SIGKILL)
         elif number == signal.SIGTERM and self._handled:
-            return  # another host was told to end, too
+            return  # another host was asked to end, too
         elif number == signal.SIGTERM and self.time_to_leave is not None:
             self._say(f"{name}: the job saves what is committed (on_leave) and ends, within "
                       f"{self.time_to_leave:.0f} s (leave_timeout); a second one ends it at once")
@@ -107,8 +107,7 @@ class Ending:
             self._deadline(grace.terminated, signal.SIGKILL)
 
     def terminate(self, seconds: float) -> None:
-        """Scripts handle a SIGTERM to the job themselves: it is passed on to them, and they have so long. May be called
-        more than once."""
+        """Pass a SIGTERM to the job on to the scripts, which handle it themselves and have so long. Idempotent."""
         if self.end is not None or self._handled:
             return
         self._handled = True
@@ -128,7 +127,7 @@ class Ending:
         self._processes.signal_all(signal.SIGTERM)
 
     def check_deadline(self) -> None:
-        """End workers whose time is over: by a signal first, then by force."""
+        """End overdue workers: by a signal first, then by force."""
         if self._kill_at is None or time.monotonic() < self._kill_at[0]:
             return
         number, self._kill_at = self._kill_at[1], None

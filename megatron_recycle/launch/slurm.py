@@ -1,4 +1,4 @@
-"""Slurm: the step that a launcher runs in, whether Slurm keeps survivors, and that it is to start the job again."""
+"""Slurm: the step that a launcher runs in, whether Slurm keeps survivors, and requests to requeue the job."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SRUN = "srun --no-kill --kill-on-bad-exit=0 --wait=0"
 _PROGRAM = re.compile(r"(?:.*/)?(?:recycle|python[0-9.]*|bash|sh|env)$")
 
 Ask = Callable[[Sequence[str]], str]
-"""Gives what a command of Slurm's prints; nothing if it fails, or is not there."""
+"""Runs a command of Slurm's and returns its output; nothing if it fails, or is not there."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A launcher of which a node has several, one per worker, as `srun --ntasks-per-node=8` starts them.
+    """One of several launchers per node, one per worker, as `srun --ntasks-per-node=8` starts them.
 
     Its number is `local` of `count` on the `node`-th of `nodes`.
     """
@@ -40,10 +40,10 @@ class Task:
 class Hosts:
     """The number of hosts, and this host's rank among them.
 
-    Hosts with a `name` meet by the file in the run folder (see `meeting`), which is `folder` unless the user names one;
-    the name tells their step from every other step, and from this one's life before a requeue. Hosts without meet at an
-    address, with a token, both of which the user has given to each. With `task` each is a launcher of one worker, and
-    one of several on its node.
+    Hosts with a `name` meet by the file in the run folder (see `meeting`), which is `folder` unless the user names one.
+    The name tells their step from every other step, and from its own life before a requeue. Hosts without a name meet
+    at an address, with a token, both given by the user. With `task` each is a launcher of one worker, and one of
+    several on its node.
     """
 
     count: int = 1
@@ -83,7 +83,7 @@ def step_of(environ: Mapping[str, str], nproc: int | None = None) -> Hosts | Non
     name = f"slurm-{job}.{step}"
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
     task = _task(environ, nodes, tasks, nproc) if tasks > nodes else None
-    # A node's workers have consecutive ranks, as under torchrun, whatever srun's --distribution is.
+    # A node's workers have consecutive ranks, as under torchrun, for any --distribution of srun.
     rank = int(environ["SLURM_PROCID"]) if task is None else task.node * task.count + task.local
     return Hosts(tasks, rank, f"{name}.{restarts}", f"runs/slurm-{job}" if step == "0" else f"runs/{name}", task)
 
@@ -119,7 +119,7 @@ def ask(command: Sequence[str]) -> str:
 
 
 def _run(command: Sequence[str]) -> tuple[str, str]:
-    """The command's output, or else why it has failed."""
+    """The command's output, or else the reason of its failure."""
     try:
         done = subprocess.run(list(command), check=False, capture_output=True, text=True, timeout=_LIMIT,
                               stdin=subprocess.DEVNULL)
@@ -129,9 +129,9 @@ def _run(command: Sequence[str]) -> tuple[str, str]:
 
 
 def towards(environ: Mapping[str, str]) -> list[str]:
-    """Names and addresses of the step's nodes and of the one that started it, as far as Slurm tells them here."""
+    """Names and addresses of the step's nodes and of its submitting node, as far as Slurm's variables have them."""
     nodes = ask(["scontrol", "show", "hostnames", environ.get("SLURM_STEP_NODELIST", "")]).split()[::-1]
-    # The last one is surely not this one, and so comes first. In a container there may be no Slurm.
+    # The launch node is surely not this node, and so comes first. In a container there may be no Slurm.
     return [*nodes, *filter(None, [environ.get("SLURM_LAUNCH_NODE_IPADDR")])]
 
 
@@ -141,10 +141,10 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
 
 
 def unkept(environ: Mapping[str, str], asked: Ask = ask) -> list[str]:
-    """Lines for the user: what Slurm would end this step for, though workers are left.
+    """Lines for the user: reasons for which Slurm would end this step, though workers are left.
 
-    srun's options stand in no variable of the step; they are read from its command line, if it runs on this node, as
-    it does under sbatch.
+    srun's options stand in no variable of the step; they are read from its command line, if it runs on this node, as it
+    does under sbatch.
     """
     job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
     lines = []
@@ -166,8 +166,8 @@ def unkept(environ: Mapping[str, str], asked: Ask = ask) -> list[str]:
 
 
 def missing_flags(words: Sequence[str], environ: Mapping[str, str], config: str) -> list[str]:
-    """The options without which this srun does not keep survivors: of its command line `words`, its variables, and
-    Slurm's configuration as `scontrol show config` prints it."""
+    """Options that this srun lacks to keep survivors, judged by its command line `words`, its variables, and Slurm's
+    configuration as `scontrol show config` prints it."""
     end = next((index for index, word in enumerate(words) if index and _PROGRAM.match(word)), len(words))
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-k", "--no-kill", nargs="?", const="on", default="on" if "SLURM_NO_KILL" in environ else "off")
@@ -181,7 +181,7 @@ def missing_flags(words: Sequence[str], environ: Mapping[str, str], config: str)
 
 
 def _configured(config: str, name: str) -> str:
-    """A number of slurm.conf; "0", Slurm's own default, if it is not told."""
+    """A number of slurm.conf; "0", Slurm's own default, if it is not given."""
     found = re.search(rf"^{name}\s*=\s*(\d+)", config, re.MULTILINE)
     return found[1] if found else "0"
 
@@ -209,8 +209,8 @@ def check_requeue(environ: Mapping[str, str], asked: Ask = ask) -> None:
 def requeue(environ: Mapping[str, str], asked: Ask = ask) -> str:
     """Ask Slurm to start the job again, after it has saved and ended; returns the line for the user.
 
-    A job that was cancelled is not started again. A job counts as cancelled if Slurm ends it for another reason than
-    its time limit.
+    A cancelled job is not started again. A job counts as cancelled if Slurm ends it for another reason than its time
+    limit.
     """
     job = environ["SLURM_JOB_ID"]
     told = asked(["scontrol", "show", "job", "-o", job])

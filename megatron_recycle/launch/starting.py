@@ -1,4 +1,4 @@
-"""The processes that a launcher starts while the job runs: in place of failed ones, and for workers that move."""
+"""Processes that a launcher starts while the job runs: in place of failed ones, and for workers that move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Move:
 
     number: int
     due: bool = True
-    """Whether its process is still to be started: what ends on the device makes room for it."""
+    """Whether its process is still to be started: the process that ends on the device makes room for it."""
     under_way: bool = True
 
 
@@ -34,7 +34,7 @@ class Starting:
     Args:
         spawn: starts a process for a rank that is out for this reason, for the move of this number (0: none). Raises
             RecycleError or OSError.
-        tell: gets what the coordinator is to hear, also after a reconnect.
+        tell: gets messages for the coordinator; they are repeated after a reconnect.
     """
 
     def __init__(self, processes: Processes, restarts: Restarts, say: Say, spawn: Callable[[int, str, int], None],
@@ -47,7 +47,7 @@ class Starting:
         self._tell = tell
 
     def failed(self, worker: WorkerProcess) -> None:
-        """Decide whether it is to be started again; not beside another process on its device."""
+        """Decide whether to start a failed worker again; not beside another process on its device."""
         move = self._moves.get(worker.rank)
         if move is not None and move.due:
             return
@@ -61,7 +61,7 @@ class Starting:
             self._restarts.replaced(worker.rank)
 
     def again(self) -> None:
-        """Start the processes whose time it is. Call it only while the coordinator could let them in."""
+        """Start the processes that are due. Call it only while the coordinator could let them in."""
         workers = self._processes.workers
         if any(worker.out == _CUT_OFF and worker.kill_at is not None for worker in self._processes.live()):
             return
@@ -83,14 +83,13 @@ class Starting:
                 before.child.signal(signal.SIGKILL)  # declared out: its successor needs its name
 
     def begin_move(self, rank: int, beside: int, number: int) -> None:
-        """The worker of rank ``beside`` moves to the place of ``rank``: its successor is to be started, once, however
-        often that is told."""
+        """The worker of rank ``beside`` moves to the place of ``rank``: its successor is to be started. Idempotent."""
         if rank not in self._moves or self._moves[rank].number != number:
             self._moves[rank] = _Move(number)
             self._processes.devices[rank] = self._processes.devices[beside]
 
     def drop_move(self, rank: int, number: int) -> None:
-        """Nothing comes of this move: its process ends."""
+        """Cancel this move: its process ends."""
         move, worker = self._moves.get(rank), self._processes.workers.get(rank)
         if move is None or move.number != number:
             return
@@ -99,18 +98,18 @@ class Starting:
         self._end_move(rank)
 
     def _end_move(self, rank: int) -> None:
-        """It is over, well or not."""
+        """Forget a move that is over, well or not."""
         if (move := self._moves.get(rank)) is not None:
             move.due = move.under_way = False
 
     def joined(self, worker: WorkerProcess) -> None:
-        """It takes part in the training."""
+        """The process takes part in the training."""
         self._end_move(worker.rank)
         worker.out, worker.joins = None, False
         self._restarts.joined(worker.rank)
 
     def _try(self, rank: int, out: str, move: int = 0) -> None:
-        """Start one more process in a job that runs: that it cannot be started costs nobody else anything."""
+        """Start one more process in a running job: if it cannot be started, no other worker is affected."""
         try:
             self._spawn(rank, out, move)
         except (RecycleError, OSError) as error:

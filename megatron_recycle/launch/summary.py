@@ -1,4 +1,4 @@
-"""A job as the launcher tells of it: a line when something happens, a table at the end."""
+"""The launcher's account of a job: a line for each event, a table at the end."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _AGAIN: Mapping[str, tuple[str, ...]] = {
     "started": (), "suspected": ("rank", "pid", "generation", "kind"), "joined": ("rank", "pid", "generation"),
     "moving": ("number", "to"), "move_failed": ("number", "to"),
 }
-"""Events that are told again after a reconnect, and the fields that make each the same."""
+"""Events that are repeated after a reconnect, and the fields that identify each."""
 _EVERY = 1.0
 """Seconds between two lines about committed iterations."""
 
 
 @dataclass
 class Failure:
-    """One worker's failure as it is shown; training went on `resumed_ms` after it was noticed."""
+    """One worker's failure for display; training went on `resumed_ms` after it was noticed."""
 
     suspected: kinds.Suspected
     resumed_ms: float | None = None
@@ -53,13 +53,14 @@ class Summary:
         self.loss: float | str | None = None
         self.names: dict[int, str] = {}
         self.errors: dict[tuple[int, int], str] = {}
-        """The errors that processes, by rank and pid, have failed with."""
+        """Errors that processes have failed with, by rank and pid."""
         self._last = 0.0
         self._seen: set[tuple[Any, ...]] = set()
         self._odd = False
 
     def add(self, event: Mapping[str, Any]) -> str | None:
-        """Raises nothing, whatever the event is like: no worker ends because of a line for people."""
+        """Take in any event; returns the line to show, if any. Raises nothing: no worker ends because of a line for
+        people."""
         try:
             return self._add(event)
         except Exception:
@@ -101,7 +102,7 @@ class Summary:
                 self.joined += told.moved_from is None
                 self.moved += told.moved_from is not None
             case kinds.Committed():
-                if told.iteration > self._latest:  # else a coordinator that took over tells of it again
+                if told.iteration > self._latest:  # otherwise a repetition by a coordinator that took over
                     self.committed += 1
                     self._latest = told.iteration
                 self.loss = self.loss if told.loss is None else told.loss
@@ -116,14 +117,14 @@ class Summary:
         return format_event(event) if moved or name in _TOLD else None
 
     def rank_of(self, event: Mapping[str, Any]) -> int | None:
-        """The rank that an event is about; None: the job, or nobody that is known."""
+        """The rank that an event is about; None: the job, or an unknown process."""
         about = kinds.Ranked.from_json(event)
         if isinstance(about.rank, int):
             return about.rank
         return next((rank for rank, worker in self.names.items() if worker == about.worker), None)
 
     def _known(self, name: str, event: Mapping[str, Any]) -> bool:
-        """Whether this event has come before."""
+        """Whether this event is a repetition."""
         if name not in _AGAIN:
             return False
         key = (name, *(event.get(field) for field in _AGAIN[name]))
@@ -136,7 +137,7 @@ class Summary:
 
 
 def _started(told: kinds.Started, event: Mapping[str, Any]) -> str:
-    """With what the job can lose, where that may be news; of what it has worker by worker, people see the counts."""
+    """Start line, with the failures that the job survives, where that may be news; per-worker facts are counts here."""
     hidden = ("survival", "fatal_hosts", "ranks", "hosts", "grid")
     shown = {key: value for key, value in event.items() if key not in hidden}
     if told.grid is not None:
@@ -155,7 +156,7 @@ def _explained(told: kinds.Explained) -> str:
 
 
 def _last_copy(told: kinds.LastCopy) -> str:
-    """A warning: with what would follow, and what helps."""
+    """A warning, with the consequence and the remedy."""
     kept = told.kept_by or {}
     held = ", ".join(f"stage {stage} has one worker left ({worker}"
                      + (f" on {told.hosts[stage]}" if stage in told.hosts else "")
@@ -168,7 +169,7 @@ def _last_copy(told: kinds.LastCopy) -> str:
 
 
 def _last_host(told: kinds.LastHost) -> str:
-    """A warning of what has changed with the last failure."""
+    """A warning about the change that the last failure made."""
     held = "; ".join([*(f"{host} has all workers that are left of stage {', '.join(map(str, stages))}"
                        for host, stages in told.hosts.items()),
                       *(f"{host} has a part of each worker that holds shard {', '.join(map(str, shards))} of stage "
@@ -181,11 +182,10 @@ def print_table(
     summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True, late: bool = False,
     failed: bool = False,
 ) -> None:
-    """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
-    line. A host that is not `informed` cannot say how many were lost; one that came `late`, into a running job, knows
-    of the iterations since; one that has `failed` names a section of the runbook. The end of a process that has
-    reported its error is that error: whether it then had to be killed is of no interest. Lines and colours are for
-    terminals."""
+    """Print the closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the
+    last line. A host that is not `informed` cannot say how many were lost; one that came `late`, into a running job,
+    knows of the iterations since; one that has `failed` names a section of the runbook. The end of a process that has
+    reported its error is that error, even if it then had to be killed. Lines and colours are for terminals."""
     from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table

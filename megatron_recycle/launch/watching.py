@@ -1,4 +1,4 @@
-"""The options for alarms and metrics, and the process beside a job's coordinator that gives them (`recycle watch`)."""
+"""Options for alarms and metrics, and the process beside a job's coordinator that serves them (`recycle watch`)."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def address(text: str, option: str = "--metrics") -> tuple[str, int]:
 
 
 def name_of(host: str) -> str:
-    """The name under which others reach this host, where it listens on every address."""
+    """Name under which other hosts reach this host, where it listens on every address."""
     return socket.gethostname() if host in _EVERYWHERE else host
 
 
 @contextmanager
 def watched(args: argparse.Namespace, run_dir: Path, token: str, here: bool) -> Iterator[None]:
-    """A block in which the job of ``run_dir`` is watched, if that is wanted and its coordinator is ``here``."""
+    """Block in which the job of ``run_dir`` is watched, if that is wanted and its coordinator is ``here``."""
     if not wanted(args) or not here:
         yield
         return

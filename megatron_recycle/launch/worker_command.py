@@ -1,4 +1,4 @@
-"""A worker's command and environment, and how many there are on a host, as torchrun's user knows them."""
+"""A worker's command and environment, and the number of workers on a host, in torchrun's terms."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ _CLEAR = "\r\x1b[K"
 
 
 def say_to(stream: Any) -> Callable[[str], None]:
-    """A `say` that writes lines at once; warnings name their section of the runbook. On a terminal those about
-    committed iterations take each other's place, so that what has happened stays in sight."""
+    """A `say` that writes lines at once; warnings name their section of the runbook. On a terminal, lines about
+    committed iterations overwrite each other, so that events stay in sight."""
     terminal, passing = stream.isatty(), False
 
     def say(line: str) -> None:
@@ -76,7 +76,7 @@ def say_to(stream: Any) -> Callable[[str], None]:
 
 
 def clock() -> str:
-    """The time, in front of a launcher's line: who reads it an hour later wants to know when it happened."""
+    """The current time, a prefix of the launcher's lines for later readers."""
     return time.strftime("%Y-%m-%d %H:%M:%S ")
 
 

@@ -1,6 +1,6 @@
-"""Workers' log files: shown while they grow, and the last words of a process that has failed.
+"""Workers' log files: shown while they grow, and the last words of a failed process.
 
-Files, not pipes: a worker never waits for somebody to read what it prints.
+Files, not pipes: a worker never blocks on a slow reader of its output.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _LONGEST = 300
 _ENDS = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)(?::.*)?)")
 """A line that ends a traceback; torch puts the rank before it."""
 _REFUSES = re.compile(r"(?:(?:python -m )?megatron[-_]recycle|\S+\.py: error): (.+)")
-"""A line in which this plugin, or argparse in the script, says why it does not begin."""
+"""A line in which this plugin, or argparse in the script, says why it does not start."""
 
 
 class Follower:
     """Shows log files of workers as they grow.
 
-    `show` is "none", "all", or "first": the first rank that lives, the next one when it has ended, and besides the rank
-    that writes the job's log lines (Megatron's are not the first rank's).
+    `show` is "none", "all", or "first": the first live rank, the next one when it has ended, and besides the logging
+    rank (with Megatron not the first rank).
     """
 
     def __init__(self, folder: Path, show: str, say: Callable[[str], None]) -> None:
@@ -74,7 +74,7 @@ class Follower:
     def _forward(self, rank: int, prefix: str) -> None:
         try:
             file = self._path(rank).open("rb")
-        except OSError:  # not there, where the disk was full when it was to be made
+        except OSError:  # no file, where the disk was full when it was to be made
             return
         with file:
             file.seek(self._read.get(rank, 0))

@@ -28,11 +28,10 @@ _CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # seconds: summed over one micro-batc
 class Profile:
     """The latest measured durations in seconds, one of each kind per worker and iteration.
 
-    Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step, with all else that comes once an iteration); ``F/1`` is
-    the F of the second chunk of a worker's stage, and so on. A median is
-    taken per worker, then over workers, so that neither an odd measurement nor one slow worker shifts a stage's cost.
-    An S includes waiting for the other workers, and the last worker to arrive waits least: of each iteration the
-    shortest counts.
+    Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step, with all other work that comes once an iteration); ``F/1``
+    is the F of the second chunk of a worker's stage, and so on. A median is taken per worker, then over workers, so
+    that neither an odd measurement nor one slow worker shifts a stage's cost. An S includes waiting for the other
+    workers, and the last worker to arrive waits least: of each iteration the shortest counts.
     """
 
     def __init__(self) -> None:
@@ -44,8 +43,8 @@ class Profile:
         """Take in one iteration. Raises PlanError for an unknown kind or a negative time.
 
         Args:
-            chunks: of the worker's stage. An iteration in which it had no work in one of them says nothing about how
-                fast it is.
+            chunks: of the worker's stage. An iteration in which it had no work in one of them says nothing about its
+                speed.
         """
         for kind, value in seconds.items():
             if kind.partition("/")[0] not in KINDS or not value >= 0:
@@ -57,7 +56,7 @@ class Profile:
             series.setdefault(kind, deque(maxlen=LONG)).append(value)
 
     def forget(self, worker: Worker) -> None:
-        """Drop the measurements of a worker whose process is a new one."""
+        """Drop the measurements of a worker that has a new process."""
         self._series.pop(worker, None)
         self._factors.pop(worker, None)
         self._streaks.pop(worker, None)
@@ -80,7 +79,7 @@ class Profile:
             if recent is None or not notable(recent, 1, NOTABLE, noise):
                 self._streaks.pop(worker, None)
             if recent is None:
-                if known is not None:  # nothing new is known: it has no work
+                if known is not None:  # no work, no news
                     found[worker] = known
                 continue
             if not notable(recent, 1, NOTABLE, 0):
@@ -125,7 +124,7 @@ class Profile:
         """
         live, speeds = tuple(live), {}
         table: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        of_stage: list[list[Worker]] = []  # those whose durations are usual
+        of_stage: list[list[Worker]] = []  # workers with usual durations
         for stage in range(1 + max(placement)):
             workers = [worker for worker in live if worker.stage == stage]
             usual = [worker for worker in workers if worker not in self._factors] or workers
@@ -144,7 +143,7 @@ class Profile:
         return Costs(whole["F"], whole["B"], whole["W"], round(hop * 1e6), whole["S"], speeds)
 
     def _steps(self, workers: Iterable[Worker], window: int) -> list[float]:
-        """The times of a stage's S once all have come to it, of the latest iterations."""
+        """Times of a stage's S after all workers have come to it, for the latest iterations."""
         latest = [reversed(tuple(self._of(worker, "S"))[-window:]) for worker in workers if self._of(worker, "S")]
         return [min(row) for row in zip(*latest)] or [0.0]
 
@@ -155,7 +154,7 @@ class Profile:
         return own[0] / median_low(everybody) if own and len(everybody) > 1 else None
 
     def _medians(self, workers: Iterable[Worker], window: int) -> list[float]:
-        """A median per worker with so many measurements, of the work of its latest ``window`` ones."""
+        """Per worker with so many measurements, the median work of its latest ``window`` ones."""
         latest = (tuple(self._of(worker, "all"))[-window:] for worker in workers)
         return [median(values) for values in latest if len(values) == window]
 
@@ -177,11 +176,11 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
 
     They should if a chunk's work, a step, a transfer or a speed has changed by more than a tolerance and by more than
     noise. The tolerance is a share of a whole micro-batch, so that changes of tiny costs do not count: of its work in
-    that chunk, or in the stage's average chunk if that is more, and of that in the whole stage for a step.
+    that chunk (or in the stage's average chunk if that is more); for a step, of its work in the whole stage.
 
     Args:
         placement: the stage of each chunk; (): each stage has one.
-        noise: spread of one measurement by kind, as `Profile.noise` gives it; None: the measurements are exact.
+        noise: spread of one measurement by kind, as from `Profile.noise`; None: the measurements are exact.
         window: the number of measurements that ``measured`` is made of.
     """
     def changed(old: float, new: float, whole: float, kind: str) -> bool:
@@ -208,13 +207,13 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
 
 def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int], message: Sequence[int],
          placement: Sequence[int] = ()) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Memory caps and weights in whole units from bytes, rounded so that no plan takes more than there is.
+    """Memory caps and weights in whole units from bytes, rounded so that no plan exceeds the memory.
 
-    ``free``: bytes per worker left for activations, after everything that does not grow with them. ``before_b`` and
+    ``free``: bytes per worker left for activations, after all memory that does not grow with them. ``before_b`` and
     ``after_b``: bytes one micro-batch holds per chunk before and after its B; ``message``: bytes of a posted receive;
-    ``placement``: the stage of each chunk, (): each stage has one.
-    The unit is the largest of the first two divided by eight. Returns cap, before_b, after_b and message as Problem
-    takes them. Raises PlanError where not even one micro-batch fits.
+    ``placement``: the stage of each chunk, (): each stage has one. The unit is the largest of the first two divided by
+    eight. Returns cap, before_b, after_b and message as Problem takes them. Raises PlanError where not even one
+    micro-batch fits.
     """
     unit = max(1, -(-max([*before_b, *after_b]) // _UNITS))
     before = tuple(-(-size // unit) for size in before_b)

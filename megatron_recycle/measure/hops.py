@@ -1,4 +1,4 @@
-"""The time of a transfer between stages, from times that its two ends took by clocks of their own.
+"""Transfer time between stages, from timestamps of its two ends by clocks of their own.
 
 A message's lag is its arrival minus its departure: the transfer, plus the lead of the receiver's clock, plus the
 lateness of the machine. The least lag of a direction has the least lateness, and in the mean of both directions between
@@ -20,11 +20,11 @@ Pair = tuple[Worker, Worker]
 
 
 _Ends = dict[str, dict[tuple[str, int], tuple[Worker, float]]]
-"""End of a message -> message and the boundary that it crosses -> who was there, and when."""
+"""End of a message -> message and the boundary that it crosses -> worker and time."""
 
 
 class Hops:
-    """Times of the messages of the latest iterations, as workers have reported them."""
+    """Message times of the latest iterations, as workers have reported them."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], _Ends] = {}
@@ -35,14 +35,14 @@ class Hops:
         ends = self._ends.setdefault(tuple(told["of"]), {"sent": {}, "came": {}})
         for end, other in (("sent", "B"), ("came", "F")):
             for message, seconds in told[end].items():
-                # An activation that comes and a gradient that is sent cross the boundary to the stage before.
+                # A received activation and a sent gradient cross the boundary to the stage before.
                 boundary = worker.stage - (message[0] == other)
                 ends[end][message, boundary] = worker, seconds
         while len(self._ends) > _KEPT:
             del self._ends[min(self._ends)]
 
     def pairs(self) -> dict[Pair, float]:
-        """Seconds that a transfer takes, for each pair that was heard in both directions in some iteration."""
+        """Seconds of a transfer, for each pair with reports of both directions in some iteration."""
         found: dict[Pair, float] = {}
         for ends in self._ends.values():
             for pair, seconds in _transfers(ends, min).items():
@@ -50,8 +50,8 @@ class Hops:
         return found
 
     def usual(self) -> float | None:
-        """Seconds from one end to the other with the usual lateness of the machine, of all messages that were waited
-        for; None: nothing is known. The first ones of a job take far longer: medians."""
+        """Seconds from one end to the other with the usual lateness of the machine, over all messages that were waited
+        for; None: nothing is known. Medians, since the first ones of a job take far longer."""
         found = [seconds for ends in self._ends.values() for seconds in _transfers(ends, median).values()]
         return max(0.0, median(found)) if found else None
 
@@ -62,7 +62,7 @@ class Hops:
 
 
 def _transfers(ends: _Ends, of: Callable[[list[float]], float]) -> dict[Pair, float]:
-    """The mean of both directions between each pair that was heard in both in an iteration, ``of`` all lags of each."""
+    """For each pair with reports of both directions in an iteration, their mean, ``of`` all lags of each."""
     lags: dict[str, dict[Pair, list[float]]] = {"F": {}, "B": {}}
     for (message, boundary), (receiver, came) in ends["came"].items():
         sender, sent = ends["sent"].get((message, boundary), (receiver, came))

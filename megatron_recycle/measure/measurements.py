@@ -1,4 +1,4 @@
-"""Costs and memory of the job as the planner takes them, put together from the workers' measurements."""
+"""Costs and memory of the job in the planner's form, put together from the workers' measurements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_recycle.membership.names import Process
 from megatron_recycle.plan import Costs, PlanError, Worker, of_place
 
 _ACTIONS = ("F", "B", "W", "reduce", "step", "gap")
-"""What a worker tells of its actions; all else that it tells is where its time went (`runtime.activity.part_of`)."""
+"""Action times that a worker reports; all its other times are where time went (`runtime.activity.part_of`)."""
 
 _HELD = ("before_b", "after_b", "message")
 """Sizes of a micro-batch, by chunk."""
@@ -43,7 +43,7 @@ class Memory:
 
     def cap(self, worker: Worker, activations: int) -> int:
         """Units that ``worker`` may hold: ``activations`` micro-batches, if there is room for so many."""
-        # A worker that was not there when the others were heard has its peers' memory.
+        # A worker that was missing when the others reported has its peers' memory.
         peers = [size for other, size in self.room.items() if other.stage == worker.stage]
         room = self.room.get(worker, min(peers, default=1))
         at_home = self.placement or range(len(self.before_b))
@@ -95,13 +95,13 @@ class Measurements:
         self._processes: dict[Worker, str] = {}
         self._heard: set[str] = set()
         self._spent: dict[str, deque[Mapping[str, float]]] = {}
-        self._rounds = self._told = 0  # times that all have been heard, and those after which `spent` was told
-        self._since = 0  # times that all have been heard since `known` has changed
+        self._rounds = self._told = 0  # rounds of reports by all, and rounds at the last `spent`
+        self._since = 0  # rounds of reports by all since `known` has changed
         self._streak = 0  # times in a row that a stage seemed to have changed
 
     def restore(self, event: Mapping[str, Any]) -> None:
-        """Go on from the last event of an earlier coordinator (`Measured.to_json`). One of a release that measured
-        stages without telling their chunks apart says the same of each chunk of a stage."""
+        """Go on from the last event of an earlier coordinator (`Measured.to_json`). An event of a release that measured
+        stages without separate chunks applies to each chunk of a stage."""
         found = {name: event[name] for name in ("held", "kept", "room") if name in event}
         placement = self.placement
         if placement and "held" in found:
@@ -147,8 +147,8 @@ class Measurements:
         return self._judged()
 
     def spent(self) -> dict[str, Any] | None:
-        """Fields of the event `spent`, when it is due: where each worker's time went, in seconds of an iteration, with
-        the costs by the same iterations: means, for whoever wants to know what an iteration takes."""
+        """Fields of the event `spent`, when it is due: how each worker's time was spent, in seconds of an iteration,
+        with the costs by the same iterations: means, for readers who want an iteration's real time."""
         if self._heard or self._rounds % _TOLD_EVERY != LONG or self._rounds == self._told:
             return None
         self._told = self._rounds
@@ -184,13 +184,13 @@ class Measurements:
     def _hop(self) -> float:
         """Seconds of a transfer."""
         hop = self._hops.seconds()
-        if hop is None:  # as it was: not every iteration has messages that are waited for
+        if hop is None:  # as before: not every iteration has messages that are waited for
             hop = self.known.costs.hop / 1e6 if self.known is not None else 0.0
         return hop
 
     def _drifted(self, planned: Costs, costs: Costs, noise: Mapping[str, float], window: int) -> bool:
         """Whether costs have drifted, for good. A few iterations count for a whole stage only if the next ones, without
-        them, say so too: on a busy machine a whole stage may be late for a moment. Speeds of single workers have been
+        them, agree: on a busy machine a whole stage may be late for a moment. Speeds of single workers have been
         confirmed already."""
         found = drifted(planned, costs, noise, window, placement=self.placement)
         if window == RECENT and planned.speed == costs.speed:
@@ -199,7 +199,7 @@ class Measurements:
         return found
 
     def _bytes(self) -> dict[str, Any]:
-        """Sizes that the live workers have measured; {} if some have not, or if a chunk's are unknown."""
+        """Sizes measured by the live workers; {} if some have not reported, or if a chunk's are unknown."""
         live = {Worker.parse(name): self._memory[name] for name in self.live if name in self._memory}
         if len(live) < len(self.live):
             return {}
@@ -218,9 +218,9 @@ class Measurements:
 
 
 def _kinds(durations: Mapping[str, float], chunks: int) -> dict[str, float]:
-    """Durations by the kinds of `Profile`. A plan knows no time between actions: each has its gap with it, and the step
-    all that a worker does once an iteration. A thread that is ahead of its device has no gaps, and does the rest, but
-    for the step, beside the device's work."""
+    """Durations by the kinds of `Profile`. A plan knows no time between actions: each action includes its gap, and the
+    step all that a worker does once an iteration. A thread that is ahead of its device has no gaps, and does the rest,
+    but for the step, beside the device's work."""
     gap = durations.get("gap")
     parts = ("reduce", "step") if gap is None else ("reduce", "own", "script")
     names = [of_place(kind, chunk) for chunk in range(chunks) for kind in "FBW"]
@@ -246,7 +246,7 @@ def _memory(found: Mapping[str, Any], placement: tuple[int, ...]) -> Memory | No
 
 
 def _changed(old: Measured, new: Measured) -> bool:
-    """Whether memory limits plans notably otherwise than before; more of a plentiful memory changes nothing."""
+    """Whether memory now limits plans notably differently; more of a plentiful memory changes nothing."""
     if old.memory is None or new.memory is None:
         return old.memory is not new.memory
     activations = 2 * len(new.memory.before_b)  # the default cap

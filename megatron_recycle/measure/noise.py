@@ -25,7 +25,7 @@ def spread(series: Iterable[Sequence[float]]) -> float:
     """Relative spread of one measurement; infinite where no series has two.
 
     Args:
-        series: measurements of one thing each, in order.
+        series: each the measurements of one quantity, in order.
     """
     apart, steps = [], []
     for values in series:
@@ -37,8 +37,8 @@ def spread(series: Iterable[Sequence[float]]) -> float:
     if not steps:
         return math.inf
     # Three estimates, and the largest counts. Deviations from the median alone show slow changes, but are too small for
-    # few measurements, of which the median is one. Steps between neighbours are right for few. The large steps show a
-    # busy machine, where most steps are small and many are huge. A lasting change is a single step and widens none.
+    # few measurements, one of which is the median. Steps between neighbours are right for few. Large steps show a busy
+    # machine, where most steps are small and many are huge. A lasting change is a single step and widens none.
     steps.sort()
     late = steps[int(_MOST * (len(steps) - 1))]
     return max(_NORMAL * median(apart), _NORMAL * median(steps) / math.sqrt(2), late / _MOST_IS / math.sqrt(2))

@@ -1,4 +1,4 @@
-"""Errors that are the disk's own, so that its writers can say which disk it is, and go on without what they write."""
+"""Disk errors, told from other errors so that a writer can name the disk and go on without the file."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 
 _ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EFBIG, errno.ESTALE})
 _OF_TORCH = ("inline_container", "PytorchStreamWriter", "Parent directory")
-"""Words of torch's writer of files, whose errors do not name the system's."""
+"""Words of torch's file writer, whose errors do not name the system's error."""
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _PROBE = 2**20
 """Bytes."""
 
 
 def of_disk(error: OSError) -> bool:
-    """Whether the disk is full, broken or read-only; not a link, a missing right, a reader that is gone."""
+    """Whether the disk is full, broken or read-only; not a link, a missing right, a closed pipe."""
     return error.errno in _ERRORS
 
 
 def unwritten(error: BaseException, place: str | os.PathLike[str]) -> str | None:
-    """Why the checkpoint at ``place`` cannot be written, with its disk, where ``error`` is of writing files; None if it
-    is of something else."""
+    """Why the checkpoint at ``place`` cannot be written, with its disk, where ``error`` comes from writing files; None
+    for other errors."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError) and not _of_writer(cause):
         cause = cause.__cause__
@@ -34,13 +34,13 @@ def unwritten(error: BaseException, place: str | os.PathLike[str]) -> str | None
 
 
 def _of_writer(error: BaseException) -> bool:
-    """Whether it is of a writer of files that hides the system's error."""
+    """Whether the error is from a file writer that hides the system's error."""
     text = str(error)
     return isinstance(error, RuntimeError) and (_told(text) is not None or any(words in text for words in _OF_TORCH))
 
 
 def _told(text: str) -> OSError | None:
-    """The system's error in the text of another one, as Megatron's writers in other processes tell it."""
+    """The system's error quoted in another error's text, as in reports of Megatron's writers in other processes."""
     found = _NUMBER.search(text)
     return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
 

@@ -1,4 +1,4 @@
-"""Events that something is made of, as types with what is read of them; `schema` has all events with all fields."""
+"""Types of the events that code reads, with the fields that are read; `schema` has all events with all fields."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Named(Value, frozen=True):
 
 
 class Ranked(Value, frozen=True):
-    """Any event: whom it is about, if it says so."""
+    """Any event: the rank it is about, if it has one."""
 
     worker: Any = None
     rank: Any = None
 
 
 class Kind(Value, frozen=True, tag_field="event"):
-    """One of those that are read further."""
+    """An event whose further fields are read."""
 
 
 class Started(Kind, frozen=True, tag="started"):
@@ -95,4 +95,4 @@ class Joined(Kind, frozen=True, tag="joined"):
 
 
 KINDS: Mapping[str, type[Kind]] = {str(kind.__struct_config__.tag): kind for kind in Kind.__subclasses__()}
-"""By the name of the event."""
+"""Types by the name of the event."""

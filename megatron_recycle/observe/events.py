@@ -1,8 +1,8 @@
-"""The event file of a run: one JSON object per line, and one log line for each.
+"""Event file of a run: one JSON object per line, and one log line for each.
 
-Every event has `t` (Unix seconds, float) and `event`; most have some of `generation`, `attempt`, `iteration`,
-`worker` ("d:s"), `kind` (how a worker failed) and `ms` (milliseconds since the failure; see `observe.schema`). The
-coordinator alone writes the file; anybody may read it, also while it grows.
+Every event has `t` (Unix seconds, float) and `event`; most have some of `generation`, `attempt`, `iteration`, `worker`
+("d:s"), `kind` (how a worker failed) and `ms` (milliseconds since the failure; see `observe.schema`). The coordinator
+alone writes the file; any process may read it, also while it grows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")
 class EventLog:
     """Appends events to a file and writes one INFO line for each.
 
-    Safe to use from several threads. Each event is one `write` in append mode, so that neither a reader nor
-    the end of the process by SIGKILL meets half a line. Close it, or use it as a context manager.
+    Safe to use from several threads. Each event is one `write` in append mode, so that neither a reader nor the end of
+    the process by SIGKILL meets half a line. Close it, or use it as a context manager.
 
-    Events are expendable: events that the disk does not take are left out, with one warning, and the caller goes on.
+    Events are expendable: if the disk does not take one, it is dropped, with one warning, and the caller goes on.
 
     Args:
         path: the file, made with its folder if missing; an existing one is continued.
@@ -94,7 +94,7 @@ class EventLog:
         with self._lock:
             self._closed = True
             if self._file is not None:
-                with self._expendable():  # a network's file system may say only now what it has not written
+                with self._expendable():  # a network file system may report unwritten data only now
                     os.close(self._file)
                 self._file = None
 
@@ -103,7 +103,7 @@ class EventLog:
         assert self._file is not None
         if os.fstat(self._file).st_size < self._next:
             return
-        self._next = sys.maxsize  # a disk that does not take it is asked once
+        self._next = sys.maxsize  # a full disk is asked once
         try:
             size = roll(self.path, self._ticks)
         except OSError as error:
@@ -149,7 +149,7 @@ class EventLog:
 
 def read_events(path: str | os.PathLike[str], skip: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """All events of the file, in order, but for those with one of the texts ``skip`` in their first 80 characters,
-    which are not parsed. A last line that is still being written is left out.
+    which are not parsed. An unfinished last line is left out.
 
     Raises:
         OSError: the file cannot be read.
@@ -173,7 +173,7 @@ def read_events(path: str | os.PathLike[str], skip: tuple[str, ...] = ()) -> lis
 
 
 class EventReader:
-    """A growing event file; each call of `new` reads on where the last one ended."""
+    """Reader of a growing event file; each call of `new` continues after the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -181,11 +181,11 @@ class EventReader:
         self._last = b""
 
     def new(self) -> list[dict[str, Any]]:
-        """The events since the last call. A last line that is still being written is left for the next one. Where
-        another file is in its place by now, first the rest of the old one.
+        """The events since the last call. An unfinished last line is left for the next call. If the file was replaced,
+        the rest of the old one comes first.
 
         Raises:
-            OSError, ValueError: it cannot be read; what could be read is lost then.
+            OSError, ValueError: it cannot be read; the part that could be read is lost then.
         """
         found: list[dict[str, Any]] = []
         if (file := self._opened()) is None:
@@ -217,7 +217,7 @@ class EventReader:
             return False
 
     def _rest(self, file: BinaryIO, after: bytes = b"") -> list[dict[str, Any]]:
-        """The events that were not read yet; those behind the line ``after``, if it is among them."""
+        """The unread events; those behind the line ``after``, if it is among them."""
         lines = file.readlines()
         if lines and not lines[-1].endswith(b"\n"):
             file.seek(-len(lines.pop()), os.SEEK_CUR)
@@ -231,7 +231,7 @@ def format_event(record: Mapping[str, Any]) -> str:
     """One line for people: `recycle: suspected generation=1 worker=1:1 kind=exit ms=21.3`.
 
     Fields that are None or empty lists are left out. Large objects and lists (plans, membership) stay in the file; the
-    line shows how many entries they have. Of an error of communication the line has no file of the library.
+    line shows how many entries they have. Source files of the library are cut from communication errors.
     """
     keys = [key for key in _LEADING if key in record]
     keys += [key for key in record if key not in _LEADING and key not in ("t", "event")]
@@ -292,7 +292,7 @@ def _short(value: Any) -> str:
     if isinstance(value, list) and len(value) <= 8 and all(isinstance(item, (str, int)) for item in value):
         return "[" + ",".join(one_line(str(item)) for item in value) + "]"
     if isinstance(value, dict) and len(value) <= 16 and all(item in KINDS for item in value.values()):
-        return "[" + ",".join(f"{worker}({kind})" for worker, kind in value.items()) + "]"  # who failed, and how
+        return "[" + ",".join(f"{worker}({kind})" for worker, kind in value.items()) + "]"  # failed workers and how
     if isinstance(value, (dict, list)):
         return f"<{len(value)}>"
     return one_line(str(value))

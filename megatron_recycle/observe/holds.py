@@ -1,8 +1,8 @@
-"""A worker is held at moments that `recycle chaos` asks for; the two agree on them through files in the run directory.
+"""Holds of a worker at moments that `recycle chaos` asks for, agreed through files in the run directory.
 
 The observer makes a folder `chaos/RANK-PID/` when it begins. The tool puts `NAME.json`, a `Hold`, there. The observer
-answers by `NAME.reached` and stands still, or by `NAME.missed`. It goes on once `NAME.json` is gone, once
-`seconds` have passed, or once the tool has ended: a tool that dies does not hang the job.
+answers by `NAME.reached` and stands still, or by `NAME.missed`. It goes on once `NAME.json` is gone, once `seconds`
+have passed, or once the tool has ended: a tool that dies does not hang the job.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def folder_of(run_dir: Path, rank: int, pid: int) -> Path:
 
 
 def write(path: Path, content: Any) -> None:
-    """Write JSON so that no reader meets half of it."""
+    """Write JSON atomically."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(content))
     part.replace(path)
 
 
 def arm(folder: Path, name: str, hold: Hold) -> Path:
-    """Tell the observer; returns the file whose removal lets the worker go on."""
+    """Send a hold to the observer; returns the file whose removal lets the worker go on."""
     path = folder / (name + ARMED)
     write(path, asdict(hold))
     return path
@@ -94,7 +94,7 @@ def stand_still(path: Path, hold: Hold) -> None:
 
 
 class ChaosObserver:
-    """In a worker: holds the training thread at armed moments. Installed only if the launcher was told `--chaos`.
+    """In a worker: holds the training thread at armed moments. Installed only if the launcher has `--chaos`.
 
     Args:
         folder: the files' folder, of this process alone.
@@ -127,7 +127,7 @@ class ChaosObserver:
                 write(self._folder / (name + MISSED), {"iteration": iteration, "phase": phase})
 
     def _look(self) -> None:
-        """Take in new orders, and drop withdrawn ones."""
+        """Take in new holds, and drop withdrawn ones."""
         names = {entry[: -len(ARMED)] for entry in os.listdir(self._folder) if entry.endswith(ARMED)}
         answered = {Path(entry).stem for entry in os.listdir(self._folder) if entry.endswith((REACHED, MISSED))}
         self._armed = {name: hold for name, hold in self._armed.items() if name in names}
@@ -135,11 +135,11 @@ class ChaosObserver:
             try:
                 self._armed[name] = read_hold(self._folder / (name + ARMED))
             except (OSError, ValueError, TypeError, KeyError):
-                continue  # taken back meanwhile, or not from the tool
+                continue  # withdrawn meanwhile, or not from the tool
 
 
 def observer_for(launched: Launched) -> ChaosObserver | None:
-    """This worker's observer if its launcher was told `--chaos`; None if not."""
+    """This worker's observer if its launcher has `--chaos`; else None."""
     if not launched.chaos or launched.run_dir is None or launched.rank is None:
         return None
     return ChaosObserver(folder_of(Path(launched.run_dir), launched.rank, os.getpid()))

@@ -17,7 +17,7 @@ FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %
 
 
 class _Formatter(logging.Formatter):
-    """Adds to warnings and errors where the runbook tells of them."""
+    """Adds the runbook section to warnings and errors."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         if record.levelno >= logging.WARNING:
@@ -26,7 +26,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Handler(logging.StreamHandler):
-    """Writes to the `sys.stdout` of the moment, so that redirection keeps working."""
+    """Writes to the current `sys.stdout`, so that redirection keeps working."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

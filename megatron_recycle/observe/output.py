@@ -17,7 +17,7 @@ from megatron_recycle.observe.disk import of_disk
 
 
 def spare_output() -> None:
-    """Replace standard output and error of this process by streams that drop lines which the disk does not take.
+    """Replace standard output and error of this process by streams that drop lines if the disk does not take them.
 
     A stream stays as it is if it is no file, or if the script has replaced it.
     """
@@ -52,4 +52,4 @@ class _Expendable(io.FileIO):
         except OSError as error:
             if not of_disk(error):
                 raise
-        return size  # of a line that was cut short the rest is dropped, too
+        return size  # the rest of a cut line is dropped, too

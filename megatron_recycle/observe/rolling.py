@@ -1,4 +1,4 @@
-"""Old ticks of a large event file move to files of their own; decisions, which all else follows from, stay."""
+"""Old ticks of a large event file move to files of their own; decisions, from which all else follows, stay."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ MOST = 16 << 20
 FILES = 4
 """Files of old ticks that are kept."""
 FIRST = 200
-"""Commits of each generation that stay: how fast it trained is told by them."""
+"""Commits of each generation that stay, as the record of its speed."""
 LATEST = 1000
-"""Lines that stay whatever they are: whoever reads the file as it grows finds its place by them."""
+"""Lines that stay in any case: a reader of the growing file finds its place by them."""
 _EVENT = re.compile(rb'\{"t": [^,]*, "event": "(\w+)"(?:, "generation": (\d+))?')
 
 
 def roll(path: Path, ticks: Collection[str]) -> int:
-    """Move old ``ticks`` out of the file, to ticks-N.jsonl beside it; returns the bytes that are left. A reader finds
-    the old file or the new one, whole.
+    """Move old ``ticks`` out of the file, to ticks-N.jsonl beside it; returns the bytes that are left. Atomic for
+    readers: they find the old file or the new one.
 
     Raises:
-        OSError: the disk does not take it; then the file is as it was.
+        OSError: the disk does not take it; then the file is unchanged.
     """
     stay, go = divided(path.read_bytes().splitlines(keepends=True), ticks)
     old = sorted(path.parent.glob("ticks-*.jsonl"))

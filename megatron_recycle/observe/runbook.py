@@ -1,6 +1,6 @@
-"""Which section of docs/runbook.md helps with a warning, an error or the closing line of a job: the one table of it.
+"""Table of the sections of docs/runbook.md that help with a warning, an error or the closing line of a job.
 
-`recycle runbook SECTION` prints a section, on hosts that reach no web site as well.
+`recycle runbook SECTION` prints a section, also on hosts without access to a web site.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         r"training has come to its end, but", r"the script has ended on", r"cannot be trained: ", r"\bhas failed\b",
     ),
 }
-"""Section -> what its messages have in them. The first section that fits counts."""
+"""Section -> patterns of its messages. The first section that fits counts."""
 
 ENDED = "job-ended"
-"""Of a closing line that no other section is about."""
+"""Section for a closing line that no other section covers."""
 _PATTERNS = tuple((name, re.compile("|".join(patterns))) for name, patterns in SECTIONS.items())
 _NAMED = re.compile(r"\[recycle runbook [\w-]+\]")
 
 
 def section(text: str) -> str | None:
-    """The section that a message is about; None: there is none."""
+    """The section for a message; None: there is none."""
     return next((name for name, pattern in _PATTERNS if pattern.search(text)), None)
 
 
 def with_section(text: str, otherwise: str | None = None) -> str:
-    """``text`` and how to see its section, or the one ``otherwise``; as it is where there is none, or it names one."""
+    """``text`` and how to see its section, or the one ``otherwise``; unchanged where there is none, or it names one."""
     name = section(text) or otherwise
     return text if name is None or _NAMED.search(text) else f"{text} [recycle runbook {name}]"

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_recycle.observe.rolling import FILES, FIRST, LATEST, MOST
 
 VERSION = 1
-"""Of the schema; `started` has it as ``v``. A field that goes away or changes its meaning raises it, a new one does
+"""Version of the schema, in `started` as ``v``. A field that goes away or changes its meaning raises it, a new one does
 not."""
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "int": (int,), "number": (int, float), "text": (str,), "list": (list,), "object": (dict,), "bool": (bool,),
@@ -32,13 +32,13 @@ _COMMON: Mapping[str, tuple[str, str]] = {
     "rank": ("int", "torch's number of the process"),
     "pid": ("int", "of the process, on its host"),
 }
-"""Fields that many events have, with their type and meaning."""
+"""Common fields of events, with their type and meaning."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One event: when it is written, which common fields it has, and its own fields, name -> type. Fields whose name
-    ends with ``?`` may be missing. A ``tick`` is written in every iteration or on every worker."""
+    """One event: when it is written, its common fields, and its own fields, name -> type. Fields whose name ends with
+    ``?`` may be missing. A ``tick`` is written in every iteration or on every worker."""
 
     when: str
     common: str = ""
@@ -139,14 +139,14 @@ EVENTS: Mapping[str, Kind] = {
     "finished": Kind("the job, or this life of it, is over", "generation iteration?", {
         "status": "int", "message": "text", "out": "object"}),
 }
-"""Name -> what it is, as in events.jsonl."""
+"""Name -> kind of each event of events.jsonl."""
 
 TICKS = frozenset(name for name, kind in EVENTS.items() if kind.tick)
 """Events that are written all the time: old ones of them move to files of their own."""
 
 
 def fault(event: Mapping[str, Any]) -> str | None:
-    """Why this is no event of this version; None if it is one. Fields that the table does not name are faults, too."""
+    """Why this is no event of this version; None if it is one. Fields outside the table are faults, too."""
     kind = EVENTS.get(str(event.get("event")))
     if kind is None:
         return f"{event.get('event')!r} is no event"

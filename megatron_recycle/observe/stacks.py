@@ -1,4 +1,4 @@
-"""The stacks of all threads of this process: sent on request, and written into the run's folder when the job fails."""
+"""Stacks of all threads of this process: sent on request, and written into the run's folder when the job fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 FOLDER = "post-mortem"
 """The folder in a run's folder; see `tools.post_mortem`."""
 _MOST = 1 << 16
-"""Bytes of the stacks that are told."""
+"""Most bytes of stacks that are sent."""
 
 
 def stacks() -> str:

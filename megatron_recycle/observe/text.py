@@ -11,7 +11,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def printable(text: str) -> str:
     """`text` without commands to a terminal: escape sequences and control characters other than tab and newline.
 
-    A worker's error or hint may hold colours, or bytes that a stranger put into its data.
+    A worker's error or hint may hold colours, or bytes from untrusted data.
     """
     return _CONTROL.sub("", _SEQUENCE.sub("", text))
 
