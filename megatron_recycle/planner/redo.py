@@ -291,8 +291,8 @@ def _level(loads: Sequence[int], work: int) -> int:
 
 def _ways(instance: Instance, route: list[int],
           standing: _Standing) -> Iterator[tuple[tuple[Rules, ...], tuple[list[int], list[int]]]]:
-    """Rules and keys of a few schedules (`greedy.schedule`): first with actions last that no worker waits for. Where
-    memories are full that leaves workers idle, so then with all in their usual order."""
+    """Rules and keys of a few schedules (`greedy.schedule`): first with actions last that no worker waits for, then all
+    in their usual order, since with full memories late micro-batches leave workers idle."""
     alignment, plain, late = aligned(instance), leading(instance, set(), 0), _late(instance, standing)
     tries = max(2, MOST // max(1, standing.left))
     for template in templates(instance.problem)[:min(3, tries // 2)]:

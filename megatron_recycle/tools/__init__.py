@@ -1,4 +1,4 @@
-"""Tools beside a job: they show it, hurt it on purpose, or simulate it.
+"""Tools beside a job: they show it, inject faults into it, or simulate it.
 
 The plugin works without this folder. Only subcommands of `recycle` import from it, when they need a tool.
 """

@@ -1,7 +1,7 @@
 """`recycle doctor`: is this host fit for a job that survives failures, and the same as the other hosts?
 
 Checks versions, settings, threads, devices, determinism and services of the operating system, and behind ``--`` a
-script with its arguments. The last line without one is a fingerprint of all that peers must share for `reduction:
+script with its arguments. The last line without a script is a fingerprint of all that peers must share for `reduction:
 exact`: run it on every host and compare.
 """
 
@@ -153,7 +153,7 @@ def check_name(settings: RecycleConfig) -> list[Check]:
 
 def check_hosts(settings: RecycleConfig, stages: int, parts: int, nproc: int, nnodes: int,
                 sharded: bool = False) -> list[Check]:
-    """The workers of each host of a job to come, and whether it survives the loss of any one of them."""
+    """Workers of each host of a future job, and whether it survives the loss of any single host."""
     try:
         if nnodes < 1:
             raise ConfigError(f"{nnodes} hosts: give 1 or more")
@@ -171,7 +171,7 @@ def check_hosts(settings: RecycleConfig, stages: int, parts: int, nproc: int, nn
 
 
 def check_token(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> list[Check]:
-    """Whether the token in the environment, if there is one, would be taken."""
+    """Whether the token in the environment, if any, would be accepted."""
     token = Launched.read(environ).token
     if not token:
         return [Check("token", "ok", "RECYCLE_TOKEN is not set: a job on one host, or under Slurm, makes its own")]
@@ -182,7 +182,7 @@ def check_token(settings: RecycleConfig, environ: Mapping[str, str] | None = Non
 
 
 def check_torch(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> Iterator[Check]:
-    """Threads, devices, communication and determinism as torch has them, and the fingerprint."""
+    """Threads, devices, communication and determinism as torch reports them, and the fingerprint."""
     environ = os.environ if environ is None else environ
     try:
         import torch
@@ -222,7 +222,7 @@ def _communication(torch: Any, gpu: bool) -> Check:
 
 
 def _determinism(torch: Any, environ: Mapping[str, str], exact: bool, gpu: bool) -> Iterator[Check]:
-    """Settings that change bits from run to run, and a try: the same work twice."""
+    """Settings that change bits from run to run, and a trial: the same work twice."""
     bad = "fail" if exact else "warn"
     if gpu:
         if environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):

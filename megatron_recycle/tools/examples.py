@@ -1,4 +1,4 @@
-"""`recycle example`: training scripts and Slurm scripts to begin with, from a checkout or the installed package."""
+"""`recycle example`: starter training scripts and Slurm scripts, from a checkout or the installed package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = {
 
 
 def folder() -> Path:
-    """Where the examples are: in an installed package, else in scripts/. Raises ConfigError."""
+    """Folder of the examples: in an installed package, else in scripts/. Raises ConfigError."""
     for found in (_PACKAGE / "examples_data", _PACKAGE.parent / "scripts"):
         if (found / "gpt_deepspeed.py").exists():
             return found
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Copy an example's files, say which on stderr, and print the command that runs it; returns 0.
+    """Copy an example's files, name them on stderr, and print the command that runs it; returns 0.
 
     Raises:
         ConfigError: one of the files is there already, or the folder cannot be made.

@@ -1,7 +1,7 @@
-"""`recycle slurm`: batch scripts to begin with, and new hosts for the lost ones of a job that runs under Slurm.
+"""`recycle slurm`: starter batch scripts, and new hosts for the lost ones of a job that runs under Slurm.
 
-A lost node that is in the job's allocation and up gets a step of its own there; for one that is gone another job of one
-node is submitted. Either way the host joins by the job's run folder, as `recycle run --join` does.
+A lost node that is in the job's allocation and up gets a step of its own there. For a node that is gone, another job of
+one node is submitted. Either way the host joins by the job's run folder, as `recycle run --join` does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_recycle.tools import examples
 from megatron_recycle.usage import Parser
 
 SCRIPTS = {"deepspeed": "deepspeed.sbatch", "megatron": "megatron.sbatch", "apart": "apart.sh"}
-"""What `recycle slurm script` takes -> the file."""
+"""Argument of `recycle slurm script` -> the file."""
 _USABLE = re.compile(r"State=(?:ALLOCATED|MIXED|IDLE|COMPLETING)(?:\+\S*)?(?:\s|$)")
 _BAD = re.compile(r"State=\S*(?:DOWN|DRAIN|FAIL|NOT_RESPONDING|\*)")
 
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a batch script, or start what is missing; returns 0 if all of it could be started.
+    """Print a batch script, or start the missing hosts; returns 0 if all of them could be started.
 
     Raises:
         ConfigError: Slurm knows no such job, or none of ours runs in its folder.
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A running job of Slurm's: its number, partition and the folder that it was submitted from; nodes that it has, and
-    those of them that are up; `left` is the time that it still has, as sbatch takes it ("": no limit)."""
+    """A running job of Slurm's: its number, partition and the folder that it was submitted from; its nodes, and which
+    of them are up; `left` is its remaining time, in sbatch's format ("": no limit)."""
 
     job: str
     folder: str
@@ -89,7 +89,7 @@ class Allocation:
 
 
 def allocation(job: str, asked: Ask) -> Allocation:
-    """Ask Slurm for it. Raises ConfigError if it does not run."""
+    """Ask Slurm for the job. Raises ConfigError if it does not run."""
     told = asked(["scontrol", "show", "job", "-o", job])
     if "JobState=RUNNING" not in told:
         raise ConfigError(f"job {job} does not run, or Slurm does not answer here")
@@ -137,7 +137,7 @@ def healing(host: str, count: int, there: Allocation, run_dir: Path, found: Meet
 
 
 def _start(commands: Sequence[Sequence[str]], dry: bool) -> int:
-    """Start all of them; a step of the job itself lasts as long as its srun, which is waited for."""
+    """Start all of them. A step of the job itself lasts as long as its srun, which is waited for."""
     running = []
     for command in commands:
         print(shlex.join(command), flush=True)

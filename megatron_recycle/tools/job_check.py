@@ -1,8 +1,8 @@
 """`recycle doctor -- SCRIPT ARGUMENTS`: would this job be refused? Nothing is trained.
 
 DeepSpeed's JSON is judged by its keys. Then the script runs as rank 0, up to where it would meet the other ranks
-(`tools.rehearsal`), which is where Megatron-LM's options have been judged. What depends on the model is
-judged at the job's start alone.
+(`tools.rehearsal`); by then Megatron-LM's options have been judged. Model-dependent checks happen at the job's start
+alone.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.rehearsal import INSISTS, REACHED
 
 LIMIT = 300.0
-"""Seconds that a script may take to where it meets the others."""
+"""Seconds that a script may take until it meets the others."""
 _KEPT = 12
-"""Lines of a script that failed."""
+"""Last lines shown of a failed script."""
 
 
 class Check(NamedTuple):
@@ -39,7 +39,7 @@ def _on(section: Any) -> bool:
 
 
 def _there(section: Any) -> bool:
-    """As `_on`, of sections that are on unless they say otherwise."""
+    """Like `_on`, for sections that are on unless they say otherwise."""
     return bool(section) and (not isinstance(section, Mapping) or bool(section.get("enabled", True)))
 
 
@@ -66,8 +66,8 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def check_job(command: Sequence[str], size: int, limit: float = LIMIT) -> Iterator[Check]:
-    """Everything that can be known of the job ``command`` (script and arguments, or -m and a module) of ``size``
-    processes before it starts."""
+    """All checks of the job ``command`` (script and arguments, or -m and a module) of ``size`` processes that are
+    possible before it starts."""
     module = command[0] in ("-m", "--module")
     script = Path(command[module])
     if not module and not script.exists():
@@ -83,7 +83,7 @@ def check_job(command: Sequence[str], size: int, limit: float = LIMIT) -> Iterat
 
 
 def check_json(path: Path) -> Iterator[Check]:
-    """What DeepSpeed's JSON at ``path`` asks for that is refused."""
+    """Refused keys of DeepSpeed's JSON at ``path``."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

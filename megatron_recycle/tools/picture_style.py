@@ -1,7 +1,7 @@
-"""How all pictures look: colours that colour-blind readers tell apart, on a ground that may be light or dark.
+"""Style of all pictures: colours that colour-blind readers tell apart, on a ground that may be light or dark.
 
-A title begins with what the numbers are: "Measured:", "Simulated:" or "Planned:". matplotlib is loaded when one is
-drawn.
+A title begins with the kind of its numbers: "Measured:", "Simulated:" or "Planned:". matplotlib is loaded on the first
+drawing.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 BLUE, VERMILION, GREEN, PURPLE = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
 SKY, ORANGE, YELLOW = "#56b4e9", "#e69f00", "#f0e442"
 COLOURS = (BLUE, VERMILION, GREEN, PURPLE, SKY, ORANGE, YELLOW)
-"""Okabe and Ito's."""
+"""Okabe and Ito's palette."""
 INK = "#808080"
-"""Words and lines are seen on white and on black."""
+"""Words and lines are visible on white and on black."""
 WIDTH = 8.3
 """Inches: 830 pixels of a page."""
 KINDS = ("Measured: ", "Simulated: ", "Planned: ")
-"""How a title begins."""
+"""Prefixes of titles."""
 _INKED = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "legend.labelcolor",
           "text.color")
 
@@ -34,7 +34,7 @@ def figure(title: str, height: float, columns: int = 1, **options: Any) -> tuple
     """A figure of the width of a page with panels side by side. ``options``: those of matplotlib's `subplots`.
 
     Raises:
-        ValueError: the title does not say what the numbers are.
+        ValueError: the title does not begin with the kind of its numbers.
     """
     if not title.startswith(KINDS):
         raise ValueError(f"{title!r}: a title begins with one of {', '.join(map(repr, KINDS))}")
@@ -75,7 +75,7 @@ def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def explain(made: Any, panels: Sequence[Any], ylabel: str, cut: bool = False) -> None:
-    """The label of the vertical axis, which says so if that does not begin at 0, and one legend of all panels."""
+    """The label of the vertical axis, with a note if it does not begin at 0, and one legend of all panels."""
     panels[0].set_ylabel(f"{ylabel}\n(axis does not begin at 0)" if cut else ylabel)
     handles, labels = panels[0].get_legend_handles_labels()
     if handles:

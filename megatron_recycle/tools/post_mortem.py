@@ -1,8 +1,8 @@
-"""RUN_DIR/post-mortem: all that an engineer needs of a job that has failed, in one folder.
+"""RUN_DIR/post-mortem: an engineer's evidence of a failed job, in one folder.
 
-Every worker that lives writes where its threads stand when it hears of the end (`observe.stacks`). Once all have ended,
-each host's launcher adds what the run's folder has: events, the journal, plans, the ends of all logs, and the versions
-of what ran.
+Every live worker writes its threads' stacks when it hears of the end (`observe.stacks`). Once all have ended, each
+host's launcher adds the content of the run's folder: events, the journal, plans, the ends of all logs, and software
+versions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_recycle.observe.stacks import FOLDER
 _WHOLE = ("journal.jsonl", "events.jsonl", "chaos.jsonl")
 _LOGS = ("worker-*.log", "coordinator.log", "store.log", "chaos.log")
 _MOST = 4 * 2**20
-"""Bytes of each file, the last ones."""
+"""Bytes kept of each file, the last ones."""
 _PACKAGES = ("megatron-recycle", "torch", "deepspeed", "megatron-core", "numpy", "ortools")
 _SHOWN = ("RECYCLE_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_VISIBLE", "SLURM_JOB", "SLURM_NODE")
 _HIDDEN = "TOKEN"

@@ -1,8 +1,7 @@
 """`recycle profile RUN`: where the time of a running or ended job's iterations goes, worker by worker.
 
-Every 25 iterations the coordinator writes down what each worker's training thread did in the latest 12 (event `spent`):
-the parts of a row add up to an iteration. Below stands what the plan takes with the costs measured in them, if it was
-in force in all 12.
+Every 25 iterations the coordinator records each worker's activities in the latest 12 (event `spent`): the parts of a
+row add up to an iteration. Below is the plan's time with the costs measured in them, if it was in force in all 12.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ PARTS = {"actions": "forwards, backwards and weight gradients themselves",
          "own": "the optimizer's step, and what is done once an iteration",
          "script": "the script's and the framework's own code between iterations",
          "other": "recoveries, boundaries, checkpoints, evaluations"}
-"""Parts of an iteration, and what each is."""
+"""Parts of an iteration, with their meaning."""
 _LATEST = 12
-"""Iterations that a breakdown is of."""
+"""Iterations in a breakdown."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Breakdown:
     """One event `spent`.
 
     Attributes:
-        iteration: the last one that it is of.
+        iteration: its last iteration.
         seconds: worker -> part -> seconds of an iteration, the mean.
         costs: measured in them, in microseconds.
         planned: seconds of an iteration of the plan in force with those costs; None: its file is not there.
@@ -67,7 +66,7 @@ def breakdowns(run: Path) -> list[Breakdown]:
     found, digest, generation, since = [], "", None, 0
     for event in events:
         if event["event"] == "planned" and generation is not None and event.get("generation") == generation:
-            continue  # a better one, which is in force once it is adopted
+            continue  # a better plan, which is in force once it is adopted
         if event["event"] in ("planned", "adopted"):
             digest, generation = event.get("digest", digest), event.get("generation", generation)
         if event["event"] in ("resumed", "adopted"):

@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _program() -> ModuleType:
-    """scripts/quickstart.py, which imports what is beside it."""
+    """scripts/quickstart.py, which imports its neighbours."""
     folder = str(examples.folder())
     if folder not in sys.path:
         sys.path.insert(0, folder)

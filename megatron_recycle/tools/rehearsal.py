@@ -1,9 +1,9 @@
 """`python -m megatron_recycle.tools.rehearsal [--pretend] SCRIPT ARGUMENTS`: the script as rank 0, until it would meet
 other ranks.
 
-By then Megatron-LM's options have been judged. A script that gets so far ends with `REACHED`, one that is refused ends
-as it would in a job. Nothing is trained, no process group is made. Scripts that insist on a GPU before they read their
-options are told of one that is not there (`--pretend`): on a login node nothing is computed either.
+By then Megatron-LM's options have been judged. A script that gets so far ends with `REACHED`; a refused one ends as it
+would in a job. Nothing is trained, no process group is made. Scripts that insist on a GPU before they read their
+options see a fake one (`--pretend`), so a login node will do; no computation runs there either.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 REACHED = 75
 INSISTS = "Megatron requires CUDA"
-"""What Megatron-LM says where there is no GPU."""
+"""Megatron-LM's message where there is no GPU."""
 
 _HOPPER = SimpleNamespace(name="pretended", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132)
 

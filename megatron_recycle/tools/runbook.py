@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a section, or the names of all; returns 0. Raises ConfigError if there is none of this name."""
+    """Print a section, or the names of all; returns 0. Raises ConfigError for an unknown name."""
     found = sections(text())
     if args.section is None:
         print("\n".join(f"{name:<20} {part.splitlines()[0].removeprefix('## ')}" for name, part in found.items()))

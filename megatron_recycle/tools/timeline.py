@@ -1,10 +1,10 @@
-"""`recycle timeline PLAN [PLAN] [-o PICTURE]`: one plan file as a picture, or two of them one above the other.
-`recycle timeline RUN [--iteration K]`: an iteration of a job, its plan above what was, and a Perfetto trace.
+"""`recycle timeline PLAN [PLAN] [-o PICTURE]`: one plan file as a picture, or two of them one above the other. `recycle
+timeline RUN [--iteration K]`: an iteration of a job, its plan above the recorded run, and a Perfetto trace.
 
 A picture has one row per worker, time from left to right, as the replay runs them from a cold start. Forward,
 input-gradient and weight-gradient work, full backwards and the step have a colour each; work done for another pipeline
 (a guest) is hatched; failed workers are grey rows. Small grids carry the micro-batch numbers inside the boxes, large
-ones are drawn smaller and without. Matplotlib is loaded when something is drawn.
+ones are drawn smaller and without. Matplotlib is loaded on the first drawing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw and return 0. Raises PlanError or ConfigError, which the dispatcher tells in one line."""
+    """Draw and return 0. Raises PlanError or ConfigError, which the dispatcher prints in one line."""
     if Path(args.plan).is_dir():
         return _run_of_job(args)
     if args.iteration is not None:
@@ -84,7 +84,7 @@ def _run_of_job(args: argparse.Namespace) -> int:
 
 
 def draw_iteration(found: Iteration, path: Path) -> None:
-    """Draw an iteration's plan above what its workers did, on the same axis of milliseconds. Raises ConfigError."""
+    """Draw an iteration's plan above its recorded run, on the same axis of milliseconds. Raises ConfigError."""
     from megatron_recycle.tools.operate.iteration import scale
 
     plan, processes = found.plan, {name: Process.parse(name) for name in found.spans}
@@ -105,7 +105,7 @@ def draw_iteration(found: Iteration, path: Path) -> None:
 
 
 def _legal(path: str) -> Plan:
-    """The plan of a file, checked: a picture of a plan that breaks the rules would show what cannot be."""
+    """The plan of a file, checked: a picture of an illegal plan would show impossible times."""
     try:
         return check(Plan.load(path))
     except PlanError as error:
@@ -116,7 +116,7 @@ def _legal(path: str) -> Plan:
 @dataclass(frozen=True)
 class Style:
     """A picture's looks: `width` in inches; `facts`: whether a title has the plan's figures behind it; `ink`: of words
-    and lines; `clear`: on no ground of its own, for pages that are light or dark."""
+    and lines; `clear`: a transparent background, for pages that are light or dark."""
 
     width: float = 13.0
     facts: bool = True

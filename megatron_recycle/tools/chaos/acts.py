@@ -33,7 +33,7 @@ class Missed(Exception):
 
 
 class Act:
-    """An order on its way; `done` once nothing of it is left to do.
+    """One order in progress; `done` once its harm is done and, where due, undone.
 
     Raises ChaosError for a refused order, at once and from `poll`; Missed from `poll`.
     """
@@ -55,7 +55,7 @@ class Act:
                     self._meeting_place(worker)
 
     def poll(self) -> None:
-        """Do what is due."""
+        """Do the steps that are due."""
         now = time.monotonic()
         if self.done or now < self._not_before:
             return
@@ -68,7 +68,7 @@ class Act:
             self._strike()
 
     def close(self) -> None:
-        """Undo lasting harm, and let go the workers that were held for this order."""
+        """Undo lasting harm, and release the workers that were held for this order."""
         undo, self._undo, self.done = self._undo, None, True
         self._release()
         if undo is not None:
@@ -91,8 +91,8 @@ class Act:
             raise Missed("the job ended before that")
 
     def _held(self) -> bool:
-        """Whether all workers stand where they are to be hit, by one part at least: some phases only one part begins.
-        Asks their observers for it first."""
+        """Whether all workers are held where they are to be hit, by one part at least: some phases only one part
+        begins. Arms their observers first."""
         if not self._armed:
             for worker in self.order.workers:
                 folder, name = self._meeting_place(worker), f"{self.order.act}-{os.getpid()}-{next(_NUMBERS)}"
@@ -162,8 +162,8 @@ class Act:
         self._armed = {}
 
     def _lasts(self, undo: Callable[[], None]) -> None:
-        """Undo the harm after the order's seconds. Without any it stays, but for slowed workers: this process slows
-        them, and lets them go when it ends."""
+        """Undo the harm after the order's seconds. Without a duration it stays, except for slowed workers: this process
+        slows them, and releases them when it ends."""
         if self.order.seconds is None and self.order.act != "slow":
             self.done, self._undo = True, None
             return
@@ -180,7 +180,7 @@ class Act:
             self._tell("thaw", worker=worker, pid=process.pid, rank=process.rank)
 
     def _slow(self) -> None:
-        self._lasts(self._end_pacers)  # from the first one on: half of them are let go as well
+        self._lasts(self._end_pacers)  # from the first one on: if only half are slowed, they are released as well
         for worker in self.order.workers:
             self._pacers.append(Pacer(self._job, worker, self.order.factor))
             self._said(self._job.process(worker), factor=self.order.factor)

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dice.add_argument("--last", action="store_true", help="hit the last worker of a stage too, which ends the job")
     dice.add_argument("--kinds", type=_kinds, default=None, metavar="A,B",
                       help=f"of {','.join(KINDS)} (default: all that the job's workers listen for)")
-    for act in acts.choices.values():  # it may also stand behind the act
+    for act in acts.choices.values():  # the option may also stand behind the act
         act.add_argument("--run-dir", type=Path, metavar="DIR", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the acts; returns 0, 1 if a moment never came, 2 if an act was refused.
 
     Raises:
-        ChaosError: nothing runs there, or the first order is refused.
+        ChaosError: no job runs there, or the first order is refused.
         ConfigError: orders that make no sense.
     """
     run_dir = _run_dir(args.run_dir)

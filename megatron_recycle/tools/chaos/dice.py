@@ -1,4 +1,4 @@
-"""Random acts, which follow from the seed and from where the job stands."""
+"""Random acts, determined by the seed and the job's progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Dice:
     """Draws orders, `rate` a minute on average.
 
     A stage keeps one process that was not hit: without it the job could only end. A worker that has come back is
-    another process, and may be hit again. Half of the freezes are short, and nobody may be declared out for those.
+    another process, and may be hit again. Half of the freezes are short, and must not get a worker declared out.
 
     Args:
         kinds: of KINDS.
@@ -65,7 +65,7 @@ class Dice:
         return [name for name in sorted(job.workers) if Process.parse(name).worker in may]
 
     def spared(self, order: Order) -> None:
-        """The moment of the order never came, so that nobody was hit."""
+        """Undo the hit: the moment of the order never came."""
         self._hit = {(worker, pid) for worker, pid in self._hit if worker not in order.workers}
 
     def _moment(self, worker: str) -> Moment:

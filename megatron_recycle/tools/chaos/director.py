@@ -1,4 +1,4 @@
-"""Waits for the moments of several orders at once and lets each of them happen."""
+"""Waits for the moments of several orders at once and carries out each of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Director:
     """Hurts the job in `run_dir`. A context manager, so that no cut and no stopped worker outlives it.
 
     Args:
-        say: gets one line for everything that is done.
+        say: gets one line for each act.
     """
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
@@ -44,7 +44,7 @@ class Director:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        # A second Ctrl-C, which also reaches what is started here, must not leave a network cut or a worker stopped.
+        # A second Ctrl-C, which also reaches child processes, must not leave a network cut or a worker stopped.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         try:
             for act in self._acts:
@@ -67,7 +67,7 @@ class Director:
         return self._status
 
     def run_dice(self, dice: Dice, count: int | None) -> int:
-        """Do `count` random acts, or acts until the job ends, which has begun; returns 0, or as `run` if none was done.
+        """Do `count` random acts, or acts until the (begun) job ends; returns 0, or as `run` if none was done.
 
         While no worker may be hit it waits: workers that come back may be hit again.
         """
@@ -91,7 +91,7 @@ class Director:
         return 0 if self._done else self._status
 
     def await_start(self) -> None:
-        """Wait until the job's events name its workers. Raises ChaosError if nothing runs there."""
+        """Wait until the job's events name its workers. Raises ChaosError if no job runs there."""
         limit = time.monotonic() + _WAIT
         self.job.follow()
         while not self.job.workers:

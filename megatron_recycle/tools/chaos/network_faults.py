@@ -1,8 +1,8 @@
-"""Cuts network namespaces that stand for hosts off from each other. Needs root and iproute2.
+"""Cuts between network namespaces that stand for hosts. Needs root and iproute2.
 
-A cut gives an address of the other host a link-layer address that nobody has: packets to it are lost, no error comes
-back, as with a real cut, and the other direction stays open. `Cuts` records each cut for its undoing, since by then the
-workers that were cut off may have ended.
+A cut gives an address of the other host an unused link-layer address. Packets to it are lost without an error, as with
+a real cut, and the other direction stays open. `Cuts` records each cut for its undoing, since by then the workers
+behind it may have ended.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def addresses(namespace: str | None) -> dict[str, str]:
 
 @dataclass
 class Cuts:
-    """Changes of the network: (namespace, device) of links taken down, (namespace, device, address) of ways that were
-    cut. A change is recorded before it is made, so that an interrupted one is undone too."""
+    """Changes of the network: (namespace, device) of links taken down, (namespace, device, address) of cut paths. A
+    change is recorded before it is made, so that an interrupted one is undone too."""
 
     links: list[tuple[str, str]] = field(default_factory=list)
     ways: list[tuple[str, str, str]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Cuts:
         return {name for name in named if (_NAMESPACES / name).exists()}
 
     def undo(self) -> list[str]:
-        """Undo all of it; returns what could not be undone. A namespace that is gone has no cuts any more."""
+        """Undo all of it; returns the cuts that could not be undone. A namespace that is gone has no cuts any more."""
         there, left = self.namespaces(), []
         for namespace, device in self.links:
             if namespace in there:
@@ -79,7 +79,7 @@ def recorded(run_dir: Path) -> Cuts:
 
 
 def lose(namespace: str | None, targets: Iterable[str], cuts: Cuts | None = None) -> None:
-    """Cut the way from `namespace` to these addresses. A way that is cut already is left out of `cuts`."""
+    """Cut the path from `namespace` to these addresses. A path that is cut already is left out of `cuts`."""
     lost = _lost(namespace)
     for device in sorted(set(addresses(namespace).values())):
         for target in targets:
@@ -138,7 +138,7 @@ def heal(job: TargetJob, hosts: Iterable[str]) -> None:
 
 
 def _lost(namespace: str | None) -> list[tuple[str, str]]:
-    """(address, device) of the ways that `lose` has cut there."""
+    """(address, device) of the paths that `lose` has cut there."""
     found = json.loads(ip(namespace, "-j", "neighbour", "show", "nud", "permanent") or "[]")
     return [(entry["dst"], entry["dev"]) for entry in found if entry.get("lladdr") == _NOBODY]
 
@@ -161,7 +161,7 @@ def namespaces_of(job: TargetJob) -> set[str]:
 
 
 def _of_live(job: TargetJob, look: Callable[[int], Fact]) -> Iterator[Fact]:
-    """What this shows of each live worker's process."""
+    """The fact that ``look`` finds for each live worker's process."""
     for worker in job.workers:
         try:
             with job.held(worker):

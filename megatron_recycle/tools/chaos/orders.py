@@ -15,7 +15,7 @@ from megatron_recycle.membership.names import Process
 
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "save", "saved",
           "collective", "collected", "boundary", "recovering", "joining")
-"""Phases that an observer hears of (`runtime.phases.Observer`)."""
+"""Phases that an observer is called for (`runtime.phases.Observer`)."""
 HEAL, STALL = "heal", "stall"
 
 
@@ -23,7 +23,7 @@ HEAL, STALL = "heal", "stall"
 class Moment:
     """When to act: at the `nth` (from 0) beginning of `phase` in `iteration`, `after` seconds from now.
 
-    Without a phase, `iteration` means: while it is in flight. Without anything: at once.
+    Without a phase, `iteration` means: while it is in flight. Without any of these: at once.
     """
 
     iteration: int | None = None
@@ -42,11 +42,11 @@ class Order:
     """One act. `workers` ("d:s"; "d:s.p" is one of a worker's parts) are hit together; `hosts` are network namespaces.
 
     Attributes:
-        factor: of `slow`: how many times as long everything takes.
-        seconds: how long it lasts (freeze, stall, slow, partition); None: until something ends it.
+        factor: of `slow`: how many times as long all work takes.
+        seconds: duration (freeze, stall, slow, partition); None: until something ends it.
         frozen: stop the coordinator instead of killing it.
-        others: of `partition`: only the way to these hosts is cut; none named: the way to all others.
-        one_way: what `hosts` send is lost, what they are sent arrives.
+        others: of `partition`: only the path to these hosts is cut; none named: the path to all others.
+        one_way: packets from `hosts` are lost, packets to them arrive.
         link: take their link down.
     """
 
@@ -63,7 +63,7 @@ class Order:
 
     @property
     def observed(self) -> bool:
-        """Whether it takes the workers' observers: they alone can tell that its moment has come, or do it."""
+        """Whether it needs the workers' observers, which alone can detect its moment or carry it out."""
         return self.moment.phase is not None or self.act == STALL
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def order_of(args: argparse.Namespace) -> Order:
-    """The order that a subparser of `add_acts` has read. Raises ConfigError where options do not go together."""
+    """The order parsed by a subparser of `add_acts`. Raises ConfigError where options do not go together."""
     moment = Moment(getattr(args, "at_iteration", None), getattr(args, "phase", None), getattr(args, "nth", 0),
                     args.after)
     if args.act == "partition" and args.link and (args.others or args.one_way):
@@ -166,7 +166,7 @@ def _worker(text: str) -> str:
 
 
 def _number(wanted: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Reads a number that ``fits``; one that does not is answered with what is ``wanted``."""
+    """Parser of a number that ``fits``; others are refused with a message about the ``wanted`` form."""
     def read(text: str) -> float:
         with suppress(ValueError):
             if fits(number := float(text)):

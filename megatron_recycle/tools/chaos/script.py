@@ -31,7 +31,7 @@ def check_acts(chaos: str) -> None:
 
 @contextmanager
 def hurting(chaos: str, run_dir: Path) -> Iterator[None]:
-    """A block in which the script's acts happen; `chaos.log` and `chaos.jsonl` record them."""
+    """Block in which the script's acts happen; `chaos.log` and `chaos.jsonl` record them."""
     if chaos == ALLOW:
         yield
         return

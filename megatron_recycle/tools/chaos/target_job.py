@@ -1,8 +1,8 @@
-"""The job that is to be hurt: where it stands, and which processes are really its own.
+"""The job to be hurt: its progress, and which processes are really its own.
 
-A pid out of a file may belong to another process by now. A process counts as a worker only if the job's events name
-its pid, it was there at the time of the event, and its environment names no other job. The signal goes through a
-descriptor that was opened before these checks.
+A pid from a file may belong to another process by now. A process counts as a worker only if the job's events name its
+pid, it was there at the time of the event, and its environment names no other job. The signal goes through a descriptor
+that was opened before these checks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TargetJob:
     """A job by its run directory, followed through its events.
 
     Attributes:
-        workers: for each position of the grid, the process at it, or the last one that was.
+        workers: for each position of the grid, its current or last process.
         out: positions that were declared out, or whose worker has left.
         committed: the last committed iteration; -1 before the first.
         grid: (stages, micro-batches of each pipeline) of the plan file, once training has begun.
@@ -87,7 +87,7 @@ class TargetJob:
             self.ended = True
 
     def processes(self, worker: str) -> tuple[str, ...]:
-        """The names of what `worker` is made of: where workers have parts, all of them, unless it is one itself."""
+        """Names of `worker`'s processes: all its parts where workers have parts, unless it is one itself."""
         return tuple(in_order(name for name in self.workers if name.startswith(f"{worker}."))) or (worker,)
 
     def process(self, worker: str) -> TargetProcess:
@@ -180,7 +180,7 @@ def newest(runs: Path) -> Path:
 
 
 def started_at(pid: int) -> float:
-    """When a process started (Unix seconds). Raises OSError, or IndexError if it ends meanwhile."""
+    """Start time of a process (Unix seconds). Raises OSError, or IndexError if it ends meanwhile."""
     fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     if fields[0] in "ZX":
         raise ProcessLookupError(pid)

@@ -1,5 +1,5 @@
-"""For those who look after a job while it runs: its status, its metrics, alarms, logs, and orders to it.
+"""Operator's tools for a running job: its status, its metrics, alarms, logs, and orders to it.
 
-All of it runs in processes of its own and reads the files of the run's folder, or asks the coordinator; nothing of it
-is in a worker's way.
+All of them run in processes of their own and read the files of the run's folder, or ask the coordinator. They never
+block a worker.
 """

@@ -17,17 +17,17 @@ from typing import Any
 from megatron_recycle.control import tokens
 
 LIMIT = 10.0
-"""Seconds that a command may take; then it is killed, with all that it has started."""
+"""Seconds that a command may take; then it is killed, with its children."""
 _WAITING = 20
-"""Alarms that may wait for the command before them."""
+"""Alarms that may queue behind the running command."""
 
 
 class Hook:
-    """The command. `tell` never waits.
+    """The user's alarm command. `tell` never waits.
 
     Args:
         command: for the shell; gets the alarm as one JSON object on its standard input, and its name in RECYCLE_EVENT.
-        say: gets a line where something goes wrong.
+        say: gets a line for each error.
         limit: seconds for each.
 
     Attributes:
@@ -45,7 +45,7 @@ class Hook:
         self._thread.start()
 
     def tell(self, alarm: Mapping[str, Any]) -> None:
-        """Run the command for this alarm as soon as those before it are done."""
+        """Queue the command for this alarm."""
         try:
             self._queue.put_nowait(alarm)
         except queue.Full:

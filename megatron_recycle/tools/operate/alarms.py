@@ -1,4 +1,4 @@
-"""The events that somebody wants to be woken for, out of all that happens to a job. Pure."""
+"""Alarms: the events of a job that need an operator. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_recycle.tools.operate.job_history import Absence, Event, JobHistor
 from megatron_recycle.tools.operate.outlook import Facts, duration, judge
 
 VERSION = 1
-"""Of the JSON that a command gets: a field that goes away or changes its meaning makes it another one."""
+"""Version of the JSON that a command gets; raised when a field goes away or changes its meaning."""
 ALARMS: Mapping[str, str] = {
     "lost": "workers were lost, and the others go on without them",
     "resumed": "all that are left train again",
@@ -28,11 +28,11 @@ ALARMS: Mapping[str, str] = {
 }
 """Name -> the occasion."""
 _MOST = 10
-"""Alarms in a row without a pause."""
+"""Most alarms in a row without a pause."""
 _REFILL = 30.0
 """Seconds until there is room for one more."""
 _ALWAYS = ("ended",)
-"""Alarms that no rate limit holds back."""
+"""Alarms exempt from the rate limit."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Alarm:
 
 
 class Alarms:
-    """Add each event together with what is seen after it, and tick now and then; both return the alarms that follow.
+    """Alarms of a job. Add each event with the history after it, and tick now and then; both return the alarms due.
 
     Args:
         degraded_after: seconds.
@@ -59,7 +59,7 @@ class Alarms:
         self._degraded = self._stalled = self._unreachable = False
 
     def add(self, event: Event, seen: JobHistory) -> list[Alarm]:
-        """The alarms of one event, which ``seen`` has taken in already."""
+        """Alarms of one event, which ``seen`` has taken in already."""
         name = event["event"]
         if name == "suspected" and event.get("removed") is not False:
             self._lost.append(seen.out[event["worker"]])
@@ -75,7 +75,7 @@ class Alarms:
         return found
 
     def tick(self, facts: Facts) -> list[Alarm]:
-        """The alarms of time that passes."""
+        """Alarms caused by the passage of time."""
         seen, found = facts.seen, list[Alarm]()
         if seen.finished:
             return found
@@ -139,7 +139,7 @@ def _ended(event: Event, seen: JobHistory) -> str:
 _SUMMARIES = {"resumed": _resumed, "explained": _explained, "last_copy": _last_copy, "last_host": _last_host,
               "restored": _restored, "started_again": _restarted, "finished": _ended}
 _OF_EVENTS = {**dict(zip(_SUMMARIES, _SUMMARIES)), "started_again": "restarted", "finished": "ended"}
-"""Event -> the alarm that it is."""
+"""Event -> its alarm."""
 
 
 def to_json(alarm: Alarm, facts: Facts, suppressed: int = 0) -> dict[str, Any]:
@@ -154,12 +154,12 @@ def to_json(alarm: Alarm, facts: Facts, suppressed: int = 0) -> dict[str, Any]:
 
 
 class Rate:
-    """Lets through a few at once, and then one each half minute: a job that fails all the time wakes nobody a hundred
-    times.
+    """Rate limit: lets through a few at once, and then one each half minute, so that a job that fails all the time does
+    not flood the operator.
 
     Attributes:
-        suppressed: those that were held back since the last one that was let through.
-        held_back: all of them.
+        suppressed: alarms held back since the last one that was let through.
+        held_back: all alarms held back.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Rate:
         self._room, self._at = float(_MOST), -math.inf
 
     def lets(self, alarm: Alarm, now: float) -> int | None:
-        """How many were held back before this one, which may go; None: so is this one."""
+        """Number of alarms held back before this one, which may go; None: this one is held back, too."""
         self._room = min(float(_MOST), self._room + max(0.0, now - self._at) / _REFILL)
         self._at = now
         if self._room < 1 and alarm.name not in _ALWAYS:

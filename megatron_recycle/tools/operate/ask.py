@@ -1,6 +1,6 @@
-"""A question or an order to a job's coordinator, from a command line: its address, one connection, the answers.
+"""A query or an order to a job's coordinator, from a command line: its address, one connection, the answers.
 
-Those who give orders have the owner's token.
+Orders need the owner's token.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Unreachable(RecycleError):
 
 
 class Refused(RecycleError):
-    """The coordinator does not do what it was asked to; the message says why."""
+    """The coordinator refuses the request; the message says why."""
 
 
 @dataclass(frozen=True)
 class ControlAddress:
-    """Where the coordinator of the run in ``folder`` listens, and the job's token."""
+    """Address of the coordinator of the run in ``folder``, and the job's token."""
 
     folder: Path
     control: str
@@ -71,7 +71,7 @@ def add_token_file(parser: argparse.ArgumentParser) -> None:
 
 
 def find(args: argparse.Namespace) -> ControlAddress:
-    """The control address of the run that is named. Raises ConfigError."""
+    """The control address of the named run. Raises ConfigError."""
     folder = folder_of(args.run)
     found = meeting_of(folder)
     if found is None or not found.control:
@@ -81,10 +81,10 @@ def find(args: argparse.Namespace) -> ControlAddress:
 
 
 def secret(found: Meeting | None, file: Path | None) -> str:
-    """The owner's token: as the user gives it, or as the run's folder has it.
+    """The owner's token, from the user or from the run's folder.
 
     Raises:
-        ConfigError: there is none, or it is only the secret of hosts that join.
+        ConfigError: there is none, or it is only the secret of joining hosts.
     """
     token = given(os.environ, file) or (None if found is None else found.token)
     if not token:
@@ -97,10 +97,10 @@ def secret(found: Meeting | None, file: Path | None) -> str:
 
 def ask(control: str, token: str, what: str, workers: Sequence[str] = (), host: str = "", limit: float = _LIMIT
         ) -> dict[str, Any]:
-    """The facts that the coordinator at ``control`` ("host:port", or several with commas) answers.
+    """Facts from the coordinator at ``control`` ("host:port", or several with commas).
 
     Raises:
-        Unreachable: nobody of this job answers there.
+        Unreachable: no coordinator of this job answers there.
         Refused: it says no.
     """
     return _facts(_talk(control, token, Order(what, tuple(workers), host, _who()), limit))
@@ -111,7 +111,7 @@ def ask_stacks(control: str, token: str, workers: Sequence[str], host: str, limi
     ``limit`` seconds. Raises as `ask` does."""
     talk = _talk(control, token, Order("stacks", tuple(workers), host, _who()), limit)
     found: dict[str, str | None] = dict.fromkeys(_facts(talk)["workers"])
-    with suppress(Unreachable):  # those that have said nothing stay without
+    with suppress(Unreachable):  # workers that have not answered stay without
         while None in found.values():
             if isinstance(message := next(talk), StacksOf):
                 found[message.worker] = message.text

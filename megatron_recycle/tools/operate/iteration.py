@@ -1,6 +1,6 @@
-"""One iteration of a job as its workers ran it, beside its plan: what `recycle timeline RUN` shows.
+"""One iteration of a job as its workers ran it, beside its plan: the content of `recycle timeline RUN`.
 
-Workers write down every 25th iteration, and those around a failure (`runtime.spans`).
+Workers record every 25th iteration, and those around a failure (`runtime.spans`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _SHOWN = 6
 
 @dataclass(frozen=True)
 class Span:
-    """``start`` and ``end`` in seconds since the iteration's first action; ``kind`` as a plan's action, or empty for a
-    wait or anything else, whose ``name`` says what."""
+    """``start`` and ``end`` in seconds since the iteration's first action. ``kind`` as a plan's action, or empty for a
+    wait or any other activity, named by ``name``."""
 
     start: float
     end: float
@@ -43,7 +43,7 @@ class Span:
 class Iteration:
     """Attributes:
         spans: of each process, by its name.
-        plan: that was in force; None: its file is not there.
+        plan: the plan in force; None: its file is not there.
         unit: seconds of a unit of the plan's costs; None: they were not measured then.
         generation: that it was committed in.
     """
@@ -56,8 +56,7 @@ class Iteration:
 
 
 def load(given: Path, wanted: int | None) -> Iteration:
-    """The iteration ``wanted`` of the run that is ``given``; None: the latest that was written down. Raises
-    ConfigError."""
+    """The iteration ``wanted`` of the run ``given``; None: the latest that was recorded. Raises ConfigError."""
     folder = folder_of(given)
     records: dict[int, dict[str, Mapping[str, Any]]] = {}
     for path in sorted((folder / _TIMINGS).glob("worker-*.jsonl")):
@@ -91,8 +90,8 @@ def load(given: Path, wanted: int | None) -> Iteration:
 
 
 def trace(found: Iteration) -> dict[str, Any]:
-    """As Perfetto and Chrome's tracing read it: a process for the plan and one for what was, a thread for each worker;
-    times in microseconds."""
+    """The iteration in the format of Perfetto and Chrome's tracing: a process for the plan and one for the recorded
+    run, a thread for each worker; times in microseconds."""
     events: list[dict[str, Any]] = []
 
     def name_of(process: int, name: str, threads: Sequence[str]) -> None:
@@ -118,7 +117,7 @@ def trace(found: Iteration) -> dict[str, Any]:
 
 
 def scale(found: Iteration) -> float:
-    """Seconds of a unit of the plan's costs with which the plan is as long as what was."""
+    """Seconds of a unit of the plan's costs with which the plan is as long as the recorded run."""
     assert found.plan is not None
     ends = [span.end for of in found.spans.values() for span in of if span.kind]
     return max(ends, default=1.0) / max(1, replay(found.plan).makespan)

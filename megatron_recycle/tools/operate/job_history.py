@@ -1,4 +1,4 @@
-"""What the events of a job add up to: who is out and since when, how fast it trains, what failures have cost so far."""
+"""Summary of a job's events: absent workers and since when, its training speed, the cost of failures so far."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 Event = Mapping[str, Any]
 _LATEST = 12
-"""Iterations that a pace is of."""
+"""Iterations that a pace is computed from."""
 _WHOLE = 200
-"""Iterations that the pace without failures is of, the latest ones."""
+"""Latest iterations that the pace without failures is computed from."""
 _BURST = 0.05
-"""Of the usual time between two commits: the coordinator has told those that come sooner late."""
+"""Fraction of the usual time between two commits below which the coordinator has reported a commit late."""
 _FIRST = 2
-"""Iterations of a generation that no pace is of: they begin with cold caches."""
+"""First iterations of a generation that no pace counts: they begin with cold caches."""
 
 
 @dataclass(frozen=True)
 class Absence:
     """A position without a worker. `since` is Unix seconds; `iteration` is the one that was interrupted; `why` is the
-    error that the process has told, or empty; `causes` are what its host shows, and `repair` takes a broken host out of
-    service."""
+    error that the process has reported, or empty; `causes` are its host's evidence, and `repair` takes a broken host
+    out of service."""
 
     worker: str
     kind: str
@@ -38,21 +38,21 @@ class Absence:
 
 
 class JobHistory:
-    """Add the events of one job in their order. All times are Unix seconds, all durations seconds.
+    """History of one job; add its events in their order. All times are Unix seconds, all durations seconds.
 
     Attributes:
         started, finished: the events of these names, once they are there.
         counts: of all events by their names.
         members: the positions that have a worker.
-        hosts, ranks, pids: of each process, as it was last heard of.
+        hosts, ranks, pids: of each process, as last reported.
         out: positions without a worker, by name.
         failures: every worker that was lost, in order.
         degraded_since: when the first of the positions that are out now was lost.
-        recovering_since: when the failure happened that is being recovered from.
+        recovering_since: time of the failure that is being recovered from.
         last_commit: when the last iteration was committed.
         latest: durations of the latest iterations of this generation; `whole`: of those with all workers.
         stood_still: seconds between failures and the first action after them, all together.
-        slower: seconds that iterations took longer while somebody was out, all together.
+        slower: seconds that iterations took longer while a worker was out, all together.
     """
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
@@ -96,7 +96,7 @@ class JobHistory:
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """Take in the next event. One of an unknown name changes nothing."""
+        """Take in the next event. An unknown event changes nothing."""
         self.last = event
         self.counts[event["event"]] += 1
         take = getattr(self, f"_take_{event['event']}", None)
@@ -110,7 +110,7 @@ class JobHistory:
 
     @property
     def whole_seconds(self) -> float | None:
-        """Seconds of an iteration while nobody was out; None: that was never so, or for too short."""
+        """Seconds of an iteration while no worker was out; None: that was never so, or for too short."""
         return median(self.whole) if self.whole else None
 
     @property
@@ -136,7 +136,7 @@ class JobHistory:
         self._new_pace(event)
 
     def _take_started_again(self, event: Event) -> None:
-        """Another life of the job: what was known of the last one's workers is void."""
+        """Another life of the job: the last life's facts about workers are void."""
         self.lives = int(event.get("restart", self.lives)) + 1
         self.started, self.finished, self.out, self.members = {}, {}, {}, ()
         self.degraded_since = self.recovering_since = self.last_commit = None
@@ -251,7 +251,7 @@ class JobHistory:
         self.recovering_since = None
 
     def _whole_before(self) -> float | None:
-        """`whole_seconds`, which does not change while somebody is out."""
+        """`whole_seconds`, which does not change while a worker is out."""
         if self._whole_at != len(self.failures):
             self._whole_at, self._whole_was = len(self.failures), self.whole_seconds
         return self._whole_was

@@ -28,7 +28,7 @@ _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 class Log(NamedTuple):
-    """A file, and the name that its lines get in front."""
+    """A file, and the prefix of its lines."""
 
     name: str
     path: Path
@@ -81,7 +81,7 @@ def span(text: str) -> float:
 
 
 def chosen(folder: Path, seen: JobHistory, workers: Sequence[str], host: str, failed: bool) -> list[Log]:
-    """The logs that are asked for, by rank. Before training has begun they have the rank for a name.
+    """The requested logs, by rank. Before training has begun they have the rank for a name.
 
     Raises:
         ConfigError: there is no such worker, or host.
@@ -106,7 +106,7 @@ def chosen(folder: Path, seen: JobHistory, workers: Sequence[str], host: str, fa
 
 
 def tail(path: Path, lines: int, oldest: float | None = None) -> tuple[list[str], int]:
-    """The last ``lines`` of a log, none before ``oldest`` as far as they have time stamps, and where it ends."""
+    """The last ``lines`` of a log, none before ``oldest`` as far as they have time stamps, and its end offset."""
     with path.open("rb") as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - _MOST))
@@ -118,7 +118,7 @@ def tail(path: Path, lines: int, oldest: float | None = None) -> tuple[list[str]
 
 
 def _younger(lines: Sequence[str], oldest: float) -> list[str]:
-    """The lines from the first one on whose stamp is young enough; those without one go with the one before."""
+    """The lines from the first young enough stamp on; a line without a stamp goes with the line before."""
     for number, line in enumerate(lines):
         moment = stamp(line)
         if moment is not None and moment >= oldest:
@@ -127,7 +127,7 @@ def _younger(lines: Sequence[str], oldest: float) -> list[str]:
 
 
 def stamp(line: str) -> float | None:
-    """Unix seconds of the time at the beginning of a line, which is this host's; None: there is none."""
+    """Unix seconds of the time at the beginning of a line, in this host's time zone; None: there is none."""
     match = _STAMP.match(line)
     if match is None:
         return None

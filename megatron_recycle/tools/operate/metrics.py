@@ -1,6 +1,6 @@
-"""The metrics of a job, for Prometheus: a page of its own (`/metrics`), or a file for a node exporter.
+"""Metrics of a job, for Prometheus: a page of its own (`/metrics`), or a file for a node exporter.
 
-`METRICS` is the only list of them: what is exported, docs/monitoring.md, the alerts and the dashboard follow from it.
+`METRICS` is the only list of them: the export, docs/monitoring.md, the alerts and the dashboard follow from it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.outlook import Facts, judge
 
 Value = float | None
-"""Of a sample; one that is None is left out."""
+"""Value of a sample; None: the sample is left out."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What metrics are made of: the job, and what the watcher itself has done."""
+    """Input of the metrics: the job, and the watcher's own counts."""
 
     facts: Facts
     alarms: Mapping[str, int]
@@ -35,7 +35,7 @@ class Watched:
 
     @property
     def seen(self) -> JobHistory:
-        """What the job's events add up to."""
+        """Summary of the job's events."""
         return self.facts.seen
 
 
@@ -117,7 +117,7 @@ METRICS: tuple[Metric, ...] = (
 
 
 class Exporter:
-    """Gives the metrics of ``watched()``, which is asked each time, to Prometheus; all have the label ``run``."""
+    """Exports the metrics of ``watched()``, called each time, to Prometheus; all have the label ``run``."""
 
     def __init__(self, run: str, watched: Callable[[], Watched]) -> None:
         from prometheus_client import CollectorRegistry
@@ -129,7 +129,7 @@ class Exporter:
         self.registry.register(self)
 
     def describe(self) -> list[Any]:
-        """Nothing: names are checked by a test, and to collect at the start would read the run twice."""
+        """Empty: names are checked by a test, and to collect at the start would read the run twice."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -159,18 +159,18 @@ class Exporter:
         return int(self._server.server_port)
 
     def write(self, path: Path) -> None:
-        """Write the file for a node exporter: whole, or not at all. Raises OSError."""
+        """Write the file for a node exporter atomically. Raises OSError."""
         from prometheus_client import write_to_textfile
 
         write_to_textfile(str(path), self.registry)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._server.shutdown()
 
 
 def write_discovery(path: Path, target: str, labels: Mapping[str, str]) -> None:
-    """Write a file for Prometheus' `file_sd_configs`, whole or not at all: where these metrics are. Raises OSError."""
+    """Write a file for Prometheus' `file_sd_configs` atomically: the address of these metrics. Raises OSError."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         json.dump([{"targets": [target], "labels": dict(labels)}], file)
         file.write("\n")

@@ -1,6 +1,6 @@
-"""Orders to a running job, by its owner: what `recycle stop`, `recycle drain HOST` and `recycle out WORKER` share.
+"""Orders to a running job, by its owner: common part of `recycle stop`, `recycle drain HOST` and `recycle out WORKER`.
 
-Each is carried out by the coordinator, and is an event `ordered` that says who has given it.
+The coordinator carries out each order, and writes an event `ordered` with its sender.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PAUSE = 0.5
 
 
 def until(done: Callable[[], Any], seconds: float) -> bool:
-    """Wait for that long, at most, until ``done`` says so."""
+    """Wait until ``done``, for at most ``seconds``; returns its last answer."""
     limit = time.monotonic() + seconds
     while not done():
         if time.monotonic() >= limit:
@@ -29,13 +29,13 @@ def until(done: Callable[[], Any], seconds: float) -> bool:
 
 
 def check_timeout(seconds: float) -> None:
-    """Raises ConfigError for a time that nobody can wait."""
+    """Raises ConfigError for an impossible waiting time."""
     if not 0 <= seconds < float("inf"):
         raise ConfigError(f"--timeout is {seconds:g}; give seconds, 0 or more")
 
 
 def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> int:
-    """Order that these go, and wait until they have; returns the exit status."""
+    """Order these workers out, and wait until they are; returns the exit status."""
     check_timeout(args.timeout)
     address = find(args)
     before = ask(address.control, address.token, "status")["workers"]

@@ -1,4 +1,4 @@
-"""The verdict on a job: how it is, what would end it next, and what repairs it. Pure."""
+"""Verdict on a job: its state, what would end it next, and the repair. Pure."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _STALLED, _STALLED_ITERATIONS = 60.0, 10
 _FORMING = 900.0
 """Seconds after which a job that has not begun to train is at risk."""
 _ASKED = (130, 143)
-"""Statuses of a job that was asked to end: by Ctrl-C or `recycle stop`, by SIGTERM."""
+"""Statuses of a job that ended on request: by Ctrl-C or `recycle stop`, by SIGTERM."""
 _TOLD = 3
 """Workers or hosts that a line names."""
 
 
 class Level(IntEnum):
-    """How a job is; the number is the exit status of `recycle status`."""
+    """State of a job; the number is the exit status of `recycle status`."""
 
     HEALTHY = 0
     DEGRADED = 1
@@ -35,16 +35,16 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Facts:
-    """All that is known of a job at a moment.
+    """All known facts about a job at a moment.
 
     Attributes:
         now: Unix seconds.
         run: the run's folder, as commands name it.
-        state: what the journal says; None where it cannot be read.
-        told: what the coordinator has answered; None if it has not, and then `silent` says why.
+        state: from the journal; None where it cannot be read.
+        told: the coordinator's answer; None if it has not answered, and then `silent` says why.
         event_age: seconds since the last event; None: there is none.
         gpus: of each rank, as far as the hosts have written it down.
-        problems: what could not be read, one line each.
+        problems: unreadable sources, one line each.
     """
 
     seen: JobHistory
@@ -65,8 +65,8 @@ class Facts:
 
     @property
     def hosts(self) -> dict[str, str]:
-        """The host of each process that is a member now. A launcher that brings workers back counts as a host of its
-        own (``n3/7`` beside ``n3/0``): not where there is one machine only."""
+        """Host of each current member's process. A launcher that brings workers back counts as a host of its own
+        (``n3/7`` beside ``n3/0``), except where there is one machine only."""
         found = {name: self.seen.hosts.get(name, "") for name in self.seen.members}
         if self.told is not None:
             found = {name: one["host"] for name, one in self.told["workers"].items()}
@@ -89,8 +89,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Outlook:
-    """`word` and `line` are the verdict, `next_end` says what would end the job next, `repair` what helps; either may
-    be empty. `fatal_hosts` are the hosts whose loss ends the job, `copies` the workers of each stage."""
+    """`word` and `line` are the verdict, `next_end` is the event that would end the job next, `repair` its remedy;
+    either may be empty. `fatal_hosts` are the hosts whose loss ends the job, `copies` the workers of each stage."""
 
     level: Level
     word: str
@@ -174,7 +174,8 @@ def _begins(age: float | None) -> Outlook:
 
 
 def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
-    """The workers of each stage, the hosts whose loss ends the job, that in words, and the stages with one worker."""
+    """The workers of each stage, the hosts whose loss ends the job, the same in words, and the stages with one
+    worker."""
     seen, hosts = facts.seen, facts.hosts
     _, stages = seen.grid
     workers: list[dict[str, set[str]]] = [{} for _ in range(stages)]

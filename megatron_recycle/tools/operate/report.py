@@ -1,7 +1,7 @@
-"""`recycle report [RUN]`: what a job's failures have cost, in GPU hours, as Markdown: by failure, by phase, by host.
+"""`recycle report [RUN]`: the cost of a job's failures, in GPU hours, as Markdown: by failure, by phase, by host.
 
-A process of the grid counts as one GPU. What a restart would have cost is not measured: it is the seconds that
-`--restart` names, and the iterations since the newest checkpoint, once for each recovery.
+A process of the grid counts as one GPU. The cost of a restart is not measured: it is the seconds that `--restart`
+names, and the iterations since the newest checkpoint, once for each recovery.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_recycle.tools.operate.outlook import duration
 from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of
 
 PHASES = ("found", "planned", "reconciled", "training again")
-"""Parts of a recovery, each from the end of the one before; the first one from the failure."""
+"""Phases of a recovery, each from the end of the one before; the first one from the failure."""
 _RESTART = 300.0
 _OFTEN = 2
-"""Workers lost on a host from which on it is named."""
+"""Workers lost on a host from which on the report names it."""
 
 
 @dataclass
 class Recovery:
-    """One recovery: the workers that were lost, and when each phase was over, in seconds since the failure.
+    """One recovery: its lost workers, and the end of each phase, in seconds since the failure.
 
     `since` is when the first of them failed; `saved_age` how many seconds of training the newest checkpoint lacked.
     """
@@ -40,7 +40,7 @@ class Recovery:
     saved_age: float = 0.0
 
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase that is known."""
+        """Seconds of each known phase."""
         found, before = {}, 0.0
         for name in PHASES:
             if name in self.ends:
@@ -51,12 +51,12 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Account:
-    """All of a run.
+    """Account of a whole run.
 
     Attributes:
         begun, ended: Unix seconds of the first and the last event.
         worker_seconds: of workers that were in; `absent_seconds`: of positions that were empty.
-        back: when a position that was empty was filled again, by the absence.
+        back: when an empty position was filled again, by the absence.
     """
 
     seen: JobHistory

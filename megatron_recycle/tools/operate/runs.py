@@ -1,4 +1,4 @@
-"""The folder of a run, as it is named on a command line, and what its files say."""
+"""Folder of a run, from its name on a command line, and the content of its files."""
 
 from __future__ import annotations
 
@@ -46,14 +46,13 @@ def split(names: list[str], run: Path | None) -> tuple[Path | None, list[str]]:
 
 
 def meeting_of(folder: Path) -> Meeting | None:
-    """Where the coordinator of the run in ``folder`` listens. Raises ConfigError."""
+    """Address of the coordinator of the run in ``folder``. Raises ConfigError."""
     home = folder if (folder / meeting.FILE).exists() else folder.parent  # one of several coordinators: node-K
     return meeting.read(home)
 
 
 def folder_of(given: Path | None) -> Path:
-    """The folder of a run: the one that is named, or that of RECYCLE_RUN_DIR, or the one in runs/ that was written to
-    last.
+    """The folder of a run: the named one, or RECYCLE_RUN_DIR's, or the last written one in runs/.
 
     Raises:
         ConfigError: there is none, or it is no run's.
@@ -83,7 +82,7 @@ def folder_of(given: Path | None) -> Path:
 
 
 def read(folder: Path) -> Facts:
-    """All that the files in ``folder`` say; what cannot be read is left out. Raises ConfigError where that is all."""
+    """All facts in the files of ``folder``; unreadable files are skipped. Raises ConfigError if no file can be read."""
     problems: list[str] = []
     events: list[dict[str, Any]] = []
     try:
@@ -115,7 +114,7 @@ def read(folder: Path) -> Facts:
 
 
 def _journal(path: Path, size: int) -> State | None:
-    """The state that follows from a journal, also while it is written: a last line that is cut short does not count."""
+    """The state from a journal, also while it is written: a truncated last line does not count."""
     if not path.exists():
         return None
     whole = path.read_bytes().rpartition(b"\n")[0]

@@ -1,4 +1,4 @@
-"""`recycle stacks [RUN] [WORKER ...]`: where all threads of live workers stand, each asked through the coordinator."""
+"""`recycle stacks [RUN] [WORKER ...]`: stacks of all threads of live workers, each asked through the coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the stacks; returns 1 if some worker has said nothing. Raises RecycleError."""
+    """Print the stacks; returns 1 if some worker has not answered. Raises RecycleError."""
     if not 0 < args.timeout < float("inf"):
         raise ConfigError(f"--timeout is {args.timeout:g}; give seconds, more than 0")
     args.run, workers = split(args.names, args.run)

@@ -1,6 +1,6 @@
-"""`recycle status [RUN]`: how a job is, what would end it next, and what repairs it.
+"""`recycle status [RUN]`: the state of a job, what would end it next, and the repair.
 
-It asks the coordinator, and where nobody answers it reads the run's events and journal and says how old they are.
+It asks the coordinator. Without an answer it reads the run's events and journal and says how old they are.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megatron_recycle.tools.operate.runs import add_run, folder_of, read
 from megatron_recycle.tools.profile import planned_seconds
 
 VERSION = 1
-"""Of the JSON that `--json` prints: a field that goes away or changes its meaning makes it another one."""
+"""Version of the JSON that `--json` prints; raised when a field goes away or changes its meaning."""
 _SHOWN = 32
-"""Workers that are shown one by one, unless all are asked for."""
+"""Most workers shown one by one, unless all are asked for."""
 _OFTEN = 2.0
 
 
@@ -90,7 +90,7 @@ def _once(folder: Path, args: argparse.Namespace) -> Level:
 
 def plan_seconds(facts: Facts) -> float | None:
     """Seconds of an iteration of the plan in force: with the costs of the latest breakdown, if it is of this plan, or
-    as it was planned; None: nobody has measured yet."""
+    as it was planned; None: there are no measurements yet."""
     seen = facts.seen
     if seen.spent and seen.spent.get("digest") == seen.digest and seen.spent.get("costs"):
         try:
@@ -103,8 +103,8 @@ def plan_seconds(facts: Facts) -> float | None:
 
 
 def to_json(facts: Facts, outlook: Outlook, planned: float | None = None) -> dict[str, Any]:
-    """The status as `--json` prints it, with the seconds of an iteration that are ``planned``. Times are Unix seconds,
-    durations seconds."""
+    """The status as `--json` prints it, with the ``planned`` seconds of an iteration. Times are Unix seconds, durations
+    seconds."""
     seen = facts.seen
     return {
         "v": VERSION, "t": facts.now, "run": facts.run, "verdict": outlook.word.lower().replace(" ", "_"),
@@ -126,7 +126,7 @@ def to_json(facts: Facts, outlook: Outlook, planned: float | None = None) -> dic
 
 
 def workers(facts: Facts) -> list[dict[str, Any]]:
-    """Each position of the grid: state, host, and what it does as far as the coordinator has told."""
+    """Each position of the grid: state, host, and its activity as far as the coordinator has reported it."""
     seen, live = facts.seen, (facts.told or {}).get("workers", {})
     rows = []
     for name in in_order({*seen.ranks, *live, *seen.out}):

@@ -1,4 +1,4 @@
-"""`recycle stop [RUN] [--checkpoint]`: end a running job, after a last checkpoint if that is asked for."""
+"""`recycle stop [RUN] [--checkpoint]`: end a running job, after a last checkpoint on request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Stop the job; returns 0 once it has ended, and is saved if that was wanted. Raises RecycleError."""
+    """Stop the job; returns 0 once it has ended, and is saved if requested. Raises RecycleError."""
     orders.check_timeout(args.timeout)
     if args.anyway and not args.checkpoint:
         raise ConfigError("--anyway is about --checkpoint: give both")

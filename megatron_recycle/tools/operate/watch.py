@@ -1,8 +1,8 @@
 """`recycle watch [RUN]`: alarms (`--on-event`), metrics and a page of a job, from its run folder.
 
-A process of its own, which reads the events as they come, and asks the coordinator now and then whether it is there.
+A process of its own, which reads the events as they come, and now and then checks that the coordinator answers.
 `recycle run` and `recycle serve` start one themselves where the job's coordinator is, so that there is one for each
-job; it can as well be started by hand, for a job that runs already, on any host that sees the run's folder.
+job. It can also be started by hand, for a job that runs already, on any host that sees the run's folder.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of, meet
 _PAUSE = 0.25
 """Seconds between looks at the events."""
 _ASK = 15.0
-"""Seconds between questions to the coordinator."""
+"""Seconds between queries to the coordinator."""
 _SOON = 2.0
 """Seconds that it has to answer for the page."""
 _UNANSWERED = 4
-"""Questions in a row that must stay without an answer before it counts as unreachable: a minute."""
+"""Unanswered queries in a row before the coordinator counts as unreachable: a minute."""
 _FILE = 5.0
 """Seconds between two files for a node exporter."""
 _OLD = 60.0
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Watcher:
-    """See the module. ``say`` gets a line where something goes wrong. Raises ConfigError."""
+    """See the module. ``say`` gets a line for each error. Raises ConfigError."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, say: Callable[[str], None]) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ class Watcher:
             self._serve(*watching.address(args.page, "--page"))
 
     def watch(self, done: threading.Event) -> None:
-        """Until ``done`` is set, or the job is over; what has happened by then is told."""
+        """Watch until ``done`` is set, or the job is over; all events up to then are handled."""
         while not done.wait(_PAUSE):
             self.look()
             moment = self._seen.finished.get("t")
@@ -120,7 +120,7 @@ class Watcher:
         self._write()
 
     def look(self) -> None:
-        """Take in what has happened since the last look."""
+        """Take in the events since the last look."""
         self._ask()
         found: list[Alarm] = []
         with self._lock:
@@ -150,13 +150,13 @@ class Watcher:
             self._say(f"recycle: some events of {self._folder} cannot be read and are left out: {error!r:.200}")
 
     def close(self) -> None:
-        """Wait for the last commands, and serve no more."""
+        """Wait for the last commands, and stop serving."""
         if self._hook is not None:
             self._hook.close()
         self._closing.close()
 
     def _serve(self, host: str, port: int) -> None:
-        """Serve the page, with a secret where others reach it. Raises ConfigError."""
+        """Serve the page, with a secret where other hosts can reach it. Raises ConfigError."""
         from megatron_recycle.tools.operate.page.server import SECRET, Server, is_loopback, secret_of
 
         hidden = None
@@ -173,7 +173,7 @@ class Watcher:
         self._say(f"recycle: page at {where}" + (f"?token=... (as {self._folder / SECRET} has it)" if hidden else ""))
 
     def _shown(self) -> dict[str, Any]:
-        """What the page shows now. Called by its thread."""
+        """The page's current content. Called by its thread."""
         told, silent, found = None, "", self._meeting
         with self._lock:
             over = bool(self._seen.finished)
@@ -200,7 +200,7 @@ class Watcher:
                 self._hook.tell(to_json(alarm, facts, before))
 
     def _ask(self) -> None:
-        """Ask the coordinator whether it is there, now and then."""
+        """Check now and then that the coordinator answers."""
         if time.monotonic() - self._asked < _ASK or self._seen.finished or not self._seen.started:
             return
         self._asked = time.monotonic()

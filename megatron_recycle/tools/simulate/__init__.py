@@ -1,1 +1,1 @@
-"""The simulator: what a job would have done through a failure trace, by our decisions and by others' rules."""
+"""Simulator of a job through a failure trace, by our decisions and by others' rules."""

@@ -11,7 +11,7 @@ from megatron_recycle.tools.simulate.report import Row
 from megatron_recycle.tools.simulate.run import Outcome
 
 _LONG = 10 * 3600.0
-"""From so many seconds on a point is an hour's mean."""
+"""Seconds of a run from which on a point is an hour's mean."""
 
 
 def over_time(rows: Sequence[Row], path: Path, title: str = "") -> None:

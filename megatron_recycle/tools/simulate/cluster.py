@@ -1,7 +1,7 @@
-"""The cluster as a job sees it: workers' places on hosts, when each place is lost and gained, and who has which.
+"""The cluster as a job sees it: workers' places on hosts, when each place is lost and gained, and its current unit.
 
 A *unit* is as many GPUs of one host as a worker has parts (tensor parallelism). It is lost with any of them, and back
-when all of them are. Policies give units positions of the grid; those that are left over are spares.
+when all of them are. Policies give units positions of the grid; the remaining units are spares.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """``hosts`` hosts with ``gpus`` GPUs each, ``tp`` of which make a worker."""
+    """Cluster of ``hosts`` hosts with ``gpus`` GPUs each, ``tp`` of which make a worker."""
 
     hosts: int
     gpus: int
@@ -53,8 +53,8 @@ class Cluster:
         return [Unit(host, number) for host in range(self.hosts) for number in range(self.per_host)]
 
     def slots(self, pipelines: int, stages: int) -> dict[Worker, Unit]:
-        """Where a launcher puts each worker of a grid at the start (`membership.placement`). Raises TraceError if it
-        does not fit."""
+        """Initial unit of each worker of a grid, as a launcher places them (`membership.placement`). Raises TraceError
+        if it does not fit."""
         if pipelines * stages > self.hosts * self.per_host:
             raise TraceError(f"{pipelines} x {stages} workers of {self.tp} GPUs need"
                              f" {pipelines * stages * self.tp} GPUs; the cluster has {self.hosts * self.gpus}")
@@ -79,7 +79,7 @@ class Slots:
         self._usual = dict(self.of)
 
     def lose(self, units: Iterable[Unit]) -> list[Worker]:
-        """The positions that these units leave empty."""
+        """Take these units away; returns the positions that they leave empty."""
         found = []
         for unit in units:
             self.spare.pop(unit, None)
@@ -88,7 +88,7 @@ class Slots:
         return found
 
     def gain(self, units: Iterable[Unit]) -> None:
-        """These units can be used again."""
+        """Make these units usable again."""
         self.spare.update(dict.fromkeys(unit for unit in units if unit not in self.of))
 
     def fill(self, empty: Iterable[Worker]) -> dict[Worker, Unit]:
@@ -108,7 +108,7 @@ class Slots:
         return found
 
     def move(self, unit: Unit, to: Worker) -> None:
-        """A unit stands for another position from now on."""
+        """Assign a unit to another position."""
         self.of[unit] = to
 
     def unit(self, worker: Worker) -> Unit | None:
@@ -124,10 +124,10 @@ def packed(units: Iterable[Unit], pipelines: int, stages: int) -> dict[Worker, U
 
 @dataclass(frozen=True)
 class Change:
-    """At the time ``at`` (seconds) these units are lost, and those are back. A unit in both: a machine is lost, and
-    another one, which has waited, has its place at once.
+    """At the time ``at`` (seconds) some units are lost, and others are back. A unit in both: a machine is lost, and
+    another one, which has waited, takes its place at once.
 
-    ``whole_host``: a host is silent, so that nobody sees processes end.
+    ``whole_host``: a host is silent, so that no launcher sees processes end.
     """
 
     at: float
@@ -158,7 +158,7 @@ def changes(trace: Trace, cluster: Cluster) -> tuple[list[Change], tuple[str, ..
 
 
 def most_live(happened: Iterable[Change], cluster: Cluster) -> int:
-    """Units that are there at the same time, at most."""
+    """Most units that are there at the same time."""
     live = cluster.hosts * cluster.per_host
     counts = [live]
     for change in happened:
@@ -170,7 +170,7 @@ def most_live(happened: Iterable[Change], cluster: Cluster) -> int:
 
 
 def _changes(outages: Sequence[tuple[int, Outage]], cluster: Cluster, end: float) -> Iterator[Change]:
-    """Of outages with their places."""
+    """The changes from outages and their places."""
     moments: dict[float, tuple[list[tuple[int, Outage]], list[tuple[int, Outage]]]] = {}
     for place, one in outages:
         moments.setdefault(one.down, ([], []))[0].append((place, one))

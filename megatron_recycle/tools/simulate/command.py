@@ -1,4 +1,4 @@
-"""``recycle simulate``: what a job would have done through a failure trace, by several policies."""
+"""``recycle simulate``: a job through a failure trace, by several policies."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate; returns 0. Raises TraceError and PlanError, whose messages name what is wrong."""
+    """Simulate; returns 0. Raises TraceError and PlanError, whose messages name the fault."""
     pipelines, stages, microbatches = _grid(args.grid)
     job = _job(args, pipelines, stages, microbatches)
     needed = -(-pipelines * stages * args.tp // max(1, args.gpus))
@@ -193,7 +193,7 @@ def _stalls(args: argparse.Namespace) -> Stalls:
 
 
 def _quiet(args: argparse.Namespace, hours: float) -> str:
-    """Why nothing fails."""
+    """Reason for a trace without failures."""
     if args.trace:
         return f"nothing fails in {args.trace}"
     given = [f"--{name.replace('_', '-')} {getattr(args, name):g}" for name in ("gpu_mtbf", "host_mtbf", "rack_mtbf")
@@ -222,14 +222,14 @@ def _traces(args: argparse.Namespace, cluster: Cluster) -> list[Trace]:
 
 
 def _found(name: str) -> Path:
-    """The file, or one of that name among the traces of this machine."""
+    """The file, or a trace of that name on this machine."""
     path, folder = Path(name), os.environ.get("RECYCLE_TRACES")
     return Path(folder) / name if not path.exists() and folder and (Path(folder) / name).exists() else path
 
 
 @contextmanager
 def _shown(total: int) -> Iterator[Callable[[str, int, float], None]]:
-    """A bar on standard error, if that is a terminal."""
+    """A progress bar on standard error, if that is a terminal."""
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         task = bar.add_task("", total=float(total))
         done: dict[tuple[str, int], float] = {}

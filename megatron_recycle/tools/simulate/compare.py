@@ -1,4 +1,4 @@
-"""Several policies through the same traces, with the two marks that they are measured by."""
+"""Several policies through the same traces, with the two marks for comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Progress = Callable[[str, int, float], None]
 def compare(makers: Mapping[str, Callable[[], Policy]], job: Job, cluster: Cluster, traces: Sequence[Trace], *,
             technique: str = "staggered", shapes: str = "auto", work: int | None = None,
             progress: Progress = lambda name, number, share: None) -> tuple[list[Row], tuple[str, ...]]:
-    """A row for each policy, and, in sentences, what was left out of the traces and what policies say.
+    """A row for each policy, and, in sentences, the omissions from the traces and the policies' remarks.
 
     Plans of a policy are kept from one trace to the next. Raises TraceError if the job does not fit the cluster.
     """

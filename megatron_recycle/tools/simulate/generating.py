@@ -1,4 +1,4 @@
-"""Made-up traces: failures of GPUs, hosts and racks, drawn from a seed; each has a repair time.
+"""Synthetic traces: failures of GPUs, hosts and racks, drawn from a seed; each has a repair time.
 
 Times between failures are exponential or Weibull, per unit. A Weibull shape below 1 is the usual finding of field
 studies (Schroeder and Gibson, "A large-scale study of failures in high-performance computing systems", 2006: 0.7 to
@@ -18,7 +18,7 @@ from megatron_recycle.tools.simulate.trace import EXIT, HOST, Cleaning, Outage, 
 
 @dataclass(frozen=True)
 class Failures:
-    """How units of one kind fail.
+    """Failure model of one kind of unit.
 
     ``mtbf``: mean seconds between two failures of one unit. ``shape``: of the Weibull distribution; 1 is exponential.
     ``repair``: mean seconds until the unit is back (exponential); infinite: never.
@@ -71,8 +71,8 @@ def generate(hosts: int, gpus: int, duration: float, seed: int, *, of_gpus: Fail
 
 def spaced(hosts: int, every: float, duration: float, seed: int, repair: float = math.inf,
            first: float | None = None) -> Trace:
-    """A host fails every ``every`` seconds, a drawn one of those that are left; it is back ``repair`` seconds later.
-    The ``first`` one fails after so many seconds (default: ``every``).
+    """A trace in which a host, drawn from the live ones, fails every ``every`` seconds and is back ``repair`` seconds
+    later. The ``first`` one fails after so many seconds (default: ``every``).
 
     ReCycle and Oobleck failed one machine after the other in this way ("every 6 h, 2 h, 30 min").
     """

@@ -1,4 +1,4 @@
-"""The job that is simulated: grid, costs, memory, and the sizes that copies and messages have."""
+"""The simulated job: grid, costs, memory, and the sizes of copies and messages."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def longest_action(self) -> float:
-        """Seconds of the longest action, which nothing interrupts."""
+        """Seconds of the longest action, which cannot be interrupted."""
         costs = self.costs
         return self.unit * max(*costs.forward, *costs.backward_input, *costs.backward_weight)
 
@@ -78,14 +78,14 @@ class Job:
         return tuple(each + (number < more) for number in range(pipelines))
 
     def problem(self, microbatches: tuple[int, ...] | None = None, failed: tuple[Worker, ...] = ()) -> Problem:
-        """The planner's problem; ``microbatches`` of each pipeline may be others than the job's."""
+        """The planner's problem; ``microbatches`` of each pipeline may differ from the job's."""
         grid = Grid(self.stages, microbatches or (self.microbatches,) * self.pipelines)
         return Problem(grid, self.costs, failed, cap=dict.fromkeys(grid.workers(), self.activations))
 
 
 def profiled(path: str | Path) -> Costs:
-    """The costs, in microseconds, that a real run has measured: the last event `spent` or `profiled` of its
-    events.jsonl, or a file with a plan's ``costs`` object. Raises TraceError."""
+    """The measured costs of a real run, in microseconds: the last event `spent` or `profiled` of its events.jsonl, or a
+    file with a plan's ``costs`` object. Raises TraceError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

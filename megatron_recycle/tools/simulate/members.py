@@ -1,8 +1,8 @@
-"""The members of a job as the membership machine hears them, all at once: its decisions, without processes.
+"""The members of a job in front of the membership machine, all at once: its decisions, without processes.
 
-The machine is fed what launchers and workers would tell (`membership.inputs`), and what it decides is answered as
-they would. Where every member says the same, all but the last say it in one change of the state, as the machine
-itself would note it: it decides with the last one. So a generation of thousands of workers takes some dozen steps
+The machine is fed the messages of launchers and workers (`membership.inputs`), and its decisions are answered as they
+would. If every member sends the same, all but the last are applied in one change of the state, as the machine itself
+would note it, and the machine decides on the last one. So a generation of thousands of workers takes some dozen steps
 instead of thousands.
 """
 
@@ -46,7 +46,7 @@ class Members:
     Args:
         positions: all workers of the grid, in the order of their ranks, with the host of each.
         description: the job's, as workers give it; see `control.planning.problem_of`.
-        plan: the plan without these workers, as little of it as the machine looks at.
+        plan: the plan without these workers, only as much of it as the machine reads.
     """
 
     def __init__(self, positions: Mapping[str, str], job: Job, plans: Plans) -> None:
@@ -68,12 +68,12 @@ class Members:
 
     @property
     def empty(self) -> list[str]:
-        """Positions that nobody has or is about to take, in order of their ranks."""
+        """Positions that no process has or is about to take, in order of their ranks."""
         taken = {*self.state.members, *self.state.arrivals.joiners, *self.state.moving.moves}
         return [name for name in self._names if name not in taken]
 
     def lose(self, positions: Collection[str], whole_host: bool, now: float, committed: int) -> None:
-        """These members or joiners are lost together, after ``committed`` iterations."""
+        """Lose these members or joiners together, after ``committed`` iterations."""
         self._now = now
         self._commit(committed)
         kind = FailureKind.UNREACHABLE if whole_host else FailureKind.EXIT
@@ -84,7 +84,7 @@ class Members:
             self._settle(committed)
 
     def come(self, position: str, host: str, now: float, committed: int) -> bool:
-        """A process for an empty position has built its model and waits to come in; whether it may."""
+        """A process for an empty position has built its model and waits to come in; returns whether it may."""
         self._now = now
         self._commit(committed)
         life = self._lives[position] = self._lives.get(position, 0) + 1
@@ -97,7 +97,7 @@ class Members:
         return True
 
     def stand(self, now: float, committed: int) -> None:
-        """All members stand at the boundary that they were asked to make."""
+        """Bring all members to the boundary that was requested."""
         self._now, self.asked.switch = now, False
         self._commit(committed)
         if not self.training or not self.state.round.switch:
@@ -113,7 +113,7 @@ class Members:
         return self._names[rank]
 
     def find_moves(self) -> None:
-        """Ask the planner which workers had better move, and tell the machine."""
+        """Ask the planner for worthwhile moves, and report them to the machine."""
         order, self.asked.moves = self.asked.moves, None
         if order is None or order.generation != self.state.generation:
             return
@@ -122,11 +122,11 @@ class Members:
             self._feed(answer)
 
     def commit(self, committed: int, now: float) -> None:
-        """All have committed so many iterations: a move may be over with it."""
+        """Commit so many iterations on all members: a move may be over with it."""
         self._now = now
         self._commit(committed, feed=True)
 
-    # What members do
+    # Actions of members
 
     def _form(self, positions: Mapping[str, str], job: Job) -> None:
         members = [Member(name, rank, f"{name}/0", rank, host)
@@ -145,7 +145,7 @@ class Members:
         self._settle(0)
 
     def _settle(self, committed: int) -> None:
-        """Everybody reports, the plan is made, all go on and resume, until nothing more is decided."""
+        """Report for all members, plan, go on and resume, until nothing more is decided."""
         while self.state.phase is Phase.RECOVERING:
             generation = self.state.generation
             proven = [name for name in self.state.members if name not in self.state.arrivals.unproven]
@@ -168,7 +168,7 @@ class Members:
             self._feed(inputs.Resumed(self.state.members[last].incarnation, generation, self._now))
 
     def _commit(self, committed: int, feed: bool = False) -> None:
-        """Iterations up to this one are committed by all: as `training.committed` notes them."""
+        """Commit iterations up to this one on all members: as `training.committed` notes them."""
         last = committed - 1
         if not self.training or last <= self.state.progress.committed:
             return
@@ -198,7 +198,7 @@ class Members:
 
 
 def _report(committed: int) -> Report:
-    """Where a worker stands that has committed so many iterations; what it has done of the next one does not count."""
+    """Report of a worker that has committed so many iterations; its part of the next one does not count."""
     last = committed - 1
     return Report(committed, 1, last, last, None, 0, last)
 

@@ -70,7 +70,7 @@ MODELS = {
 
 
 def costs(model: Model, machine: Machine, pipelines: int, stages: int, tp: int = 1) -> tuple[Costs, float]:
-    """Costs in microseconds, and the seconds that a worker's state takes to be copied from a peer's GPUs.
+    """Costs in microseconds, and the seconds to copy a worker's state from a peer's GPUs.
 
     Layers are dealt evenly, the first stages have one more. Raises PlanError if a stage gets none.
     """

@@ -2,7 +2,7 @@
 
 Workers of a stage are interchangeable, so a plan depends on how many workers each stage has lost (`planner.canonical`).
 On large grids the stages' places are left out as well: the same numbers of losses in another order count as one
-(``shapes="multiset"``). On the grids tried that changes a period by up to 5 % where micro-batches are few (less than
+(``shapes="multiset"``). On the tested grids that changes a period by up to 5 % where micro-batches are few (less than
 three times the stages), and about 1 % where they are many.
 """
 
@@ -27,16 +27,15 @@ from megatron_recycle.planner.portfolio import TEMPLATES, goal, run
 from megatron_recycle.tools.simulate.job import Job
 
 SEARCHED = 5_000
-"""Plans of at most so many actions are searched for, as a job's background search would; larger ones are the quick
-plan's."""
+"""Most actions of a plan that is searched for, as a job's background search would; larger ones are the quick plan's."""
 WORK = 60_000
 """Actions that such a search schedules per cap level."""
 LENT = 2
-"""Layers of a boundary that are lent at most: the setting `lend_layers`."""
+"""Most layers lent at a boundary: the setting `lend_layers`."""
 PARAMETERS = 1 / 8
-"""Of a worker's state: two bytes of sixteen, beside gradients, master weights and moments."""
+"""Parameters' share of a worker's state: two bytes of sixteen, beside gradients, master weights and moments."""
 EXACT = 60_000
-"""Up to so many actions stages keep their places in a shape."""
+"""Most actions of a plan with which stages keep their places in a shape."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Plans:
         return len(self._known)
 
     def rerouted(self, failed: Collection[Worker], microbatches: tuple[int, ...] | None = None) -> Figures:
-        """Peers take over, as the planner plans it. Raises PlanError if a stage has nobody left."""
+        """Peers take over, by the planner's plan. Raises PlanError if a stage has no worker left."""
         shape = self._shape(failed)
         return self._once(("reroute", shape, microbatches), lambda: self._planned(self._lost(shape, microbatches)))
 
@@ -90,9 +89,9 @@ class Plans:
         return self._once(("lent", shape, microbatches), made)
 
     def _lending(self, problem: Problem, most: int, work: Sequence[int]) -> tuple[Problem, int]:
-        """The problem in which ``most`` layers of each boundary may be lent, as the coordinator has it, and how many of
-        its units are one of the job's. All layers are alike, on all stages; what one stage has more ``work`` than
-        another is an embedding's or the loss's."""
+        """The problem in which ``most`` layers of each boundary may be lent, in the coordinator's form, and how many of
+        its units are one of the job's. All layers are alike, on all stages; a stage's extra ``work`` is an embedding's
+        or the loss's."""
         job, stages = self.job, self.job.stages
         described = Described(grid=problem.grid, costs=job.costs.to_json(), lending=Lending(
             ((most, most),) * (stages - 1), (job.layers,) * stages,
@@ -102,7 +101,7 @@ class Plans:
         return replace(found, costs=replace(found.costs, lent=(lag, lag))), times
 
     def _shape(self, failed: Collection[Worker]) -> tuple[int, ...]:
-        """How many workers each stage has lost, as far as plans depend on it."""
+        """Workers lost per stage, as far as plans depend on it."""
         lost = Counter(worker.stage for worker in failed)
         shape = tuple(lost[stage] for stage in range(self.job.stages))
         if self.exact:
@@ -144,7 +143,7 @@ class Plans:
         return self._once(("recut", shares, counts), made)
 
     def template(self, length: int, microbatches: int) -> float:
-        """Seconds of 1F1B in a pipeline of ``length`` workers, its layers dealt as evenly as they can be."""
+        """Seconds of 1F1B in a pipeline of ``length`` workers, its layers dealt as evenly as possible."""
         def made() -> Figures:
             costs, layers = self.job.costs, self.job.layers
             cut = [self.job.all_layers * part // length for part in range(length + 1)]

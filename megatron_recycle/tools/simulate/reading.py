@@ -29,7 +29,7 @@ LONG_GAP = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a file that is not blank, with its number."""
+    """A non-blank line of a file, with its number."""
 
     path: str
     number: int
@@ -47,11 +47,11 @@ def read(path: str | Path, *, seed: int = 0, longest_gap: float | None = None) -
     """The trace in this file.
 
     Args:
-        seed: which machines a trace that only counts them has lost.
+        seed: for a trace that only counts machines, draws which are lost.
         longest_gap: in such a trace, time between two readings beyond so many seconds is cut out; None: the last count
             holds, and gaps above an hour are reported.
 
-    Raises TraceError, with the number of the line, for what cannot be read.
+    Raises TraceError, with the number of the line, for unreadable input.
     """
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
@@ -147,8 +147,7 @@ def _counted(lines: Sequence[Line], draw: random.Random, longest_gap: float | No
 
 
 def _named(readings: Sequence[tuple[float, int]], draw: random.Random, cleaning: Cleaning) -> Trace:
-    """Names for machines that were only counted: the ones that go are drawn, the ones that come back were away
-    longest."""
+    """Names for machines that were only counted: departing ones are drawn, returning ones are those away longest."""
     most = max(count for _, count in readings)
     hosts = [f"host{number}" for number in range(most)]
     there = hosts[:readings[0][1]]

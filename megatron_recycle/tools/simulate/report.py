@@ -20,7 +20,7 @@ _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18,
 """Student's t for 95 % by degrees of freedom from 1; 1.96 beyond."""
 CAUSES = (Cause.CHECKPOINT, Cause.RECOVERY, Cause.REJOIN, Cause.RECONFIGURE, Cause.RESTART, Cause.REDONE,
           Cause.ROLLED_BACK, Cause.STOPPED)
-"""Where time goes that is not useful, in the order of tables."""
+"""Causes of time that is not useful, in the order of tables."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def of_scaled(self) -> Estimate:
-        """Throughput relative to stock 1F1B slowed down in proportion to what is lost."""
+        """Throughput relative to stock 1F1B slowed down in proportion to the losses."""
         return Estimate.of([one.throughput / scaled if scaled else 0.0
                             for one, scaled in zip(self.outcomes, self.scaled)])
 
@@ -95,5 +95,5 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
 
 
 def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that is known of a comparison."""
+    """All results of a comparison."""
     return {"about": dict(about), "policies": [row.to_json() for row in rows]}

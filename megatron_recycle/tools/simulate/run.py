@@ -1,8 +1,8 @@
 """One run of a policy through a trace: an event heap, and the account of where the time went.
 
-Time is spent on iterations that stay (useful), on parts of iterations that were begun anew (redone), on iterations
-that a return to a checkpoint took back (rolled back), on pauses by cause, and without enough workers (stopped). These
-add up to the duration. Samples are those of committed iterations that stay.
+Time is spent on iterations that stay (useful), on parts of iterations that were begun anew (redone), on iterations that
+a return to a checkpoint took back (rolled back), on pauses by cause, and without enough workers (stopped). These add up
+to the duration. Samples are those of committed iterations that stay.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Outcome:
 
     @property
     def failures(self) -> int:
-        """How many failures there were."""
+        """Number of failures."""
         return len(self.marks)
 
     @property
     def fatal(self) -> int:
-        """How many events were fatal."""
+        """Number of fatal events."""
         return len(self.fatal_marks)
 
     @property
@@ -101,7 +101,7 @@ class Run:
         self._commits = commits
 
     def go(self, changes: Sequence[Change], progress: Callable[[float], None]) -> None:
-        """Everything from the start to the end."""
+        """Run from the start to the end."""
         begin, end = self.policy.begin(self.setting), self.outcome.duration
         self._wake(self.policy.save_every, SAVE)
         self._follow(replace(begin, saved=True))
@@ -134,7 +134,7 @@ class Run:
         progress(1.0)
 
     def _save(self) -> None:
-        """All stand between two iterations, and write a checkpoint."""
+        """Write a checkpoint; all stand between two iterations."""
         self._saving = False
         self._wake(self.policy.save_every, SAVE)
         self._follow(Answer(saved=True, pauses=((Cause.CHECKPOINT, self.policy.save_takes),)))
@@ -143,11 +143,11 @@ class Run:
         heapq.heappush(self._wakes, (self.now + seconds, next(self._number), token))
 
     def _next_commit(self) -> float:
-        """When the iteration in flight is committed, if nothing happens before."""
+        """Commit time of the iteration in flight, if no change comes before."""
         return self.now + sum(seconds for _, seconds in self._pauses) + self._length - self._elapsed
 
     def _advance(self, to: float, committing: bool) -> None:
-        """Let time pass, in which nothing changes. ``committing``: an iteration ends exactly then."""
+        """Let time pass without changes. ``committing``: an iteration ends exactly then."""
         left = to - self.now
         while self._pauses and left > 0:
             cause, seconds = self._pauses[0]
@@ -216,7 +216,7 @@ class Run:
         self._told(self.now)
 
     def _redo(self, share: float = 1.0) -> None:
-        """This share of what is done of the iteration in flight is done again."""
+        """Redo this share of the done part of the iteration in flight."""
         if self._elapsed:
             self.outcome.lost += share * self._elapsed / self._length
             self._spend(Cause.REDONE, share * self._elapsed)
@@ -225,7 +225,7 @@ class Run:
             self._length = self._course.first
 
     def _go_back(self) -> None:
-        """To the last saved point: what was useful since was not."""
+        """Go back to the last saved point: useful time since then counts as rolled back."""
         self._redo()
         done, (iterations, samples, useful) = self.outcome, self._kept
         done.lost += done.iterations - iterations
@@ -236,7 +236,8 @@ class Run:
         done.iterations, done.samples = iterations, samples
 
     def _change_to(self, course: Course) -> None:
-        """A part of an iteration that is done is as large a part of a longer one, and takes the time that it took."""
+        """Switch the course. The done fraction of an iteration is kept under the new length, with the time that it
+        took."""
         before, self._course = self._length, course
         if not self._elapsed:
             self._length = course.first
@@ -247,7 +248,7 @@ class Run:
             self._length = self._elapsed + left
 
     def _told(self, at: float) -> None:
-        """Note the rate from now on, if it is another one."""
+        """Note the rate from now on, if it has changed."""
         course, rates = self._course, self.outcome.rate
         rate = 0.0 if self._pauses or course.period == float("inf") else course.samples / course.period
         if not rates or rates[-1][1] != rate:
@@ -261,7 +262,7 @@ def simulate(policy: Policy, setting: Setting, changes: Sequence[Change], durati
     """A policy's job through these changes, for ``duration`` seconds.
 
     Args:
-        progress: is told which share of the duration is done.
+        progress: called with the done share of the duration.
         commits: keep the time of every commit, to compare with a real run.
     """
     began, plans = time.process_time(), len(setting.plans)

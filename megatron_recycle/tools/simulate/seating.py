@@ -1,4 +1,4 @@
-"""Which machine of a trace has which place of the cluster. Machines come under new names, and there may be more or
+"""Assignment of a trace's machines to the cluster's places. Machines come under new names, and there may be more or
 fewer of them than places."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from megatron_recycle.tools.simulate.trace import ABSENT, Outage, Trace
 
 
 def seated(hosts: Sequence[str], outages: Iterable[Outage], places: int) -> list[tuple[int, Outage]]:
-    """Outages of ``places`` places in which these hosts sit, each with its place: when nobody sits there, and when one
-    of the GPUs there is out.
+    """Outages of ``places`` places in which these hosts sit, each with its place: times when a place is empty, and when
+    one of its GPUs is out.
 
-    A host comes back to the place that it had before, if that is empty, else to the first empty one. While all are
-    taken it waits, and the one that has waited longest gets the next one. At the start the first hosts have the first
-    places: with no more hosts than places each one has its own for good. An outage that lasts no time is that of a
-    place that was taken at once.
+    A host comes back to its former place, if that is empty, else to the first empty one. While all are taken it waits,
+    and the host that has waited longest gets the next one. At the start the first hosts have the first places: with no
+    more hosts than places each one has its own for good. An outage of no duration is that of a place that was taken at
+    once.
     """
     table = _Table(hosts, places)
     whole = [one for one in outages if one.gpu is None]
@@ -37,7 +37,7 @@ def seated(hosts: Sequence[str], outages: Iterable[Outage], places: int) -> list
 
 
 def most_at_once(trace: Trace) -> int:
-    """Machines of a trace that are there at the same time, at most."""
+    """Most machines of a trace that are there at the same time."""
     changes: Counter[float] = Counter()
     for one in trace.outages:
         if one.gpu is None:
@@ -51,7 +51,7 @@ def most_at_once(trace: Trace) -> int:
 
 
 class _Table:
-    """Who sits where, since when, and who waits."""
+    """Seated hosts with their times, and the waiting hosts."""
 
     def __init__(self, hosts: Sequence[str], places: int) -> None:
         self._usual = {host: place for place, host in enumerate(hosts[:places])}
@@ -75,7 +75,7 @@ class _Table:
             self._sits[host] = place, at
 
     def go(self, host: str, at: float, kind: str) -> None:
-        """A host goes, in this way."""
+        """A host goes, with this kind of outage."""
         if host not in self._sits:
             self._waits.pop(host, None)
             return
@@ -84,12 +84,12 @@ class _Table:
         self._free[place] = at, kind
 
     def empty(self) -> list[tuple[int, Outage]]:
-        """When each place had nobody. The outage's host is the one that came then, if one did."""
+        """Times when each place was empty. The outage's host is the one that came then, if any."""
         return [*self._gaps, *((place, Outage(since, float("inf"), "", kind))
                                for place, (since, kind) in self._free.items())]
 
     def of_gpus(self, outages: Iterable[Outage]) -> list[tuple[int, Outage]]:
-        """Those of GPUs, as long as their hosts sit somewhere."""
+        """The GPUs' outages, as long as their hosts sit somewhere."""
         found = []
         for one in outages:
             stays = [*self._stays.get(one.host, ())]

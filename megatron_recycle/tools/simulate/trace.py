@@ -25,7 +25,7 @@ class TraceError(RecycleError):
 class Outage:
     """`host` does not work from ``down`` until ``up`` (seconds; infinite: for good).
 
-    ``gpu``: only this GPU of it; None: all of it, which is in order before its GPUs.
+    ``gpu``: only this GPU of it; None: the whole host, which sorts before its GPUs.
     """
 
     down: float
@@ -46,7 +46,7 @@ class Trace:
     """The outages of these hosts in the seconds from 0 to ``duration``.
 
     ``hosts`` are in their order of appearance. ``outages`` are ordered by their begin; of one host and GPU they do not
-    overlap. ``cleaned``: what was changed to make it so, in sentences.
+    overlap. ``cleaned``: the corrections that made it so, in sentences.
     """
 
     hosts: tuple[str, ...]
@@ -84,11 +84,11 @@ class Cleaning:
     _changes: dict[str, list[str]] = field(default_factory=dict)
 
     def note(self, what: str, where: str) -> None:
-        """``what`` was done at ``where`` (a line, a time)."""
+        """Record the correction ``what`` at ``where`` (a line, a time)."""
         self._changes.setdefault(what, []).append(where)
 
     def told(self) -> tuple[str, ...]:
-        """A sentence for each kind of change: how often, and where first."""
+        """A sentence for each kind of correction: how often, and where first."""
         return tuple(f"{what}: {len(places)} times, first {places[0]}" if len(places) > 1 else f"{what}: {places[0]}"
                      for what, places in self._changes.items())
 
@@ -110,14 +110,14 @@ def merged(outages: Iterable[Outage], cleaning: Cleaning) -> tuple[Outage, ...]:
 
 
 def lasting(duration: float) -> float:
-    """A trace may last so long. Raises TraceError otherwise."""
+    """The duration, if a trace may last so long. Raises TraceError otherwise."""
     if not 0 < duration <= _LONGEST:
         raise TraceError(f"the trace lasts {duration:g} s: give seconds above 0, and at most a hundred years")
     return float(duration)
 
 
 def checked(hosts: Sequence[str], outages: Iterable[Outage], duration: float, cleaning: Cleaning) -> Trace:
-    """A trace of these, cleaned. Raises TraceError if it is empty or takes no time."""
+    """A cleaned trace of these. Raises TraceError if it is empty or takes no time."""
     if not hosts:
         raise TraceError("the trace names no host")
     lasts = lasting(duration)

@@ -1,1 +1,1 @@
-"""`--page`: the job in a browser. `state` is what a page shows, `server` serves it; the page itself is beside them."""
+"""`--page`: the job in a browser. `state` is the page's content, `server` serves it; the page itself is beside them."""

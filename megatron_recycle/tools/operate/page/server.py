@@ -1,7 +1,7 @@
-"""Serves a job's page with aiohttp, in a thread beside the watcher. It shows, and orders nothing.
+"""Server of a job's page with aiohttp, in a thread beside the watcher. Read-only: it gives no orders.
 
-On a loopback address whoever is on this machine may look; anywhere else a secret is needed, which follows from the
-job's token and is good for nothing else. Nothing is loaded from other places.
+On a loopback address all users of this machine may look. Anywhere else a secret is needed, which follows from the job's
+token and is good for nothing else. Nothing is loaded from other places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from aiohttp import web
 from megatron_recycle.errors import ConfigError
 
 SECRET = "page.token"
-"""The file in a run's folder that has the secret."""
+"""File in a run's folder with the secret."""
 _HERE = Path(__file__).parent
 _FILES = {"/": ("page.html", "text/html"), "/page.css": ("page.css", "text/css"),
           "/page.js": ("page.js", "text/javascript")}
@@ -34,21 +34,21 @@ _HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'self'; sc
 _LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 _START = 10.0
 _FRESH = 0.5
-"""Seconds for which an answer is good enough for others who ask."""
+"""Seconds for which an answer is cached for other visitors."""
 
 Show = Callable[[], Mapping[str, Any]]
-"""Gives the page's state; called in a thread."""
+"""Returns the page's state; called in a thread."""
 ShowPlan = Callable[[int | None], Mapping[str, Any]]
-"""Gives the schedule, of a pipeline or of all; called in a thread."""
+"""Returns the schedule, of a pipeline or of all; called in a thread."""
 
 
 def secret_of(token: str) -> str:
-    """The secret for those who look at the job with this token."""
+    """The visitors' secret, derived from the job's token."""
     return hmac.new(token.encode(), b"recycle page", hashlib.sha256).hexdigest()[:32]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches this address."""
+    """Whether only this machine can reach this address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -59,7 +59,7 @@ class Server:
     """The page at an address.
 
     Args:
-        show, plan: what it shows.
+        show, plan: its content.
         secret: that a visitor must know; None: none, on a loopback address.
     """
 
@@ -88,7 +88,7 @@ class Server:
                               ) from error
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._done.set)
             self._thread.join(5.0)
@@ -120,12 +120,12 @@ class Server:
         return answer
 
     def _refusal(self, request: web.Request) -> web.StreamResponse | None:
-        """To whom may not look. A visitor brings the secret once, in the address, and gets a cookie for it."""
+        """Refusal of a visitor, if due. A visitor brings the secret once, in the address, and gets a cookie for it."""
         if self._secret is None:
             name = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdecimal() else request.host
             if name in _LOCAL:
                 return None
-            return web.Response(status=421, text="this page is for 127.0.0.1 alone\n")  # some site's name for it
+            return web.Response(status=421, text="this page is for 127.0.0.1 alone\n")  # a site's name for it
         given = request.query.get("token")
         if given is not None and _equal(given, self._secret):
             there = web.Response(status=303, headers={"Location": request.path})

@@ -1,4 +1,4 @@
-"""What the page of a job shows, as JSON: its status, its latest iterations, its latest events, the schedule."""
+"""Content of a job's page, as JSON: its status, its latest iterations, its latest events, the schedule."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from megatron_recycle.tools.timeline import boxes
 
 _ITERATIONS, _EVENTS, _MARKS = 600, 200, 200
 _ROWS = 64
-"""Workers from which on a schedule is shown for one pipeline at a time."""
+"""Most workers for which a schedule shows all pipelines at once."""
 _MARKED = {"suspected": "lost", "joined": "joined", "restored": "went back", "restarted": "coordinator restarted",
            "last_copy": "last copy", "adopted": "better plan"}
-"""Events that are marked over the iterations, and their words."""
+"""Events that are marked over the iterations, and their labels."""
 
 
 class History:
-    """The latest of a job. Add each event, with what is seen after it."""
+    """Recent history of a job. Add each event, with the summary after it."""
 
     def __init__(self) -> None:
         self.iterations: deque[tuple[float, int, float]] = deque(maxlen=_ITERATIONS)
-        """When each was committed, its number, and seconds since the one before."""
+        """Commit time, number, and seconds since the commit before, of each iteration."""
         self.marks: deque[Mapping[str, Any]] = deque(maxlen=_MARKS)
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=_EVENTS)
         self.planned: tuple[Any, float | None] = (None, None)
-        """Seconds of an iteration of the plan in force, behind what they follow from: they are costly to find."""
+        """Cached seconds of an iteration of the plan in force, after their cache key: they are costly to find."""
         self._count = 0
         self._before: float | None = None
 

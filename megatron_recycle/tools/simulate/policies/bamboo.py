@@ -13,9 +13,9 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class BambooConstants:
-    """Of the simulator in Bamboo's repository (uclasystem/bamboo, project_pactum/simulation/simulator.py, 8080929):
-    seconds until a new machine is ready, until all have met again after a fatal failure and after any other, the
-    factor by which iterations are longer while a stage is computed by its shadow, and the risk above which it puts
+    """Constants of the simulator in Bamboo's repository (uclasystem/bamboo, project_pactum/simulation/simulator.py,
+    8080929): seconds until a new machine is ready, until all have met again after a fatal failure and after any other,
+    the factor by which iterations are longer while a stage is computed by its shadow, and the risk above which it puts
     the machines together anew.
 
     ``rolls_back``: a fatal failure goes back to the last checkpoint, as the paper says; that simulator only loses the
@@ -35,13 +35,13 @@ class BambooConstants:
 class Bamboo(Policy):
     """Thorpe et al., "Bamboo: Making preemptible instances resilient for affordable training of large DNNs", NSDI 2023.
 
-    A lost worker's stage is computed by the worker of the stage before it, which holds a copy. Lost with that one, or
-    when the worker has a second stage already: fatal. At the end of an iteration all meet anew if enough spares wait,
-    if a fatal failure has become likelier than 5 %, or if there are machines for a further pipeline. The global batch
-    is kept.
+    A lost worker's stage is computed by the worker of the stage before it, which holds a copy. Fatal: that worker is
+    lost with it, or has a second stage already. At the end of an iteration all meet anew if enough spares wait, if a
+    fatal failure has become likelier than 5 %, or if there are machines for a further pipeline. The global batch is
+    kept.
 
-    Without failures an iteration is 1F1B's, plus what the redundant forwards need beyond the bubble: with M
-    micro-batches and S stages, max(0, M F - (S - 1)(F + B + W)).
+    Without failures an iteration is 1F1B's, plus the time of redundant forwards beyond the bubble: with M micro-batches
+    and S stages, max(0, M F - (S - 1)(F + B + W)).
     """
 
     name = "bamboo"
@@ -89,7 +89,7 @@ class Bamboo(Policy):
         return Answer()
 
     def _shadowed(self, unit: Unit) -> bool:
-        """The unit's stage goes to the one before, if there is one that has a copy of it and no other stage yet."""
+        """The unit's stage goes to the one before, if that has a copy of it and no other stage yet."""
         places = self._holds.pop(unit)
         if len(places) > 1:
             return False

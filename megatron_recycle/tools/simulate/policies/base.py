@@ -1,4 +1,4 @@
-"""What a policy is: it hears of changes, and says how training goes on. The clock and all counting are `run`'s."""
+"""Interface of a policy: it gets changes, and says how training goes on. The clock and all counting are `run`'s."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEVER = float("inf")
 
 
 class Cause:
-    """The words for what time is spent on."""
+    """Names of the causes that time is spent on."""
 
     USEFUL, REDONE, ROLLED_BACK, STOPPED, UNFINISHED = "useful", "redone", "rolled back", "stopped", "unfinished"
     CHECKPOINT, RECOVERY, REJOIN, RESTART, RECONFIGURE = "checkpoint", "recovery", "rejoin", "restart", "reconfigure"
@@ -43,13 +43,13 @@ class Answer:
 
     Attributes:
         course: None: as before.
-        pauses: causes and seconds in which nothing is computed, one after the other.
-        again: the share of what is done of the iteration in flight that is done again; 1: it is begun anew.
+        pauses: causes and seconds without computation, one after the other.
+        again: the share of the done part of the iteration in flight that is redone; 1: it is begun anew.
         back: training goes back to the last `saved` point.
-        saved: the point of now is what a later `back` leads to.
+        saved: a later `back` leads to the present point.
         fatal: the job could not go on in its processes.
         survived: losses that were got over without going back.
-        wakes: (seconds from now, token): the policy is woken then. All wakes of before are kept.
+        wakes: (seconds from now, token): the policy is woken then. All earlier wakes are kept.
         boundary: the policy is woken at the end of the iteration in flight, with the token "boundary"; so it is after
             a checkpoint.
         said: for people, of now; it goes on after the policy's name.
@@ -69,8 +69,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Setting:
-    """The knowledge of a policy at the start, the same as an operator's. ``mtbf``: mean seconds between failures.
-    ``whole``: that the cluster will have workers for the whole grid, now or later."""
+    """A policy's knowledge at the start, the same as an operator's. ``mtbf``: mean seconds between failures. ``whole``:
+    whether the cluster will have workers for the whole grid, now or later."""
 
     job: Job
     cluster: Cluster
@@ -103,5 +103,5 @@ class Policy:
         return Answer()
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
-        """A wake that was asked for, or all stand between two iterations (token "boundary")."""
+        """A requested wake, or all stand between two iterations (token "boundary")."""
         return Answer()

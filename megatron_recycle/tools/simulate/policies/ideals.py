@@ -1,4 +1,4 @@
-"""Marks to measure by: training without failures, and throughput in proportion to what is alive."""
+"""Marks for comparison: training without failures, and throughput in proportion to the live units."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Ideal(Policy):
 
 
 class FaultScaled(Ideal):
-    """Stock 1F1B, slower in proportion to the units that are lost, without any stall: what a perfect system without
-    idle time to use would reach."""
+    """Stock 1F1B, slower in proportion to the lost units, without any stall: a perfect system without idle time to
+    use."""
 
     name = "fault-scaled"
 

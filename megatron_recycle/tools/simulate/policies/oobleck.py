@@ -9,17 +9,15 @@ from megatron_recycle.tools.simulate.cluster import Change, Unit
 from megatron_recycle.tools.simulate.policies.base import NEVER, STANDS, Answer, Cause, Course, Policy, Setting
 
 PLANNED = 8
-"""Numbers of pipelines that are planned, those that promise most."""
+"""Numbers of pipelines that are planned, the most promising ones."""
 
 
 @dataclass(frozen=True)
 class OobleckConstants:
     """``meeting``: seconds to take the groups apart and to build new ones. The paper gives no single number; 15 s is
-    what a public simulation of it takes (ETOgaosion/BambooSimulator), beside Bamboo's 20. Layers that have to be
-    copied come on top. ``least``: share of the usual stages that the shortest template has; half of them is generous,
-    since such a node holds twice the layers. ``faults``: f, of which f + 1 pipelines are kept. ``restart``: after a
-    fatal failure.
-    """
+    from a public simulation of it (ETOgaosion/BambooSimulator), beside Bamboo's 20. Copies of layers come on top.
+    ``least``: share of the usual stages that the shortest template has; half of them is generous, since such a node
+    holds twice the layers. ``faults``: f, of which f + 1 pipelines are kept. ``restart``: after a fatal failure."""
 
     meeting: float = 15.0
     least: float = 0.5
@@ -32,10 +30,10 @@ class OobleckConstants:
 class Oobleck(Policy):
     """Jang et al., "Oobleck: Resilient distributed training of large models using pipeline templates", SOSP 2023.
 
-    All live units work: they are put together to pipelines of n0, n0 + 1, ... units, each with its layers as even as
-    they can be, and micro-batches are dealt so that all end together (of the possible numbers of pipelines the
-    fastest; lengths differ by at most one). 1F1B, the global batch is kept, the iteration in flight is lost. Fatal:
-    all copies of a layer are lost at once, or fewer than (f + 1) n0 units are left.
+    All live units work: they form pipelines of n0, n0 + 1, ... units, each with its layers as even as possible, and
+    micro-batches are dealt so that all end together (of the possible numbers of pipelines the fastest; lengths differ
+    by at most one). 1F1B, the global batch is kept, the iteration in flight is lost. Fatal: all copies of a layer are
+    lost at once, or fewer than (f + 1) n0 units are left.
     """
 
     name = "oobleck"
@@ -101,7 +99,7 @@ class Oobleck(Policy):
         self._units.update(dict.fromkeys(left, (-1, 0, 1)))
 
     def _template(self, count: int) -> tuple[int, ...]:
-        """Lengths of the pipelines that are fastest for so many units; () if there are too few."""
+        """Lengths of the fastest pipelines for so many units; () if there are too few."""
         job = self.setting.job
         longest = min(job.all_layers, 2 * job.stages)
         few, many = self.constants.faults + 1, min(count // self.least, job.pipelines * job.microbatches)

@@ -16,9 +16,9 @@ class ReCycle(Recycling):
     """Gandhi et al., "ReCycle: Resilient training of large DNNs using pipeline adaptation", SOSP 2024 (arXiv
     2405.14009).
 
-    Re-routing, decoupled backward, staggered step and normalising moves as published, without our alignment of
-    failures over pipelines; the iteration in flight is begun anew. Schedules are our list scheduler's, not its
-    MILP's. Its stalls are not published as constants: ours are taken, so that what differs is the plan.
+    Re-routing, decoupled backward, staggered step and normalising moves as published, without our alignment of failures
+    over pipelines; the iteration in flight is begun anew. Schedules are our list scheduler's, not its MILP's. Its
+    stalls are not published as constants: ours are taken, so that only the plan differs.
     """
 
     name = "recycle-published"
@@ -33,9 +33,9 @@ class ReCycle(Recycling):
 class MovedLayers(Recycling):
     """Layers change their stage for good: ElasWave (Kang et al., arXiv 2510.00606, 2025) and ResiHP.
 
-    After each change of the membership the layers are dealt to the stages anew, so that the fullest worker has least to
-    do: with n workers of a stage and T micro-batches, ceil(T / n) times its layers (a minimax over whole layers, alike
-    in all pipelines). Micro-batches are re-routed as ours are, by our planner. ElasWave's own figure for new
+    After each change of the membership the layers are dealt to the stages anew, so that the fullest worker has least
+    work: with n workers of a stage and T micro-batches, ceil(T / n) times its layers (a minimax over whole layers,
+    alike in all pipelines). Micro-batches are re-routed as ours are, by our planner. ElasWave's own figure for new
     communicators is one second, which is added to our stalls; layers are copied while training goes on (its claim).
     """
 
@@ -68,7 +68,7 @@ def recut(loads: list[int], layers: int) -> tuple[int, ...]:
     limit = next(bound for bound in sorted({load * count for load in loads for count in range(1, layers + 1)})
                  if min(most(bound)) >= 1 and sum(most(bound)) >= layers)
     shares = most(limit)
-    while sum(shares) > layers:  # whoever is fullest gives
+    while sum(shares) > layers:  # the fullest gives
         fullest = max((stage for stage in range(len(loads)) if shares[stage] > 1),
                       key=lambda stage: (shares[stage] * loads[stage], stage))
         shares[fullest] -= 1
@@ -76,9 +76,8 @@ def recut(loads: list[int], layers: int) -> tuple[int, ...]:
 
 
 class ElasticBatch(CheckpointRestart):
-    """As TorchElastic starts a job again: after every failure all processes start from the last checkpoint, with as
-    many whole pipelines as there are workers for, each with its usual micro-batches, so that the global batch is
-    smaller."""
+    """TorchElastic's restart: after every failure all processes start from the last checkpoint, with as many whole
+    pipelines as there are workers for, each with its usual micro-batches, so that the global batch is smaller."""
 
     name = "elastic-batch"
     same_batch = False

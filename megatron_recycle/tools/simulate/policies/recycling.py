@@ -1,13 +1,13 @@
 """megatron-recycle itself: the real membership machine and the real planner, for each of the product's policies.
 
-Stalls are those of the recovery benchmark (`scripts/bench/recovery.py`: medians, from the event to the last
-survivor's first action).
+Stalls are those of the recovery benchmark (`scripts/bench/recovery.py`: medians, from the event to the last survivor's
+first action).
 
-A job begins when the hosts for its whole grid are there: the launcher waits for them, and so does a cluster's queue.
-If they never come it is started on those that are there, with as many whole pipelines as divide the global batch, and
-that is its grid for good: hosts that come fill empty places, and make no new pipeline. A stage that has lost its last
-worker comes back from the last checkpoint on the same grid (`guard: checkpoint`). What is simplified: all workers that
-are left are put together anew then, whole pipelines first, and it costs as much as a restart.
+A job begins when the hosts for its whole grid are there: the launcher waits for them, and so does a cluster's queue. If
+they never come it is started on the present hosts, with as many whole pipelines as divide the global batch, and that is
+its grid for good: later hosts fill empty places, and make no new pipeline. A stage that has lost its last worker comes
+back from the last checkpoint on the same grid (`guard: checkpoint`). Simplification: all remaining workers are put
+together anew then, whole pipelines first, and it costs as much as a restart.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from megatron_recycle.tools.simulate.policies.base import NEVER, STANDS, Answer,
 from megatron_recycle.tools.simulate.trace import TraceError
 
 GROW_AFTER = 600.0
-"""Seconds that an elastic job with fewer pipelines than it could have trains before it is started again with more."""
+"""Seconds that an elastic job with fewer pipelines than possible trains before it is restarted with more."""
 PATIENCE = 3600.0
 """Seconds that a job waits for a whole grid that never comes."""
 
 
 @dataclass(frozen=True)
 class Stalls:
-    """Seconds in which nobody computes.
+    """Seconds without computation.
 
     ``exit``, ``host``: after a process's or a host's end, with its detection. ``rejoin``: for a worker that comes in,
     without the copy of its state. ``start``: of a process, while the others train. ``save``: of a checkpoint.
-    ``restart``: of the whole job, with loading. ``wait``: for the hosts of the whole grid, before the job begins on
-    those that are there; None: until they come, `PATIENCE` if they never do.
+    ``restart``: of the whole job, with loading. ``wait``: for the hosts of the whole grid, before the job begins on the
+    present ones; None: until they come, `PATIENCE` if they never do.
     """
 
     exit: float = 0.120
@@ -61,7 +61,7 @@ class Stalls:
 
     @classmethod
     def measured(cls, path: str | Path) -> Stalls:
-        """With the medians of a file that the recovery benchmark has written. Raises TraceError."""
+        """Stalls with the medians of a file that the recovery benchmark has written. Raises TraceError."""
         try:
             kinds = json.loads(Path(path).read_text(encoding="utf-8"))["kinds"]
             medians = {name: kinds[kind]["median_ms"] / 1000
@@ -78,8 +78,8 @@ class Recycling(Policy):
     Attributes:
         product: the setting `policy`.
         moves: whether healthy workers change their stage where that pays off.
-        again: the work of the iteration in flight that is done again after a loss: all of it, that of the lost workers
-            by what is left of their stage (neighbours and peers keep the rest), or nothing.
+        again: the work of the iteration in flight that is redone after a loss: all of it, that of the lost workers by
+            the rest of their stage (neighbours and peers keep theirs), or nothing.
         same_batch: whether a life with fewer pipelines has the same global batch.
         elastic: the job begins with any whole pipelines that are there, deals the global batch to any number of them,
             and starts anew with other ones whenever it can; otherwise as in this module's head.
@@ -95,12 +95,12 @@ class Recycling(Policy):
     def __init__(self, stalls: Stalls | None = None) -> None:
         self.stalls = stalls or Stalls()
         self.save_takes, self.save_every = self.stalls.save, self.stalls.save_every
-        self.members: Members | None = None  # between two lives
+        self.members: Members | None = None  # None: between two lives
         self._due: dict[str, Unit] = {}  # processes that are being started, by position
-        self._moving: dict[str, Unit] = {}  # those of moves
-        self._fresh: list[tuple[str, Unit]] = []  # what of both is to be started now
+        self._moving: dict[str, Unit] = {}  # processes of moves
+        self._fresh: list[tuple[str, Unit]] = []  # starts of both kinds that are due now
         self._growing = False
-        self._begun = False  # a life has been
+        self._begun = False  # whether a life has been
         self._waits = not self.elastic  # for the whole grid
         self._agreed = False  # the last commit has promised that all stand at the next one
 
@@ -138,8 +138,8 @@ class Recycling(Policy):
         return self._and(Answer(self._course(), ((Cause.RECOVERY, stall),), again=again, survived=1))
 
     def _again(self, members: Iterable[str], gone: Collection[str]) -> float:
-        """The share of the iteration's part that is done by now that the loss of ``gone`` costs, as time: the hit stage
-        makes it longer, whose workers do alike what the lost ones have done."""
+        """Share of the iteration's done part that the loss of ``gone`` costs, as time: the hit stage makes it longer,
+        whose workers redo the lost ones' work in parallel."""
         if self.again != "lost":
             return float(self.again == "all")
         stages = [[name in gone for name in members if Worker.parse(name).stage == stage]
@@ -163,7 +163,7 @@ class Recycling(Policy):
     # Lives
 
     def _life(self, pipelines: int) -> None:
-        """A job of so many pipelines begins on its slots."""
+        """Begin a job of so many pipelines on its slots."""
         job = self.setting.job
         self._begun, self._waits = True, False
         self.pipelines = pipelines
@@ -181,7 +181,7 @@ class Recycling(Policy):
         self._growing = False
 
     def _without_life(self) -> Answer:
-        """Nobody trains: a life begins if there are enough hosts."""
+        """Begin a life if there are enough hosts; no worker trains now."""
         job, live = self.setting.job, len(self._live())
         if live < (job.size if self._waits else job.stages):
             return Answer()
@@ -194,7 +194,7 @@ class Recycling(Policy):
         return replace(answer, pauses=(), said="" if self.elastic else f"begins with {with_}")
 
     def _next_life(self) -> Answer:
-        """Start from the last checkpoint on what is left, or wait."""
+        """Restart from the last checkpoint on the remaining workers, or wait."""
         job = self.setting.job
         live = sorted(self._live())
         pipelines = self._whole_pipelines(len(live))
@@ -225,7 +225,7 @@ class Recycling(Policy):
         return 0 if isinstance(life, str) else life.size // job.stages
 
     def _grown(self) -> Answer:
-        """With enough spares for a further pipeline the job is saved and started again, with more of them."""
+        """Save and restart the job with more pipelines, if there are enough spares."""
         if self._whole_pipelines(len(self._live())) <= self.pipelines:
             return Answer()
         answer = self._next_life()
@@ -234,7 +234,7 @@ class Recycling(Policy):
     # Processes that come in
 
     def _come_in(self) -> None:
-        """Spare units are given to empty positions."""
+        """Give spare units to empty positions."""
         assert self.members is not None
         empty = [Worker.parse(name) for name in self.members.empty if name not in self._due]
         for worker, unit in self.slots.fill(empty).items():
@@ -273,7 +273,7 @@ class Recycling(Policy):
         return self._and(answer)
 
     def _follow_moves(self, members: Members, moves: Mapping[str, str]) -> None:
-        """Units whose process stands for another position now."""
+        """Follow units whose process has moved to another position."""
         for to, incarnation in moves.items():
             mover = members.state.known[incarnation].worker
             if to in members.state.members and mover not in members.state.members and to in self._moving:
@@ -281,7 +281,7 @@ class Recycling(Policy):
                 self._come_in()
 
     def _and(self, answer: Answer) -> Answer:
-        """The answer, with what the machine has asked for meanwhile."""
+        """The answer, with the machine's requests meanwhile."""
         members = self.members
         assert members is not None
         members.find_moves()
@@ -368,7 +368,7 @@ class LentAndMoves(Recycling):
         return replace(answer, course=Course.of(self.setting.plans.lent(failed, self.dealt), super()._course().samples))
 
     def _course(self) -> Course:
-        """The course with the stage's own layers, which the job follows at once."""
+        """The course without lent layers, which the job follows at once."""
         assert self.members is not None
         self._changes += 1
         self._found, self._begin_search = False, bool(self.members.empty)

@@ -27,18 +27,18 @@ from megatron_recycle.tools.simulate.trace import TraceError
 _POLICIES: tuple[Any, ...] = (
     Recycling, WithoutMoves, LentAndMoves, LentLayers, ReCycle, MovedLayers, Dropping, TorchFT, RollBack, LossyForward,
     Bamboo, Oobleck, ElasticBatch, CheckpointRestart, FaultScaled, Ideal)
-"""In the order of tables."""
+"""All policies, in the order of tables."""
 _WITHOUT_OURS = (Bamboo, Oobleck, FaultScaled, Ideal)
 """Policies with stalls of their own, or none."""
 ORDER = tuple(made.name for made in _POLICIES)
 """Their names."""
 USUAL = ("ours", "lent-and-moves", "recycle-published", "oobleck", "bamboo", "torchft", "checkpoint-restart",
          "fault-scaled", "fault-free")
-"""What is compared if nobody says what."""
+"""The default comparison."""
 
 
 def makers(names: Iterable[str], stalls: Stalls) -> dict[str, Callable[[], Policy]]:
-    """A maker of each of these policies, with our own stalls. Raises TraceError for a name that is none."""
+    """A maker of each of these policies, with our own stalls. Raises TraceError for an unknown name."""
     known: dict[str, Callable[[], Policy]] = {made.name: partial(made, stalls) for made in _POLICIES}
     known |= {made.name: made for made in _WITHOUT_OURS}
     wanted = [*dict.fromkeys(names)]
