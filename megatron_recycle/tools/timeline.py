@@ -1,5 +1,5 @@
-"""`recycle timeline PLAN [PLAN] [-o PICTURE]`: one plan file as a picture, or two of them one above the other. `recycle
-timeline RUN [--iteration K]`: an iteration of a job, its plan above the recorded run, and a Perfetto trace.
+"""`recycle timeline PLAN [PLAN] [-o PICTURE]`: one plan file as a picture, or two of them one above the other.
+`recycle timeline RUN [--iteration K]`: an iteration of a job, its plan above the recorded run, and a Perfetto trace.
 
 A picture has one row per worker, time from left to right, as the replay runs them from a cold start. Forward,
 input-gradient and weight-gradient work, full backwards and the step have a colour each; work done for another pipeline
