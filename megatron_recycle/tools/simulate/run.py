@@ -236,8 +236,7 @@ class Run:
         done.iterations, done.samples = iterations, samples
 
     def _change_to(self, course: Course) -> None:
-        """Switch the course. The done fraction of an iteration is kept under the new length, with the time that it
-        took."""
+        """Switch the course. The iteration in flight keeps its done fraction, and the time that this took."""
         before, self._course = self._length, course
         if not self._elapsed:
             self._length = course.first
