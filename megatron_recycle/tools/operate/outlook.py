@@ -174,7 +174,7 @@ def _begins(age: float | None) -> Outlook:
 
 
 def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
-    """The workers of each stage, the hosts whose loss ends the job, a phrase for these, the stages with one worker."""
+    """Workers of each stage, the hosts whose loss ends the job, this risk in words, and the stages with one worker."""
     seen, hosts = facts.seen, facts.hosts
     _, stages = seen.grid
     workers: list[dict[str, set[str]]] = [{} for _ in range(stages)]
