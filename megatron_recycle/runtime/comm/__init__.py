@@ -1,1 +1,1 @@
-"""Everything that talks to other workers through torch.distributed."""
+"""Communication with other workers through torch.distributed."""

@@ -1,4 +1,4 @@
-"""The end of communicators: freeing whoever waits in them, and tearing them down."""
+"""The end of communicators: freeing all threads that wait in them, and tearing them down."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from megatron_recycle.runtime.comm.tags import FRAMEWORK
 from megatron_recycle.runtime.comm.threads import Task, Threads
 
 _LONGEST_ABORT = 10.0
-"""Seconds that a library which may hang in an abort gets for it."""
+"""Seconds for the abort of a library that may hang in it."""
 STUCK = (f"the communication library has not aborted a communicator within {_LONGEST_ABORT:.0f} s, and may never do: "
          "this process ends; `recycle run --max-restarts` starts it again")
 _LONGEST_LEAVE = 2.0
-"""Seconds within which whoever waits in a communicator has left it, if it is not stuck somewhere else."""
+"""Seconds within which a thread that waits in a communicator has left it, if it is not stuck somewhere else."""
 _STATUS = 1
-"""Exit status of a process that an abort has not freed."""
+"""Exit status of a process with a thread that an abort has not freed."""
 _LONGEST_RETIRE = 5.0
 """Seconds that the end of the process waits for communicators to be torn down."""
 
 
 def foreign(group: dist.ProcessGroup) -> Comm:
-    """A group that somebody else has made and uses, to be aborted or torn down here."""
+    """A group that other code has made and uses, to be aborted or torn down here."""
     return Comm(group, backend_of(group), FRAMEWORK)
 
 
 def end_process(text: str) -> None:
-    """End this process, in which a thread cannot be freed: what it hangs in, nothing else gets it out of."""
+    """End this process: it has a thread that cannot be freed in any other way."""
     get_logger().critical("megatron-recycle: %s", text)
     logging.shutdown()
     os._exit(_STATUS)
 
 
 def abort(comms: Sequence[Comm], threads: Threads) -> list[Task]:
-    """Free whoever waits in ``comms``, from any thread; no result of theirs counts from the moment this is called.
+    """Free all threads that wait in ``comms``, from any thread; none of their results counts from now on.
 
-    Libraries that are quick about it come first and are done on return. Each communicator of the others gets a thread
-    of ``threads``, since one may hang on another's account; these are returned.
+    Libraries with a quick abort come first and are done on return. Each communicator of the others gets a thread of
+    ``threads``, since one may hang because of another; these are returned.
     """
     for comm in comms:
         comm.aborted = True
@@ -55,8 +55,8 @@ def abort(comms: Sequence[Comm], threads: Threads) -> list[Task]:
 
 
 def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[Task] = ()) -> None:
-    """Tear ``comms`` down in a thread of ``threads``, once ``aborting`` have ended: it takes gloo up to a second, and
-    nobody needs it done."""
+    """Tear ``comms`` down in a thread of ``threads``, once ``aborting`` have ended. In the background, since it takes
+    gloo up to a second and is not urgent."""
     def destroy() -> None:
         if not ended(aborting):
             get_logger().warning("megatron-recycle: an abort takes more than %d s; what was connected stays so until "
@@ -69,7 +69,7 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[Task] = (
 
 
 def ended(aborting: Sequence[Task]) -> bool:
-    """Whether these have ended within the time that an abort may take, counted from now."""
+    """Whether all of ``aborting`` end within the time limit of an abort, counted from now."""
     limit = time.monotonic() + _LONGEST_ABORT
     for thread in aborting:
         thread.join(max(0.0, limit - time.monotonic()))
@@ -77,15 +77,15 @@ def ended(aborting: Sequence[Task]) -> bool:
 
 
 class Ending:
-    """The end of the communicators of one owner: aborted once, by whichever thread comes first, then torn down.
+    """The end of one owner's communicators: aborted once, by the first thread that asks, then torn down.
 
     Args:
-        threads: those that abort and tear down.
-        stuck: called where an abort hangs that somebody has to be freed by; ends the process.
+        threads: run the aborts and teardowns.
+        stuck: called if an abort hangs while threads have to be freed; ends the process.
 
     Attributes:
-        rests: whether nobody waits who would have to be freed: `abort` does nothing.
-        spared: those that were left, and not aborted.
+        rests: whether no thread waits that would have to be freed: `abort` does nothing.
+        spared: the communicators that were left, and not aborted.
     """
 
     def __init__(self, threads: Threads, stuck: Callable[[str], None] = end_process) -> None:
@@ -98,13 +98,13 @@ class Ending:
         self._aborting: list[Task] | None = None
 
     def abort(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]] = tuple) -> None:
-        """As `abort`, unless that is done; waits for a thread that is about it. Whoever waits in a communicator whose
-        abort takes longer than it may is never freed: the process ends then, so that the others need not find that out,
-        and may be started again.
+        """As `abort`, unless that is done; waits for a thread that is aborting. A thread in a communicator whose abort
+        exceeds its limit is never freed: the process ends then, so that peers need not find that out and it can be
+        restarted.
 
-        Those that ``spare()`` names are left instead, since another generation may go on with them. They are aborted,
-        too, if nobody has settled (`park`, `retire`) two seconds later: somebody may be stuck in one of them, or wait
-        for the device, in a place that nobody can leave.
+        Communicators in ``spare()`` are left instead, since another generation may go on with them. They are aborted,
+        too, if nothing has settled (`park`, `retire`) two seconds later: a thread may be stuck in one of them, or wait
+        for the device, in a place that it cannot leave.
         """
         if self.rests or not self._abort(comms, spare):
             return
@@ -115,7 +115,7 @@ class Ending:
 
     def park(self, comms: Sequence[Comm],
              spare: Callable[[], Collection[Comm]]) -> tuple[Collection[Comm], Sequence[Task]]:
-        """Those that may go on: nobody waits in them; and the threads that abort others, which are torn down then."""
+        """Communicators that may go on, with no thread in them; and threads that abort the others before teardown."""
         if self.rests:
             return comms, ()
         self._abort(comms, spare)
@@ -130,7 +130,7 @@ class Ending:
         retire(comms, self.threads, aborting)
 
     def _abort(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]] = tuple) -> bool:
-        """Whether it was done here, and not before."""
+        """Whether this call has aborted, and not an earlier one."""
         with self._lock:
             if self._aborting is not None:
                 return False
@@ -143,7 +143,7 @@ class Ending:
             return True
 
     def _settle(self) -> Collection[Comm]:
-        """Nobody waits any more; those that have been spared until now."""
+        """No thread waits any more. Returns the communicators spared until now."""
         self._settled.set()
         with self._lock:
             spared, self.spared = self.spared, ()

@@ -1,8 +1,8 @@
-"""When a worker may leave an iteration: its stage has all that it needs of it, and owes nothing.
+"""Closing an iteration: when a worker may leave it, since its stage has all it needs of it and owes nothing.
 
 A stage is *closed* for an iteration once all its live workers, and all parts of each, hold the reduced gradient, and
-all messages that they have sent have been used by their readers. Then nothing of it is run at that stage again when a
-worker dies: a script that has left the iteration is not asked for it once more.
+the readers have used all their messages. Then no action of the iteration is repeated at that stage when a worker dies,
+and a script that has left the iteration is not asked for it once more.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ATTEMPTS = 256  # attempts at an iteration that have tags of their own
 class Acknowledgements:
     """One worker's part in closing its stage for one attempt at an iteration.
 
-    A reader says once to each sender that it has used all messages of that sender's; the stage's workers then add up
-    that all of them have heard so. gloo's own word that a message has left is no proof that it has come. Where workers
+    A reader reports once to each sender that it has used all of that sender's messages; the stage's workers then count
+    that all of them have heard so. gloo's completion of a send is no proof that the message has arrived. Where workers
     have parts, equal parts do so, and then all parts of each worker meet. Stages that share parameters make their
     gradients together, and are closed together.
 
@@ -59,18 +59,18 @@ class Acknowledgements:
             count(self._groups.stage_control, True)
 
     def end(self) -> None:
-        """The attempt is void, and all have begun it: bring what is under way to its end. Raises GenerationOver."""
+        """The attempt is void, and all have begun it: complete pending messages. Raises GenerationOver."""
         for action in [*self._owed]:
             self.did(action)
         self._hear()
 
     def _meet_siblings(self) -> None:
-        """All parts of this worker have come so far, and by what they have added up those of its peers."""
+        """Wait until all parts of this worker are here, and by their counts those of its peers."""
         ranks = self._groups.control_siblings
         self._meet([rank for number, rank in enumerate(ranks) if number != self._groups.part], self._tag_of_parts)
 
     def _meet_tied(self) -> None:
-        """The first worker of each stage tells those of the tied stages that its own has come so far."""
+        """The first worker of each stage reports to those of the tied stages that its own stage is here."""
         first = [self._groups.peers(stage)[0] for stage in (self._groups.me.stage, *self._tied)]
         if first[0] == self._groups.me:
             self._meet([self._groups.control_ranks[other] for other in first[1:]], self._tag_of_ties)

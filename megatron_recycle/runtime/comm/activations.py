@@ -1,17 +1,17 @@
 """Activations and gradients between workers, in the order the plan fixes.
 
-One channel per direction of a pair of workers. A sender's listed actions fix the order of its messages
-on each channel; the receiver posts its receives in that same order, so that nothing depends on tags (NCCL has
-none, and an order that only tags made possible would deadlock there). It posts them for what it reads next, not for
-every channel, so that a worker with guests has no more of them than another (`plan.receives`). On gloo the running
-number of a message is its tag as well, which turns a lost message into a visible wait.
+One channel per direction of a pair of workers. The order of a sender's actions fixes the order of its messages on each
+channel; the receiver posts its receives in that same order, so that nothing depends on tags (NCCL has none, and an
+order that only tags made possible would deadlock there). Receives are posted for the next reads, not for every channel,
+so that a worker with guests has no more of them than another (`plan.receives`). On gloo the running number of a message
+is its tag as well, which turns a lost message into a visible wait.
 
 Where a library runs a communicator's operations one after the other (NCCL), nothing is posted ahead: all workers post
 in one order, the plan's (`plan.transfers`), in which no plan can deadlock.
 
-Shapes: a channel's first activation of a generation over each boundary between two chunks is preceded by a header that
-tells them; later ones are of the same shapes. Gradients have the shapes of what the receiver itself sent; those that
-may come before that is sent once more, after a failure, are preceded by a header too.
+Shapes: in each generation a header precedes a channel's first activation over each boundary between two chunks; later
+ones have the same shapes. Gradients have the shapes of the receiver's own activations; a header also precedes those
+that, after a failure, may come before these are sent once more.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Order:
     def __init__(self, postings: Sequence[Transfer], me: Worker) -> None:
         self._receives: list[Message] = []
         self._before: dict[tuple[Message, bool], int] = {}
-        """How many of the receives come before each message that comes, or (true) is sent: one of either may have the
-        name of one of the other, which may come later or earlier."""
+        """The number of receives before each message that arrives, or (true) is sent: an arriving and a sent message
+        may have the same name, and come at different times."""
         for source, target, message in postings:
             self._before[message, source == me] = len(self._receives)
             if target == me:
@@ -52,7 +52,7 @@ class _Order:
         self._posted = 0
 
     def before(self, message: Message, sent: bool) -> list[Message]:
-        """The receives, not asked for yet, that come before ``message``, which is ``sent`` or comes."""
+        """The receives, not yet returned, that come before ``message``, which is ``sent`` or arrives."""
         upto = self._before.get((message, sent), 0)
         due = self._receives[self._posted:upto]
         self._posted = max(self._posted, upto)
@@ -81,7 +81,7 @@ class Transport:
 
     def follow(self, plan: Plan, kinds: str = "FB", read: Collection[tuple[Worker, Message]] = ()) -> None:
         """Adopt the transfers of ``plan``, between two iterations, unless they are in use: those of ``kinds``,
-        activations and gradients, without those that their receivers have ``read`` in an earlier attempt."""
+        activations and gradients, except those that their receivers have ``read`` in an earlier attempt."""
         if self._followed is not None and self._followed[0] is plan and self._followed[1] == kinds and not read:
             return
         self._followed = None if read else (plan, kinds)
@@ -105,11 +105,11 @@ class Transport:
         return dict(self._sender.metas)
 
     def know(self, metas: Mapping[int, Meta]) -> None:
-        """The shapes of what was sent in an earlier generation, whose gradients are still to come."""
+        """Restore the shapes of activations sent in an earlier generation, whose gradients are still to come."""
         self._sender.metas = dict(metas)
 
     def note(self, to: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """``message`` was made again for ``to``, which had read it before: its gradient has the same shapes."""
+        """``message`` was recomputed for ``to``, which had read it before: its gradient has the same shapes."""
         self._sender.note(to, message, tensors)
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
@@ -121,8 +121,8 @@ class Transport:
         Args:
             channels: for every ordered pair of workers the messages of one iteration, in the sender's order
                 (``plan.channels``); pairs without this worker are ignored.
-            reads: what this worker reads, with its sender, in the order of its actions (``plan.reads``).
-            read_by: which messages have been read once one has come (``plan.read_by``): they are not kept any longer.
+            reads: senders and messages that this worker reads, in the order of its actions (``plan.reads``).
+            read_by: messages that have been read once a message has come (``plan.read_by``); they are dropped then.
             chunks: of each stage.
             first: whether a message may come to its reader before the forward that it belongs to is run.
         """
@@ -141,7 +141,7 @@ class Transport:
 
         ``label`` is iteration and attempt, if the times of its messages are of interest.
 
-        Nobody begins one before the last but one is committed: what was sent in that has been read.
+        No worker begins one before the last but one is committed: its messages have been read.
         """
         self.lags.begin(label)
         self._sender.begin()
@@ -151,7 +151,7 @@ class Transport:
         self.post()
 
     def forget_shapes(self) -> None:
-        """Between two iterations, by all workers: what comes next may have other shapes, which are told anew."""
+        """Between two iterations, by all workers: later messages may have other shapes, sent in new headers."""
         self._sender.forget_shapes()
         self._receiver.forget_shapes()
 
@@ -162,7 +162,7 @@ class Transport:
         self._sender.send(message, target, tensors)
 
     def receive(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of ``message``, waiting for them if need be.
+        """The tensors of ``message``; blocks until they have come.
 
         Raises GenerationOver when the generation ends while waiting.
         """
@@ -172,25 +172,25 @@ class Transport:
         return tensors
 
     def post(self) -> None:
-        """Keep receives posted for what is read next, unless transfers have an order."""
+        """Keep receives posted for the next reads, unless transfers have an order."""
         if self._order is None:
             self._receiver.post_next()
 
     def begun(self) -> dict[tuple[Worker, Worker], tuple[int, int]]:
-        """For each channel of this worker, from the sender to the receiver, how many transfers it has begun to send and
-        to receive in all iterations: on each one of them is 0."""
+        """For each channel of this worker, from sender to receiver, the number of transfers that it has begun to send
+        and to receive in all iterations; one of the two is 0."""
         me = self._groups.me
         return {**{(me, target): (count, 0) for target, count in self._sender.begun().items()},
                 **{(source, me): (0, count) for source, count in self._receiver.begun().items()}}
 
     @property
     def can_drain(self) -> bool:
-        """Whether this worker knows the shapes of all that it may have to send in `drain`."""
+        """Whether this worker knows the shapes of all messages that it may have to send in `drain`."""
         return self._sender.can_fill(self._receiver.of_gradients)
 
     def drain(self, plan: Plan, begun: Mapping[tuple[Worker, Worker], tuple[int, int]]) -> None:
-        """The iteration, of ``plan``, is void: bring every transfer to its end that one of its two ends has begun, and
-        throw away what comes. ``begun``: as `begun`, of all workers; all are here, and have begun the iteration.
+        """The iteration, of ``plan``, is void: complete every transfer that either end has begun, and drop the received
+        tensors. ``begun``: as `begun`, of all workers; all have begun the iteration and call this.
 
         Transfers that are missing at one end are posted in the planned order, as the others were. Raises
         GenerationOver.
@@ -213,7 +213,7 @@ class Transport:
         sender.end()
 
     def _post_before(self, message: Message, sent: bool) -> None:
-        """Where transfers have an order: post the receives that come in it before ``message``."""
+        """Where transfers have an order: post the receives that precede ``message`` in it."""
         if self._order is not None:
             for receive in self._order.before(message, sent):
                 self._receiver.post(receive)

@@ -1,9 +1,9 @@
-"""Waits in a library that cannot be told to end them, and ways to leave them.
+"""Ways to leave waits in a library that offers none.
 
-When gloo closes a connection it fails whatever is queued there, but not the transfer that it is in the midst of: who
-waits for a tensor of which a part has come, or gone, when its peer dies waits until the limit of the operation, half
-an hour, and would be taken for stalled. So a helper does the waiting, and is left behind in that case. Nothing writes
-to the tensor any more: the connection is closed.
+When gloo closes a connection it fails all queued operations there, but not the transfer that it is in the middle of. A
+thread that waits for a partly transferred tensor when its peer dies waits until the operation's timeout, half an hour,
+and would be taken for stalled. So a helper thread does the waiting, and is abandoned in that case. Nothing writes to
+the tensor any more: the connection is closed.
 
 A wait can also be left while the connection stays, by the communicator's cancel token: the operation goes on, and may
 be waited for again.
@@ -41,7 +41,7 @@ class CancelToken:
     """Cancels all waits on a communicator, from any thread; once, and for good.
 
     Attributes:
-        cancelled: whether it has done so. A wait that begins later ends at once.
+        cancelled: whether it has done so. A later wait ends at once.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class CancelToken:
         self._inside: set[Callable[[], None]] = set()
 
     def cancel(self) -> None:
-        """Wake all threads that wait; they find that it is `cancelled`."""
+        """Wake all waiting threads; they find it `cancelled`."""
         with self._lock:
             self.cancelled = True
             inside = list(self._inside)
@@ -59,7 +59,7 @@ class CancelToken:
 
     @contextmanager
     def beside(self, wake: Callable[[], None]) -> Iterator[None]:
-        """A block in which a thread waits that ``wake()`` wakes, from any thread."""
+        """A block in which a thread waits; ``wake()`` wakes it, from any thread."""
         with self._lock:
             self._inside.add(wake)
         try:
@@ -74,8 +74,8 @@ class Cancellation:
     """How the waits on one communicator end early.
 
     Attributes:
-        token: cancels them while operations go on. Another one takes its place once it has cancelled.
-        closed: whether the communicator's abort has done its work: what is not stuck in the library has ended.
+        token: cancels the waits while operations go on. Once it has cancelled, it is replaced by another.
+        closed: whether the communicator's abort is done: all operations that are not stuck in the library have ended.
     """
 
     token: CancelToken = field(default_factory=CancelToken)
@@ -87,7 +87,7 @@ class Wait:
 
     Args:
         cancellation: of the operation's communicator.
-        stays: it is never cancelled: it takes no time.
+        stays: it is never cancelled, as it takes no time.
     """
 
     __slots__ = ("_begun", "_cancellation", "_stays")
@@ -98,18 +98,18 @@ class Wait:
 
     @property
     def begun(self) -> bool:
-        """Whether a helper waits, or has waited, for the operation: `again` is what is left to do."""
+        """Whether a helper waits, or has waited, for the operation: call `again` to go on."""
         return self._begun is not None
 
     @property
     def cancel_token(self) -> CancelToken:
-        """The one that this wait may be left through."""
+        """The token that cancels this wait."""
         return CancelToken() if self._stays else self._cancellation.token
 
     def aside(self, block: Callable[[], object]) -> None:
-        """``block()`` by a helper, and what it raises. ``block`` must not keep the interpreter to itself.
+        """Run ``block()`` in a helper thread, and raise its errors. ``block`` must release the GIL.
 
-        Raises Cancelled, and RuntimeError if the communicator has been closed for a second and it has not ended.
+        Raises Cancelled, and RuntimeError if it has not ended a second after the communicator was closed.
         """
         try:
             helper = _idle.pop()
@@ -134,7 +134,7 @@ class Wait:
 
 
 class _Outcome:
-    """The outcome of a helper's wait. A bare lock, since a Future's condition costs several times as much, for every
+    """The outcome of a helper's wait. A bare lock: a Future's condition costs several times as much, for every
     transfer."""
 
     __slots__ = ("_failure", "_over", "_turn")
@@ -151,12 +151,12 @@ class _Outcome:
         self.wake()
 
     def wake(self) -> None:
-        """Let who waits look again."""
+        """Let the waiting thread look again."""
         with suppress(RuntimeError):  # it is about to
             self._turn.release()
 
     def came(self, seconds: float) -> bool:
-        """Whether it is there within that time, or before, if woken. Raises what the wait has raised."""
+        """Whether it is there within ``seconds``, or before, if woken. Raises the wait's error."""
         if not self._over:
             self._turn.acquire(timeout=seconds)
         if not self._over:
@@ -166,7 +166,7 @@ class _Outcome:
             if failure is not None:
                 raise failure
         finally:
-            del failure  # whose traceback has this frame
+            del failure  # its traceback has this frame
         return True
 
 
@@ -188,7 +188,7 @@ class _Helper:
                 wait()
             except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
                 failure = error
-            del wait  # and with it the tensor: whoever waits may count on being the last who has it
+            del wait  # and with it the tensor: the waiting thread may count on having the last reference
             _idle.append(self)
             outcome.tell(failure)
             del outcome, failure

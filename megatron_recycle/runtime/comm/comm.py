@@ -1,8 +1,8 @@
-"""Workers that talk to each other in one generation: the one place that calls a communication library.
+"""Communicators of one generation: the one place that calls a communication library.
 
-Libraries raise what they like when a peer is gone, a connection is closed or a limit is over, and none says who is to
-blame. Here all of it becomes `GenerationOver`, with a sentence of what was being done. After an abort nothing that was
-pending counts, even if the library says that it went well: NCCL does, and leaves anything in the tensor.
+Libraries raise arbitrary errors when a peer is gone, a connection is closed or a timeout is over, and none names the
+culprit. Here every such error becomes `GenerationOver`, with a sentence of what was being done. After an abort no
+pending operation counts, even if the library reports success: NCCL does, and leaves anything in the tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class failing_ends:
 
     Args:
         what: what is being done, for the message; its text is made only if that fails.
-        aborted: whether an abort has come meanwhile; the block then fails even if the library says nothing.
+        aborted: whether an abort has come meanwhile; the block then fails even if the library raises nothing.
         means: whether an error in the block is the library's; None if nothing else can raise there.
     """
 
@@ -55,15 +55,15 @@ class failing_ends:
 
 
 def is_broken(error: Exception) -> bool:
-    """Whether this is of the communication library; gloo's errors have no type of their own."""
+    """Whether the communication library has raised ``error``; gloo's errors have no type of their own."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in ("gloo", "pair closure"))
 
 
 class Pending:
-    """An operation that was started; it goes on by itself.
+    """An operation under way.
 
-    Keep it until it has ended, and its tensor with it: gloo drops a send that is let go of before it has been read, and
-    says that it has been read to nobody who does not wait.
+    Keep it and its tensor until it has ended: gloo silently drops a send whose handle is garbage-collected before it
+    has been read, and reports completion only to waiters.
     """
 
     __slots__ = ("__weakref__", "_comm", "_kind", "_open", "_peer", "_tag", "_wait", "_work", "tensor")
@@ -77,9 +77,9 @@ class Pending:
 
     def wait(self, read: bool = False, stays: bool = False) -> None:
         """Block until it has ended; the tensor is whole then. Raises GenerationOver when it failed, when the
-        communicator has been aborted, whatever became of it, or when its waits have been cancelled: it may then be
-        waited for again. ``read``: it is a send whose receiver is known to have got it, so that there is nothing to
-        wait for. ``stays``: this wait is never cancelled."""
+        communicator has been aborted, whatever the outcome, or when its waits have been cancelled; after a cancellation
+        it may be waited for again. ``read``: this is a send that the receiver is known to have got, so no wait is
+        needed. ``stays``: this wait is never cancelled."""
         comm = self._comm
         with failing_ends(self, comm.is_aborted):
             with comm.ledger.asking():
@@ -95,7 +95,7 @@ class Pending:
                 comm.ledger.over()
 
     def begun(self, work: Work) -> None:
-        """The library has begun it; nobody else begins anything on its communicator meanwhile."""
+        """The library has begun it; no other operation begins on this communicator meanwhile."""
         self._work, self._open = work, self._kind != "sum"
         self._comm.ledger.begin(self._kind, self._peer)
 
@@ -118,23 +118,23 @@ def wait_all(pending: Iterable[Pending]) -> None:
 
 
 class Comm:
-    """Some workers that talk to each other in one generation.
+    """A communicator: some workers that talk to each other in one generation.
 
-    Every method may be called from any thread; none but `Pending.wait` blocks. All raise GenerationOver.
+    Every method may be called from any thread; only `Pending.wait` blocks. All raise GenerationOver.
 
     Args:
         group: the library's communicator.
-        backend: how that library is spoken to.
-        table: whose tags are used here.
+        backend: the adapter of that library.
+        table: the tags that are used here.
         of: the generation, for messages.
         names: of the members, by rank, for messages.
-        identity: of this communicator among all of the job, a path that ends with its name in the generation; nothing
-            for one that is not this runtime's.
-        ledger: what has been begun on ``group`` before; None: nothing.
+        identity: a path, unique in the job, that ends with the communicator's name in the generation; empty for a
+            communicator that is not this runtime's.
+        ledger: operations begun on ``group`` before; None: none.
 
     Attributes:
         aborted: whether `abort` or `leave` has been called.
-        cancellation: of whoever waits here.
+        cancellation: of all waits here.
     """
 
     def __init__(self, group: Any, backend: Backend, table: Table, of: str = "between generations",
@@ -152,53 +152,53 @@ class Comm:
 
     @property
     def group(self) -> Any:
-        """torch's own process group, for whoever wants that, and may do anything there."""
+        """torch's own process group. A caller may do anything with it, so the next generation cannot reuse it."""
         self.ledger.lent = True
         return self._group
 
     @cached_property
     def rank(self) -> int:
-        """This worker's number here."""
+        """This worker's rank here."""
         rank: int = self._group.rank()
         return rank
 
     @property
     def name(self) -> str:
-        """Its name among those of a generation."""
+        """The communicator's name in its generation."""
         return self.identity.rpartition("/")[2]
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return len(self.names)
 
     @cached_property
     def limit(self) -> timedelta | None:
-        """How long an operation may take; None: the library does not need to be told."""
+        """Timeout of an operation; None: the library needs none."""
         return self.backend.limit(self._group)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
-        """Start sending ``tensor``, contiguous, to member ``to``. It must not be written to before that has ended."""
+        """Start sending ``tensor``, contiguous, to member ``to``. Do not write to it before the send has ended."""
         return self._start(Pending(self, "send", tensor, to, tag), lambda: self._group.send([tensor], to, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving what member ``source`` sends with ``tag`` into ``tensor``, contiguous and of the same size.
 
-        Among several with the same tag the first one posted gets the tensor that was sent first.
+        Among several receives with the same tag the first posted gets the tensor that was sent first.
         """
         return self._start(Pending(self, "receive", tensor, source, tag),
                            lambda: self._group.recv([tensor], source, tag))
 
     def sum(self, tensor: torch.Tensor) -> Pending:
-        """Start adding up ``tensor`` over all members, in place, the same bits everywhere. All members come to their
-        sums here in the same order."""
+        """Start an all-reduce of ``tensor``, in place, with the same bits on all members. All members issue their sums
+        here in the same order."""
         pending = Pending(self, "sum", tensor, self.rank, 0)
         return pending if self.size == 1 else self._start(pending, lambda: self._group.allreduce([tensor]))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """A block in which operations are started together when it ends, and may end in any order, also where the
-        library runs one after the other; they must not be waited for inside."""
+        """A block whose operations start together when it ends, and may end in any order, also where the library runs
+        one after the other. Do not wait inside."""
         what = f"{self.of}: a batch of transfers"
         with self.ledger.lock:
             started: list[tuple[Pending, Work]] = []
@@ -210,7 +210,7 @@ class Comm:
             try:
                 yield
             finally:
-                # An abort meanwhile changes nothing: what another generation posts must not get into this batch.
+                # An abort meanwhile changes nothing: operations of another generation must not get into this batch.
                 self._batch = None
                 with failing_ends(what), self._asking():
                     together = self.backend.end_batch(self._group)
@@ -234,7 +234,7 @@ class Comm:
         return self.aborted
 
     def leave(self) -> None:
-        """Nothing counts here any more, and nobody waits, from any thread; but the library's communicator stays, and
+        """Void everything here and free all waiting threads, from any thread. The library's communicator stays, and
         `again` may go on with it."""
         self.aborted = True
         self.cancellation.token.cancel()
@@ -242,8 +242,8 @@ class Comm:
     def abort(self) -> None:
         """Make every pending and future operation here fail, from any thread.
 
-        The flag comes first: whoever is freed by the abort sees it. gloo takes a millisecond for each other member;
-        NCCL may take seconds, or never return, if something else on the device is stuck.
+        The flag is set first, so that a thread freed by the abort sees it. gloo takes a millisecond for each other
+        member; NCCL may take seconds, or never return, if something else on the device is stuck.
         """
         self.aborted = self.ledger.gone = True
         # NCCL must not be inside an operation of this communicator when it is aborted.
@@ -256,7 +256,7 @@ class Comm:
                 self.ledger.lock.release()
 
     def destroy(self) -> None:
-        """Give back what it takes, some time after its abort. Raises nothing."""
+        """Free its resources, some time after its abort. Raises nothing."""
         self.backend.destroy(self._group)
 
     def _start(self, pending: Pending, start: Callable[[], Work]) -> Pending:
@@ -273,7 +273,7 @@ class Comm:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """A block in which the library is asked to begin something; under the lock, so that no abort has come yet."""
+        """A block in which the library begins an operation; under the lock, so that no abort has come yet."""
         with self.ledger.asking():
             try:
                 yield

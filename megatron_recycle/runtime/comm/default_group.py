@@ -1,7 +1,7 @@
-"""torch's default group, WORLD, where torch itself carries out what is asked of it.
+"""torch's default group, WORLD, for operations that torch itself carries out.
 
-WORLD contains the processes that the job began with, and is of no use once one of them is gone. What a script asks of
-it between iterations goes another way (:mod:`.living`); libraries that write checkpoints see those that are left.
+WORLD contains the processes that the job began with, and is unusable once one of them is gone. A script's operations on
+it between iterations go another way (:mod:`.living`); libraries that write checkpoints see the survivors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron_recycle.runtime.comm.threads import Threads
 
 
 class World:
-    """The group that torch takes as WORLD in this process. ``threads``: those that abort it."""
+    """torch's WORLD in this process. ``threads``: run its abort."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
@@ -26,14 +26,14 @@ class World:
         self._aborted: dist.ProcessGroup | None = None
 
     def put_back(self) -> None:
-        """There is a WORLD: torch makes no group without one, and a script may have destroyed it in the end."""
+        """Restore WORLD if a script has destroyed it at its end: torch makes no group without one."""
         if dist.group.WORLD is None:
             c10d._update_default_pg(self._first)
 
     @contextmanager
     def renumbered(self, comm: Comm) -> Iterator[None]:
-        """Inside the block ``comm`` is WORLD, and a rank is one's place in it, for every other group as well: so
-        libraries do what they do over all ranks while some are gone."""
+        """Inside the block ``comm`` is WORLD, and every group's ranks are positions in it: so libraries run their
+        operations over all ranks while some are gone."""
         group, ranks_of = comm.group, c10d._world.pg_group_ranks
         before, known = dist.group.WORLD, dict(ranks_of)
         number_of = known[group]

@@ -1,8 +1,8 @@
 """Communicators of one generation: built together, aborted together, never reused.
 
-Every collective and every transfer of a generation runs on handles that one :class:`Groups` object owns.
-A new generation gets new handles under its own store prefix, so that nothing a worker of an older
-generation still sends can reach anybody (promise P6).
+Every collective and every transfer of a generation runs on handles that one :class:`Groups` object owns. A new
+generation gets new handles under its own store prefix, so that late messages of an older generation's worker can reach
+no worker (promise P6).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from megatron_recycle.runtime.comm.reuse import ReusableGroups
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: of every operation on the handles, of each handle's connecting, and until all members have come to the
-    store."""
+    """Timeouts in seconds: of every operation on the handles, of connecting each handle, and until all members have
+    come to the store."""
 
     operation: float
     connect: float
@@ -47,10 +47,10 @@ class Groups:
             while the next iteration's activations travel.
         control_ranks: rank in ``control`` of each member's process that is the same part as this one.
         stage_control: the same members as ``stage``, for tensors in CPU memory; the same communicator if that can.
-        ending: how they are aborted and torn down.
+        ending: aborts them and tears them down.
         control_siblings: rank in ``control`` of each part of this worker.
-        levelling: of this worker's parts when a failure ends the generation; None: what each has done counts for
-            itself, or not at all.
+        levelling: of this worker's parts when a failure ends the generation; None: each part's work counts for itself,
+            or not at all.
     """
 
     members: tuple[Worker, ...]
@@ -71,12 +71,12 @@ class Groups:
 
     @property
     def part(self) -> int:
-        """Number of this process among the parts of its worker."""
+        """Index of this process among the parts of its worker."""
         return 0 if self.siblings is None else self.siblings.rank
 
     @property
     def parts(self) -> int:
-        """How many parts each worker has."""
+        """The number of parts of each worker."""
         return 1 if self.siblings is None else self.siblings.size
 
     def peers(self, stage: int) -> tuple[Worker, ...]:
@@ -93,11 +93,11 @@ class Groups:
         return comms if self.stage_control is self.stage else [*comms, self.stage_control]
 
     def abort(self, level: bool = False) -> None:
-        """Free whoever waits on these handles, from any thread. On return no result of theirs counts any more, and
-        libraries that are quick about it have freed everybody, whichever thread began it. The library's communicators
-        may stay where another generation may go on with them (`park`).
+        """Free all threads that wait on these handles, from any thread. On return none of their results counts any
+        more, and libraries with a quick abort have freed all threads, whichever thread began it. The library's
+        communicators may stay where another generation may go on with them (`park`).
 
-        ``level``: all parts of this worker go on, so that those who compute together come to the end of that.
+        ``level``: all parts of this worker go on, so their common computations may complete.
         """
         levelling = self.levelling
         if levelling is None or self.ending.rests:
@@ -110,9 +110,9 @@ class Groups:
             levelling.give_up()  # it may have begun
 
     def park(self, given_up: Callable[[], bool] = lambda: True) -> ReusableGroups:
-        """Leave the handles, by the thread that trains: nobody waits on them any more. What another generation may go
-        on with; all else is torn down in the background. ``given_up()``: this worker's parts do not go on together, or
-        nobody needs to know what they have done."""
+        """Leave the handles, in the training thread: no thread waits on them any more. Returns the communicators that
+        another generation may go on with; the others are torn down in the background. ``given_up()``: this worker's
+        parts do not go on together, or their progress is not needed."""
         if self.levelling is not None:
             self.abort(level=not given_up())
             self.levelling.wait(given_up)
@@ -120,18 +120,18 @@ class Groups:
         return ReusableGroups(kept, self.ending.threads, self.ending.rests, aborting)
 
     def _spared(self) -> list[Comm]:
-        """Those to be left instead of aborted: a stage may have lost nobody. An abort of NCCL's waits for all that is
-        under way on the device, so of NCCL's only one with nothing under way may be left."""
+        """Communicators to be left instead of aborted: a stage may have lost no member. An abort of NCCL's waits for
+        all that is under way on the device, so of NCCL's only one with nothing under way may be left."""
         return [comm for comm in dict.fromkeys((self.stage, self.stage_control))
                 if comm.can_stay and (comm.backend.quick or comm.ledger.idle)]
 
     def reopen(self) -> None:
-        """Transfers are waited for again, after such waits have been cancelled."""
+        """Allow waits for transfers again, after a cancellation."""
         self.world.cancellation.token = CancelToken()
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside the block this worker's parts compute together: that one of them is gone ends the generation, as a
-        broken transfer does. Raises GenerationOver."""
+        """Inside the block this worker's parts compute together: the loss of a part ends the generation, as a broken
+        transfer does. Raises GenerationOver."""
         siblings = self.siblings
         if siblings is None:
             return nullcontext()
@@ -140,8 +140,8 @@ class Groups:
 
     @contextmanager
     def counting(self, what: object) -> Iterator[None]:
-        """A block whose outcome counts, unless the handles have been aborted meanwhile: then ``what`` was computed of
-        whatever an abort has left, even if nothing was raised. Raises GenerationOver."""
+        """A block whose outcome counts, unless the handles have been aborted meanwhile: then ``what`` may have been
+        computed from an abort's leftovers, even if nothing was raised. Raises GenerationOver."""
         try:
             yield
         except (GenerationOver, JobEnded):
@@ -154,12 +154,12 @@ class Groups:
             raise GenerationOver(f"{what} does not count: the generation has been ended")
 
     def rest(self) -> None:
-        """Nothing is under way on the handles, and nobody is going to wait on them: `abort` leaves them alone, and the
-        next generation may use some of them again."""
+        """Nothing is under way on the handles, and no thread is going to wait on them: `abort` leaves them alone, and
+        the next generation may use some of them again."""
         self.ending.rests = True
 
     def retire(self, kept: Collection[str] = ()) -> None:
-        """Abort the handles, unless that is done, and tear them down in the background, but for those whose names are
+        """Abort the handles, unless that is done, and tear them down in the background, except those named in
         ``kept``."""
         if self.levelling is not None and not kept:
             self.levelling.give_up()

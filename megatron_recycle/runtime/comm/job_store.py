@@ -1,8 +1,8 @@
-"""torch's store of a job of `recycle run`: in the coordinator, behind the job's token.
+"""torch's rendezvous store of a job of `recycle run`: in the coordinator, behind the job's token.
 
-torch's own store, a TCPStore, lets in whoever reaches its port. Here the port is the coordinator's, whose connections
-prove the token; there is no other process, and a wait ends when its generation does. `take_over` makes torch use it:
-whoever asks for a TCPStore at MASTER_ADDR and MASTER_PORT, as torch does for a script's `init_process_group()`, gets
+torch's own store, a TCPStore, lets in any client that reaches its port. Here the port is the coordinator's, whose
+connections prove the token; there is no other process, and a wait ends when its generation does. `take_over` makes
+torch use it: a TCPStore opened at MASTER_ADDR and MASTER_PORT, as torch does for a script's `init_process_group()`, is
 this one. A TCPStore at any other port stays torch's.
 """
 
@@ -25,11 +25,11 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.threads import begin
 
 _DEFAULT = timedelta(seconds=300)
-"""As a TCPStore has it."""
+"""A TCPStore's default timeout."""
 _FRESH_S = 2.0
-"""Seconds for which what was seen of a generation's part is as good as new."""
+"""Seconds for which the cached keys of a generation's part count as fresh."""
 _GENERATIONS = 2
-"""Generations whose keys this process can tell again: the one that is being built, and the one before."""
+"""Generations whose keys this process can replay: the one that is being built, and the one before."""
 
 
 def _never() -> bool:
@@ -37,12 +37,12 @@ def _never() -> bool:
 
 
 class JobStore(dist.Store):
-    """The store of this job, or the part of it under ``prefix``. Every ask, of any thread, ends with RuntimeError
-    (torch's DistStoreError where its time is over), or with GenerationOver once ``given_up()`` is true.
+    """The store of this job, or the part of it under ``prefix``. A request, from any thread, fails with RuntimeError
+    (torch's DistStoreError on a timeout), or with GenerationOver once ``given_up()`` is true.
 
     Attributes:
-        host, port: those that a TCPStore would be opened with, MASTER_ADDR and MASTER_PORT. Where several coordinators
-            stand by for each other that is the first host's, whoever leads.
+        host, port: the address of the TCPStore that it stands for, MASTER_ADDR and MASTER_PORT. With standby
+            coordinators that is the first host's, whichever leads.
     """
 
     def __init__(self, client: StoreClient, said: Said, timeout: timedelta, prefix: str = "",
@@ -70,8 +70,8 @@ class JobStore(dist.Store):
             raise RuntimeError(str(error)) from None
 
     def _look(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
-        """The values of ``keys``, once they are there. In a generation's part a key is written once, and whoever looks
-        for one needs its neighbours next: gloo asks for its peers' addresses one after the other, twice each."""
+        """The values of ``keys``, once they are there. In a generation's part a key is written once, and fetched with
+        its neighbours: gloo reads its peers' addresses one after the other, twice each."""
         if not self._prefix:
             return self._ask("get", keys, timeout=timeout).values
         seen_at, seen = self._seen
@@ -86,11 +86,11 @@ class JobStore(dist.Store):
         return [seen[key] for key in keys]
 
     def forget_seen(self) -> None:
-        """What was seen of a generation's part is asked for again, should anybody need it."""
+        """Drop the cached keys of a generation's part."""
         self._seen = 0.0, {}
 
     def arrived(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all of ``keys`` are there, within so many seconds."""
+        """Whether all of ``keys`` are there, or come within ``seconds``."""
         try:
             self.wait(keys, timedelta(seconds=seconds))
         except dist.DistStoreError:
@@ -141,7 +141,7 @@ class JobStore(dist.Store):
         return self._ask("count", []).number
 
     def list_keys(self) -> list[str]:
-        """The names of all keys, of which those of the plugin begin with ``recycle/``."""
+        """The names of all keys; the plugin's begin with ``recycle/``."""
         return self._ask("list", []).keys
 
     def has_extended_api(self) -> bool:
@@ -156,7 +156,7 @@ class JobStore(dist.Store):
 
 _STOCK = dist.TCPStore
 _kept: list[JobStore] = []
-"""All of them: torch keeps the half in C++ alone alive, which cannot do anything then."""
+"""All stores: torch keeps only the C++ half alive, which is useless without this one."""
 _clients: dict[str, StoreClient] = {}
 
 
@@ -179,8 +179,8 @@ def open_store(launched: Launched, timeout: timedelta, prefix: str = "",
 
 
 def tell_again(launched: Launched) -> None:
-    """Tell the coordinator of the job that ``launched`` this process, if it has come back, what this process has put on
-    the store of the one before, also if it asks for nothing itself: others may. Returns at once."""
+    """Replay to a restarted coordinator the keys that this process has set on the one before, even if it has no request
+    of its own: others may need them. Returns at once."""
     client = _clients.get(launched.control or "")
     if client is None:
         return
@@ -193,7 +193,7 @@ def tell_again(launched: Launched) -> None:
 
 
 def take_over() -> None:
-    """Make this process, started by `recycle run`, find the job's store where torch and scripts look for one."""
+    """Make torch and scripts in this process, started by `recycle run`, find the job's store in place of a TCPStore."""
     if isinstance(dist.TCPStore, _StoreType):
         return
     stand_in = _StoreType("TCPStore", (_STOCK,), {"__new__": _open_or_stock})
@@ -202,7 +202,7 @@ def take_over() -> None:
 
 
 class _StoreType(type(_STOCK)):  # type: ignore[misc]
-    """The class of what stands for torch's TCPStore: what is one for torch is one for a script."""
+    """Metaclass of the stand-in for torch's TCPStore: isinstance is true for both stores."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, (JobStore, _STOCK))
@@ -217,7 +217,7 @@ def _open_or_stock(cls: Any, host_name: Any, port: Any, world_size: Any = None, 
 
 
 def _there(named: Any, asked: Any, host: str, port: int) -> bool:
-    """Whether these arguments of a TCPStore name this port, by any name of its host."""
+    """Whether a TCPStore's arguments, host ``named`` and port ``asked``, are this host, by any name, and this port."""
     return asked == port and (named == host or bool(_addresses(named) & _addresses(host)))
 
 

@@ -1,8 +1,8 @@
-"""What has been begun on a communicator, by its one member here: whether it may go on after a failure.
+"""Operations begun on a communicator, as its one member here has begun them: whether it may go on after a failure.
 
-A failure meets workers in the middle of something. A communicator that has lost nobody can only go on if its members
-agree on what they have begun there: then all that is under way comes to its end by itself, and the next operation of
-each meets those of the others. Otherwise a sum of one generation would meet another one's, and nobody would notice.
+A failure interrupts workers at different points. A communicator that has lost no member can only go on if its members
+agree on the operations begun there: then all pending operations end by themselves, and each member's next operation
+meets those of the others. Otherwise a sum of one generation would silently meet another generation's.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from megatron_recycle.runtime.comm.cancellation import Cancelled
 
 
 class Ledger:
-    """Of one library's communicator, through all generations that use it.
+    """The ledger of one library's communicator, through all generations that use it.
 
     Attributes:
         lock: held while an operation is begun.
-        lent: whether somebody else has been given the library's communicator, who may have begun anything there.
-        gone: whether it is of no use any more: an operation has failed, or it has been aborted.
+        lent: whether the library's communicator was given to other code, which may have begun anything there.
+        gone: whether it is unusable: an operation has failed, or it has been aborted.
         met: the pairs of ranks that are connected, where a library connects pairs (`Backend.lazy`).
     """
 
@@ -38,7 +38,7 @@ class Ledger:
         self._watched = deque[tuple[Callable[[], bool], Sequence[torch.Tensor]]]()
 
     def asking(self) -> _Asking:
-        """A block in which the library is asked for something: if that fails, the communicator is of no use."""
+        """A block in which the library is called: a failure there makes the communicator unusable."""
         return _Asking(self)
 
     def begin(self, kind: str, peer: int) -> None:
@@ -55,16 +55,16 @@ class Ledger:
             self._open -= 1
 
     def watch(self, over: Callable[[], bool], tensors: Sequence[torch.Tensor]) -> None:
-        """An operation on ``tensors`` has been begun, after all before it; under the lock. They are held until it is
-        ``over()`` (`Backend.probe`): NCCL may still write to them when everybody else has let go of them after a
-        failure, and the next generation would get their memory."""
+        """An operation on ``tensors`` has been begun, after all before it; under the lock. The tensors are held until
+        it is ``over()`` (`Backend.probe`): after a failure NCCL may still write to them when all other references are
+        gone, and the next generation would get their memory."""
         while self._watched and self._watched[0][0]():
             self._watched.popleft()
         self._watched.append((over, tensors))
 
     @property
     def busy(self) -> bool:
-        """Whether somebody is beginning something right now, and is inside the library."""
+        """Whether a thread is inside the library right now, beginning an operation."""
         if not self.lock.acquire(blocking=False):
             return True
         self.lock.release()
@@ -72,13 +72,13 @@ class Ledger:
 
     @property
     def idle(self) -> bool:
-        """Whether all that was to be watched is over, and nobody is beginning anything."""
+        """Whether all watched operations are over, and no thread is beginning one."""
         return not self.busy and all(over() for over, _ in [*self._watched])
 
     def begun(self, size: int, rests: bool) -> str | None:
-        """What has been begun among ``size`` members, for `agree`; None: it cannot go on. ``rests``: it is known that
-        nothing is under way. Otherwise transfers have to be over, since one end alone may have begun them; sums that
-        all have begun end by themselves."""
+        """A text of the operations begun among ``size`` members, for `agree`; None: the communicator cannot go on.
+        ``rests``: nothing is known to be under way. Otherwise transfers have to be over, since perhaps only one end has
+        begun them; sums that all members have begun end by themselves."""
         if self.gone or (not rests and (self.lent or self._open)):
             return None
         met = zlib.crc32(repr(sorted(self.met)).encode())
@@ -87,7 +87,7 @@ class Ledger:
 
 
 class _Asking:
-    """As `Ledger.asking`; for every transfer, so that it costs little."""
+    """As `Ledger.asking`; a class, since it runs for every transfer and must be cheap."""
 
     __slots__ = ("_ledger",)
 
@@ -104,8 +104,8 @@ class _Asking:
 
 
 def agree(begun: Sequence[str]) -> bool:
-    """Whether all members of a communicator, by rank, have begun the same: as many sums, each transfer at both ends;
-    and have connected the same pairs."""
+    """Whether all members of a communicator, by rank, have begun the same operations (as many sums, each transfer at
+    both ends) and have connected the same pairs."""
     sums, sent, received = zip(*(_read(text) for text in begun), strict=True)
     ranks = range(len(begun))
     return len(set(sums)) == 1 and all(sent[one][other] == received[other][one] for one in ranks for other in ranks)

@@ -1,10 +1,10 @@
-"""The parts of a worker at the end of a generation: how far each has come, so that what they have done can count.
+"""Levelling: the parts of a worker report their progress when a generation ends, so that their completed work can
+count.
 
-A failure elsewhere ends the generation for all parts of a worker, while each of them may be in another place. They all
-live, and so the collectives in which they compute together go on until all have said how far they have come: a part
-ends the action that it is in, as long as its siblings have come to that, too. Then it stands still. A part whose
-siblings stand still before an action that it has entered would wait for them for ever; the end of the communicator
-gets it out of that.
+A failure elsewhere ends the generation for all parts of a worker, while each of them may be in another place. They are
+all alive, so their common collectives go on until all parts have reported their progress: a part completes its current
+action as long as its siblings have entered that, too. Then it stands still. A part would wait for ever in an action
+that its siblings stand still before; the abort of the communicator frees it.
 
 Nothing of this is sent before a generation ends.
 """
@@ -29,7 +29,7 @@ _GLANCE_SECONDS = 0.05
 
 
 class Position(NamedTuple):
-    """How far a part has come: ``done`` actions of its last attempt, which is this one at this iteration."""
+    """A part's progress: ``done`` actions of its last attempt, which is ``attempt`` at ``iteration``."""
 
     iteration: int
     attempt: int
@@ -37,15 +37,15 @@ class Position(NamedTuple):
 
 
 class Levelling:
-    """One part's half of it, in one generation.
+    """One part's side of the levelling, in one generation.
 
     Args:
         siblings: all parts of this worker.
-        threads: those that talk to the siblings.
-        limit: seconds after which a sibling that says nothing is not waited for.
+        threads: start the threads that talk to the siblings.
+        limit: seconds after which a silent sibling is not waited for.
 
     Attributes:
-        own: how far this part has come.
+        own: this part's progress.
     """
 
     def __init__(self, siblings: Comm, threads: Threads, limit: float) -> None:
@@ -58,7 +58,7 @@ class Levelling:
         self._told: dict[int, Pending] = {}
         self._met = 0
 
-    # ---- the thread that trains
+    # ---- the training thread
 
     def begin(self, iteration: int, attempt: int, done: int) -> None:
         """An attempt begins, or goes on after ``done`` actions."""
@@ -75,8 +75,8 @@ class Levelling:
         self._look_again()
 
     def wait(self, given_up: Callable[[], bool]) -> None:
-        """Return once all parts have said how far they have come, if a failure has ended the generation, or one of them
-        is lost. ``given_up()``: nobody needs to know any more."""
+        """Block until all parts have reported their progress, if a failure has ended the generation, or until one of
+        them is lost. ``given_up()``: whether the answer is not needed any more."""
         thread = self._thread
         while thread is not None and thread.is_alive():
             if given_up():
@@ -91,13 +91,13 @@ class Levelling:
     # ---- any thread
 
     def start(self) -> None:
-        """A failure elsewhere has ended the generation. Returns at once; twice does no harm."""
+        """A failure elsewhere has ended the generation. Returns at once. Idempotent."""
         with self._changed:
             if self._thread is None:
                 self._thread = self._threads.start("recycle-level", self._level, self._limit)
 
     def give_up(self) -> None:
-        """Get whoever computes with this part out of that."""
+        """Abort the siblings' communicator, which frees a part that waits there."""
         if not self._siblings.aborted:
             abort([self._siblings], self._threads)
         self._look_again()
@@ -126,7 +126,7 @@ class Levelling:
             self.give_up()
 
     def _meet(self, rank: int) -> None:
-        """Hear of one sibling; it has heard of this part, too."""
+        """Exchange positions with one sibling, and wait until both have them."""
         try:
             coming = self._siblings.receive(torch.zeros(3, dtype=torch.int64), rank, LEVELS[0])
             coming.wait()
@@ -147,5 +147,5 @@ class Levelling:
 
     def _stands_or_is_stuck(self) -> bool:
         """Whether this part has left its attempt, or is in an action that a sibling stands still before."""
-        inside = self._inside  # before its position, which is the last one if it is outside
+        inside = self._inside  # read before the position, which is final once it is false
         return not inside or any(other <= self.own for other in self._heard)

@@ -1,8 +1,8 @@
-"""The mean loss of an iteration, from the last stage to everybody, without waiting for anybody's step.
+"""The mean loss of an iteration, from the last stage to all workers, without waiting for any step.
 
-`train_batch()` returns it; taken from the commit, it would make each stage wait for the slowest. The peers of the
-last stage add up their losses as soon as each has run its last forward, while backwards go on, and each
-sends the result to the workers that it is responsible for.
+`train_batch()` returns it; taken from the commit, it would make each stage wait for the slowest. The peers of the last
+stage add up their losses as soon as each has run its last forward, while backwards go on, and each sends the result to
+the workers that it is responsible for.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ATTEMPTS = 256  # attempts at an iteration that have tags of their own
 
 
 class _Addition:
-    """The peers of the last stage add up the losses and reports of their micro-batches. It ends by itself.
+    """Sum of the losses and reports of micro-batches over the last stage's peers. It completes by itself.
 
     Args:
         groups, reduction: as of `LossRelay`.
         losses: a worker's own.
-        reports: (total micro-batches, width), of its own micro-batches, zeros elsewhere; becomes that of all.
+        reports: (total micro-batches, width), of its own micro-batches, zeros elsewhere; becomes all peers'.
     """
 
     def __init__(self, groups: Groups, reduction: Reduction, losses: Mapping[tuple[int, int], torch.Tensor],
@@ -48,7 +48,7 @@ class _Addition:
 
 
 class _Line:
-    """The line that one worker's copy of the numbers travels on: from whom it gets them, or to whom it tells them.
+    """One worker's transfers of the numbers: from its sender, or to its receivers.
 
     Args:
         groups: as of `LossRelay`.
@@ -78,7 +78,7 @@ class _Line:
         self._sending = [self._groups.control.send(self._numbers, target, self._tag) for target in self._targets]
 
     def hear(self) -> tuple[float, float]:
-        """The numbers, once they have come. Raises GenerationOver."""
+        """The numbers, once they have arrived. Raises GenerationOver."""
         assert self._receiving is not None
         self._receiving.wait()
         loss, weight = self._numbers.tolist()
@@ -92,11 +92,11 @@ class LossRelay:
         groups: the generation's handles.
         grid: of the job.
         width: numbers that each micro-batch reports (``Forward.report``).
-        reduction: how the losses become one.
+        reduction: reduces the losses.
         iteration, attempt: name the messages.
-        left_out: micro-batches that this iteration goes without; the mean is of those that run.
-        stage: whose workers compute the loss; None: the last one.
-        known: what `wait` returns, where some script has been given it already; it is not computed again then.
+        left_out: number of micro-batches left out of this iteration; the mean is over the others.
+        stage: the stage that computes the loss; None: the last one.
+        known: the result of `wait` if some script already has it; it is not computed again then.
 
     Attributes:
         reports: (total micro-batches, width), at the last stage, once `wait` has returned.
@@ -126,7 +126,7 @@ class LossRelay:
 
     @property
     def added(self) -> bool:
-        """Whether this worker's part of the sum is told: once, however many forwards of other chunks still come."""
+        """Whether this worker has given its part of the sum: once, even if forwards of other chunks still come."""
         return self._addition is not None
 
     def poll(self) -> None:
@@ -149,7 +149,7 @@ class LossRelay:
         return self._known
 
     def end(self) -> None:
-        """The attempt is void: take part in what the others may have begun, so that nothing of it is under way. Raises
+        """The attempt is void: take part in operations that others may have begun, so that none stays under way. Raises
         GenerationOver."""
         if self._addition is None and self._computes:
             self.add({}, {})

@@ -1,4 +1,4 @@
-"""Messages between stages: the name of one, and the shapes of its tensors, as a channel's header tells them."""
+"""Messages between stages: their names, and the shapes of their tensors as a channel's header encodes them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ Chunks = Sequence[Sequence[int]]
 
 
 def boundary(chunks: Chunks, reader: Worker, message: Message) -> int:
-    """The boundary between two chunks that ``message`` crosses, by the number of the later one. All activations that
-    cross a boundary have the same shapes, and the gradients that come back over it have those."""
+    """The boundary between two chunks that ``message`` crosses, by the number of the later chunk. All activations over
+    a boundary have the same shapes, and so have the gradients that come back over it."""
     chunk = chunks[reader.stage][message.chunk] if chunks else reader.stage
     return chunk if message.kind == "F" else chunk + 1
 

@@ -1,6 +1,6 @@
-"""The network as one process of the job has it: who builds a generation's communicators.
+"""The network of one process of the job: it builds a generation's communicators.
 
-A worker is given one, and asks nobody else: torch's in a job (`TorchNetwork`), one in memory in tests
+A worker is given one, and uses no other: torch's in a job (`TorchNetwork`), one in memory in tests
 (`tests/fakes/network`).
 """
 
@@ -26,29 +26,29 @@ from megatron_recycle.runtime.place import Place
 
 
 class Network(Protocol):
-    """The network, as a worker needs it."""
+    """The network's interface to a worker."""
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
                 interrupted: Callable[[], bool], before: ReusableGroups | None = None) -> Groups:
         """Build the handles of ``generation`` together with all parts of all ``members``.
 
-        ``prefix`` is unique per generation and membership. ``before``: communicators of older generations, which are
-        used again where all members can; then all others are torn down. Raises GenerationOver: ``interrupted()`` became
+        ``prefix`` is unique per generation and membership. ``before``: communicators of older generations; they are
+        reused where all members can, and the others are torn down. Raises GenerationOver: ``interrupted()`` became
         true, or a member vanished or was too slow; ``before`` is for the next generation then.
         """
 
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
-        """Inside the block a script's libraries find the members of ``comm`` only, and a rank is one's place in it."""
+        """Inside the block a script's libraries see only the members of ``comm``, and a rank is a position in it."""
 
     def abort_default(self) -> None:
-        """One of all ranks is gone: free whoever waits for it in a script's own operation, from any thread."""
+        """A rank of the job is gone: free all threads that wait for it in a script's operations, from any thread."""
 
     def close(self) -> None:
-        """Nothing is asked of it any more: wait for the threads that are in the communication library."""
+        """End of use: wait for the threads that are in the communication library."""
 
 
 class TorchNetwork:
-    """torch.distributed's, on the job's store."""
+    """torch.distributed's network, on the job's store."""
 
     def __init__(self) -> None:
         self.threads = Threads()
@@ -95,8 +95,8 @@ class Make(Protocol):
 
 
 def computing(place: Place, members: Sequence[Worker]) -> dict[str, list[int]]:
-    """A generation's communicators for tensors where this process computes: global ranks by name, in the order in which
-    they are made."""
+    """A generation's communicators for tensors on this process's device: global ranks by name, in the order of
+    creation."""
     me, part, ranks = place.me, place.part, place.ranks
     own = {ranks[worker][part]: worker for worker in members}
     return {f"world.{part}": sorted(own),  # the first one: see `Groups._spared`
@@ -161,5 +161,5 @@ def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker]
             clear(reusable, turn, generation, place, members, lambda ranks: heard(store, ranks))
             return assemble(generation, place, members, make, threads)
     except GenerationOver:
-        retire(built, threads, abort(built, threads))  # those that stood before one failed
+        retire(built, threads, abort(built, threads))  # those made before the failure
         raise

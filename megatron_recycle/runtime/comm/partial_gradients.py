@@ -1,8 +1,8 @@
-"""Gradients that each tensor-parallel part of a worker has a share of (norms under sequence parallelism): the
-parameter's gradient is the sum over the parts, which all have the parameter.
+"""Partial gradients: each tensor-parallel part of a worker has a share (norms under sequence parallelism). All parts
+have the parameter; its gradient is the sum over them.
 
-They are added up once peers have added up theirs, as Megatron does. A worker has all of its parts or is out, so that
-the sum has the same addends, and the same bits, whoever is left.
+They are added up after the sum over peers, as in Megatron. A worker has all of its parts or is out, so that the sum has
+the same addends, and the same bits, whatever the membership.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The receiving half of a worker's channels: what is posted ahead, and what has come."""
+"""The receiving half of a worker's channels: receives posted ahead, and arrived messages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megatron_recycle.runtime.compute.transfer_times import Lags
 
 @dataclass
 class _Channel:
-    """Receiving end of a channel: what is expected, what is posted, what has arrived; ``metas``: shapes of its
-    activations, and of ``gradients`` that come before their forwards, by the boundary that they cross; ``header``: what
-    tells those of the next message, on its way."""
+    """Receiving end of a channel: messages expected, posted and arrived. ``metas``: shapes of its activations, and
+    ``gradients``: of gradients that come before their forwards, both by the boundary that they cross. ``header``: the
+    pending header of the next message."""
 
     expected: tuple[Message, ...]
     header: Pending | None = None
@@ -38,8 +38,8 @@ class Receiver:
     Args:
         groups: the generation's handles.
         device: where received tensors live.
-        lags: told of every message.
-        sender: of the same worker: the gradients that come have the shapes of its activations.
+        lags: records the time of every message.
+        sender: of the same worker: received gradients have the shapes of its activations.
     """
 
     def __init__(self, groups: Groups, device: torch.device, lags: Lags, sender: Sender) -> None:
@@ -48,7 +48,7 @@ class Receiver:
         self._chunks: Chunks = ()
         self._first: Collection[Message] = ()
         self._places: dict[Message, tuple[Worker, int]] = {}
-        """Whose channel each message comes by, and how many come by that before it."""
+        """The sender of each message, and the message's position on that channel."""
         self._to_read: dict[str, list[tuple[Worker, int]]] = {"F": [], "B": []}
         self._read = {"F": 0, "B": 0}
 
@@ -81,7 +81,7 @@ class Receiver:
             channel.metas, channel.gradients, channel.header = {}, {}, None
 
     def receive(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
+        """The tensors of ``message``; blocks until they have come. Raises GenerationOver."""
         source, number = self._places[message]
         channel = self._channels[source]
         if message not in channel.pending:
@@ -98,20 +98,20 @@ class Receiver:
         return tensors
 
     def post_next(self) -> None:
-        """Keep receives posted for the activations and gradients that are read next, where their shapes are known."""
+        """Keep receives posted for the next activations and gradients to be read, where their shapes are known."""
         for kind, row in self._to_read.items():
             for source, number in row[self._read[kind]:self._read[kind] + AHEAD]:
                 self._post(source, self._channels[source], number + 1, wait=False)
 
     def post(self, message: Message) -> None:
-        """Have the receives of ``message`` and of those before it on its channel posted. Raises GenerationOver."""
+        """Post the receives of ``message`` and of those before it on its channel. Raises GenerationOver."""
         source, number = self._places[message]
         self._post(source, self._channels[source], number + 1)
 
     # ---- an iteration that is void
 
     def begun(self) -> dict[Worker, int]:
-        """How many transfers have begun on each channel, in all iterations."""
+        """The number of transfers begun on each channel, in all iterations."""
         return {source: channel.number for source, channel in self._channels.items()}
 
     def due(self, source: Worker, upto: int) -> Message | None:
@@ -121,7 +121,7 @@ class Receiver:
         return channel.expected[channel.posted] if channel.number < upto or channel.header is not None else None
 
     def end(self) -> None:
-        """Wait for all that is under way, and throw it away. Raises GenerationOver."""
+        """Wait for all pending receives, and drop their tensors. Raises GenerationOver."""
         for channel in self._channels.values():
             for coming, _ in channel.pending.values():
                 wait_all(coming)
@@ -129,10 +129,10 @@ class Receiver:
 
     @property
     def of_gradients(self) -> Mapping[int, Meta]:
-        """dtype and shape of the gradients of what this worker has received, by the boundary that it has crossed."""
+        """dtype and shape of the gradients of this worker's received activations, by the boundary crossed."""
         return {at: _with_gradient(meta) for channel in self._channels.values() for at, meta in channel.metas.items()}
 
-    # ---- what comes
+    # ---- incoming messages
 
     def _post(self, source: Worker, channel: _Channel, upto: int, wait: bool = True) -> None:
         while channel.posted < upto:
@@ -147,8 +147,8 @@ class Receiver:
             channel.posted += 1
 
     def _meta(self, source: Worker, channel: _Channel, message: Message, wait: bool) -> Meta | None:
-        """Shapes of ``message``, the channel's next one: for activations told by its header, for gradients known, but
-        for those that may come before their forwards."""
+        """Shapes of ``message``, the channel's next one. An activation's come in its header; a gradient's are known,
+        unless it may come before its forward."""
         at = boundary(self._chunks, self._groups.me, message)
         if message.kind == "B" and message not in self._first:
             sent = self._sender.metas.get(at)
@@ -171,5 +171,5 @@ class Receiver:
 
 
 def _with_gradient(meta: Meta) -> Meta:
-    """Those tensors of a message that have a gradient."""
+    """The tensors of a message that have a gradient."""
     return tuple(item for item in meta if item[0].is_floating_point)

@@ -1,14 +1,14 @@
 """Reduction of one stage's gradients over its live workers.
 
-Both ways divide by the nominal number of pipelines, never by the number of survivors (promise P2), at the
-place where the framework does (``Averaging``).
+Both ways divide by the nominal number of pipelines, never by the number of survivors (promise P2), at the place where
+the framework does (``Averaging``).
 
-``fast`` is one all-reduce per bucket of each worker's single sum, in the frameworks' own bucket order: without
-failures it gives stock DeepSpeed's bits: stages' gradients of a tied parameter are added up before pipelines', unless
-these stages have lost workers of different pipelines. ``exact`` sends raw pieces to an owner per slice; the owner folds
-them in logical order (blocks of a pipeline in order, then pipelines in order) and sends the result
-around, so that the bits do not depend on who computed what, nor on how many workers are left (promise P3).
-No all-reduce there: gloo's order of summation depends on the number of members.
+``fast`` is one all-reduce per bucket of each worker's single sum, in the frameworks' own bucket order. Without failures
+it gives stock DeepSpeed's bits: a tied parameter is summed over its stages first, then over pipelines, unless these
+stages have lost workers of different pipelines. ``exact`` sends raw pieces to an owner per slice; the owner folds them
+in logical order (blocks of a pipeline in order, then pipelines in order) and sends the result around, so that the bits
+depend neither on the route nor on the number of survivors (promise P3). It uses no all-reduce: gloo's order of
+summation depends on the number of members.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from megatron_recycle.runtime.stage import Averaging, Tie
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
 
 Room = Callable[[int, Layout, Callable[[int, int], tuple[Piece, int]]], Accumulators]
-"""Makes room for the sums of a chunk of the stage, of its gradients' layout and their reduction's `Reduction.place`."""
+"""Makes accumulators for a chunk of the stage, given its gradients' layout and their reduction's `Reduction.place`."""
 
 
 class Reduction(Protocol):
-    """How a stage's gradients and losses become one.
+    """Reduction of a stage's gradients and losses over its peers.
 
     Attributes:
-        keeps_sums: whether `gradient` leaves the sums as they are, so that it can be asked for again.
+        keeps_sums: whether `gradient` leaves the sums unchanged, so that it can be called again.
     """
 
     keeps_sums: bool
@@ -46,18 +46,18 @@ class Reduction(Protocol):
         """The sum that a micro-batch's gradient belongs to on this worker, and its block there."""
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
-        """The stage's reduced gradient, flat, the same bits on every peer; that of ``ties`` is the sum of all their
-        stages'. Raises GenerationOver, UnsupportedError."""
+        """The stage's reduced gradient, flat, the same bits on every peer; for ``ties`` it is the sum over all their
+        stages. Raises GenerationOver, UnsupportedError."""
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
-        """This last-stage worker's addend of a vector whose sum over its peers tells the mean loss."""
+        """This last-stage worker's addend of a vector whose sum over its peers gives the mean loss."""
 
     def mean_loss(self, total: torch.Tensor) -> float:
         """Mean loss of the global batch from that sum."""
 
 
 class FastReduction:
-    """All-reduce among peers; agrees to rounding whatever the membership.
+    """All-reduce among peers; equal up to rounding whatever the membership.
 
     Args:
         pipelines: nominal number of pipelines.
@@ -77,7 +77,7 @@ class FastReduction:
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         flat = sums.sum(WHOLE)
-        # Of each tie by itself: all of its stages have to do the same, and know nothing of each other's further ones.
+        # Tie by tie: all of a tie's stages must decide alike, and do not know each other's further ties.
         stages_first = {tie.number for tie in ties if tie.first and pipelines_alike(tie, groups)}
         fold_ties([tie for tie in ties if tie.number in stages_first], sums.layout, flat, groups)
         for start, end in _buckets(sums.layout):
@@ -107,10 +107,10 @@ class ExactReduction:
         pipelines: nominal number of pipelines.
         microbatches: nominal micro-batches of each pipeline.
         block: micro-batches per block.
-        pieces: who accumulates which pieces of this stage (``plan.pieces``).
+        pieces: each worker's pieces of this stage (``plan.pieces``).
         me: this worker.
         averaging: "tokens" if gradients are not divided by the number of pipelines.
-        chunk, chunks: which of how many chunks of the stage this reduces.
+        chunk, chunks: this reduction's chunk of the stage, and how many chunks there are.
     """
 
     keeps_sums = True
@@ -139,7 +139,7 @@ class ExactReduction:
         mine = {number: sums.sum(piece) for number, (piece, worker) in enumerate(self._logical) if worker == groups.me}
         buffers = {number: torch.empty(own[1] - own[0], dtype=sums.layout.dtype, device=sums.layout.device)
                    for number, (_, worker) in enumerate(self._logical) if worker != groups.me}
-        # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
+        # Peers send to each other both ways: a library that runs postings one after the other needs a batch.
         with groups.stage.batch():
             sending = [groups.stage.send(flat[start:end], index, self._tag(number))
                        for number, flat in mine.items()
@@ -161,7 +161,7 @@ class ExactReduction:
         return result
 
     def _tag(self, number: int) -> int:
-        """Of piece ``number``: peers need not be at the same chunk."""
+        """Tag of piece ``number``. It is unique to the chunk: peers need not be at the same one."""
         return PIECES[number * self._chunks + self._chunk]
 
     def _share(self, result: torch.Tensor, slices: Sequence[tuple[int, int]], peers: Sequence[Worker],
@@ -190,9 +190,9 @@ class ExactReduction:
 
 
 class ChunkedReduction:
-    """The reduction of a stage with several chunks: one chunk after the other, each as that of a stage of its own, so
-    that the bits are those. In the exact one micro-batches may be dealt to peers otherwise in each chunk; in the fast
-    one the order of sums in a library goes by where numbers lie in what is added up.
+    """The reduction of a stage with several chunks, one after the other, each as if it were a stage of its own, so that
+    the bits agree. With `exact`, each chunk may deal micro-batches to peers differently; with `fast`, the library's
+    order of summation depends on where elements lie in the buffer.
 
     Args:
         each: of the chunks, in order.
@@ -206,7 +206,7 @@ class ChunkedReduction:
         self.mean_loss = each[0].mean_loss
 
     def sums(self, layout: Layout, modules: Sequence[nn.Module], room: Room) -> ChunkedAccumulators:
-        """Room for the sums of the chunks, which are ``modules``: for each, as ``room`` makes it."""
+        """Accumulators for the chunks ``modules``, each made by ``room``."""
         return ChunkedAccumulators(layout, [room(chunk, own, reduction.place) for chunk, (own, reduction) in enumerate(
             zip(layout.by_chunk(modules), self._each, strict=True))])
 
@@ -219,7 +219,7 @@ class ChunkedReduction:
 
 
 def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> Reduction:
-    """How a stage that follows ``plan`` reduces."""
+    """The reduction of a stage that follows ``plan``."""
     grid, block, chunks = plan.problem.grid, plan.problem.block, plan.problem.chunks_of[me.stage]
     each: list[ExactReduction | FastReduction]
     if exact:
@@ -233,7 +233,7 @@ def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> R
 def per_token(gradient: torch.Tensor, tokens: float) -> None:
     """Divide a reduced ``gradient`` by the global batch's number of ``tokens``, in place.
 
-    Megatron's arithmetic: by an integer's reciprocal, on the gradient's device. Without any token nothing changes.
+    Megatron's arithmetic: by an integer's reciprocal, on the gradient's device. Zero tokens change nothing.
     """
     if tokens > 0:
         gradient.mul_(1.0 / torch.tensor(int(tokens), dtype=torch.int, device=gradient.device))
@@ -259,7 +259,7 @@ def fold(addends: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
 
 
 def count(comm: Comm, *flags: bool) -> list[int]:
-    """For each flag on how many members of ``comm`` it is set; nobody knows before all have asked. Raises
+    """For each flag, the number of members of ``comm`` that have set it. Blocks until all members call this. Raises
     GenerationOver."""
     counts = torch.tensor(flags, dtype=torch.float64)
     comm.sum(counts).wait()

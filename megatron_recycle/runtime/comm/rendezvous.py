@@ -1,4 +1,4 @@
-"""How the members of a generation find each other: torch's store, and a process group made there."""
+"""Rendezvous of a generation's members: torch's store, and process groups made there."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_recycle.runtime.comm.job_store import JobStore, open_store
 from megatron_recycle.runtime.comm.threads import Threads
 
 CONNECTING = "recycle-connect"
-"""Name of the threads that are inside a library that connects, and can be left behind."""
+"""Name of the threads that connect inside a library, and can be abandoned."""
 _POLL_SECONDS = 0.002
 _GLANCE_SECONDS = 0.1
-"""Seconds between looks at whether those that wait at the coordinator's store still have to."""
-_SAID_AGAIN = 0.5  # seconds after which a worker that waits for others at the store says again that it is there
+"""Seconds between checks whether a wait at the coordinator's store is still wanted."""
+_SAID_AGAIN = 0.5  # seconds after which a worker that waits at the store announces itself again
 _LONGEST_CONNECT = 55.0
-"""Seconds that the end of the process waits for handles that were left behind: gloo gives up connecting after five
-times its limit, which is `heartbeat_timeout` and a bit."""
+"""Seconds that the end of the process waits for abandoned connections: gloo gives up connecting after five times its
+timeout, which is a little more than `heartbeat_timeout`."""
 
 Connected = TypeVar("Connected")
 
@@ -37,8 +37,8 @@ def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: st
               connect_timeout: float, options: Any = None) -> dist.ProcessGroup:
     """A process group of exactly ``ranks`` (global ranks, ascending), known to torch under ``name``.
 
-    Only the members call this. ``connect_timeout`` (seconds) bounds the rendezvous, ``timeout`` every
-    later operation; ``options``: the library's. Raises whatever torch raises when a member does not show up.
+    Only the members call this. ``connect_timeout`` (seconds) bounds the rendezvous, ``timeout`` every later operation;
+    ``options``: the library's. Raises torch's own error when a member does not show up.
     """
     named: Any = name  # newer versions of torch have a type of their own for it
     with _unbound_default_group():
@@ -46,7 +46,7 @@ def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: st
             len(ranks), list(ranks).index(dist.get_rank()), list(ranks), c10d.Backend(backend), store,
             group_name=named, timeout=timedelta(seconds=connect_timeout),
             backend_options=options)
-    # What torch's own new_group() records after the helper returns: global rank -> rank in the group.
+    # torch's own new_group() records this after the helper returns: global rank -> rank in the group.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     limit = timedelta(seconds=timeout)
     if hasattr(group, "set_timeout"):
@@ -58,8 +58,8 @@ def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: st
 
 @contextmanager
 def _unbound_default_group() -> Iterator[None]:
-    """Inside the block torch's default group has no device: a group that is made beside one that has is split off it,
-    which takes all ranks that the job began with, and some may be dead."""
+    """Inside the block torch's default group has no device. Beside a default group with a device, torch would make a
+    new group by splitting it, which takes all ranks that the job began with, and some may be dead."""
     default = dist.group.WORLD
     device = None if default is None else default.bound_device_id
     if default is None or device is None:
@@ -78,10 +78,10 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Calla
     """The result of ``connect``, or GenerationOver as soon as ``interrupted()`` becomes true, or after ``limit``
     seconds.
 
-    gloo cannot be interrupted while it connects, and waits up to five times its limit for a peer that has died, or is
-    frozen, just after it had said where it listens. So ``connect`` runs in one of ``threads``, which is left behind
-    then; what it still brings about goes to ``discard``. It is given what tells whether that has happened, which stays
-    true when ``interrupted()`` is about the next generation already.
+    gloo cannot be interrupted while it connects, and waits up to five times its timeout for a peer that died or froze
+    just after publishing its address. So ``connect`` runs in one of ``threads``, which is abandoned in that case; its
+    late result goes to ``discard``. ``connect`` gets a function that tells whether it was abandoned, and stays true
+    when ``interrupted()`` is about the next generation already.
     """
     outcome: Future[Connected] = Future()
     left_behind = Event()
@@ -109,8 +109,7 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Calla
 
 
 def told_by_first(key: str, tell: Callable[[], str]) -> str:
-    """The value of ``tell()`` on rank 0, for all others, once and before any failure, under ``key`` of torch's
-    store."""
+    """Rank 0's value of ``tell()``, on all ranks, under ``key`` of torch's store. Call it once, before any failure."""
     store = c10d._get_default_store()
     if dist.get_rank() == 0:
         store.set(key, tell())
@@ -119,12 +118,12 @@ def told_by_first(key: str, tell: Callable[[], str]) -> str:
 
 
 def job_store(prefix: str, timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
-    """The part of the job's store under ``prefix``: the coordinator's, or, where another launcher has started the job,
-    a new connection to that one's TCPStore. Raises RuntimeError."""
+    """The part of the job's store under ``prefix``: the coordinator's, or, under another launcher, a new connection to
+    that launcher's TCPStore. Raises RuntimeError."""
     launched = Launched.read()
     if launched.control is not None:
         return open_store(launched, timedelta(seconds=timeout), f"{prefix}/", interrupted)
-    if launched.store is None:  # a job that met some other way
+    if launched.store is None:  # a job with another rendezvous
         return dist.PrefixStore(prefix, c10d._get_default_store())
     return dist.PrefixStore(prefix, dist.TCPStore(*launched.store, is_master=False, timeout=timedelta(seconds=timeout),
                                                   wait_for_workers=False))
@@ -132,14 +131,14 @@ def job_store(prefix: str, timeout: float, interrupted: Callable[[], bool]) -> d
 
 def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool],
          limit: float = math.inf, says: Sequence[str] = ()) -> None:
-    """Wait at ``store`` until all ``members`` (ranks) have arrived. Each ``says`` some words to the others
+    """Wait at ``store`` until all ``members`` (ranks) have arrived. Each publishes ``says``, some words, to the others
     (`heard`).
 
-    Every process that reaches a TCPStore can delete its keys. So each member writes its key again and again while it
+    Every process that reaches a TCPStore can delete its keys. So each member rewrites its key periodically while it
     waits, and once more when it has seen all others. To see a member once is enough.
 
-    Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: in a new generation
-    everybody tries again.
+    Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: all members try again
+    in a new generation.
     """
     here, missing, words = f"met/{me}", list(members), "\n".join(("here", *says))
     begun = again = time.monotonic()
@@ -162,15 +161,15 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
 
 
 def _there(store: dist.Store, keys: Sequence[str]) -> bool:
-    """Whether all of ``keys`` are there, after a little while if not at once."""
+    """Whether all of ``keys`` are there, now or after a short wait."""
     if isinstance(store, JobStore):
         return store.arrived(keys, _GLANCE_SECONDS)
     if store.check(keys):
         return True
-    time.sleep(_POLL_SECONDS)  # a TCPStore's wait that ends without them costs more
+    time.sleep(_POLL_SECONDS)  # a TCPStore's own wait costs more if it times out
     return False
 
 
 def heard(store: dist.Store, ranks: Sequence[int]) -> list[list[str]]:
-    """What each of ``ranks``, who have met at ``store``, has said: the same for all who ask. Raises RuntimeError."""
+    """The words of each of ``ranks``, which have met at ``store``; the same for all callers. Raises RuntimeError."""
     return [said.decode().split("\n") for said in store.multi_get([f"met/{rank}" for rank in ranks])]

@@ -1,11 +1,11 @@
 """Communicators that outlive their generation.
 
-Whether it ended at a boundary, as agreed, or by a failure: those of its communicators whose members all go on, and on
+Whether a generation ends at a boundary, as agreed, or by a failure: a communicator whose members all go on, and on
 which nothing is half-done, need not be made again. (NCCL 2.27 and later can leave members out of one: after a death
 that failed on a GPU, and torch 2.11 offers it for nothing else, see docs/gpu.md.) All members of the next generation
-meet before they build; each says there which communicators it has, and what it has begun on each (:mod:`.ledger`). All
-know what all have said, and so do the same, whatever happens meanwhile: a member that has aborted one, or has another
-of that name, does not say that it has it. In doubt it is made again.
+meet before they build; each announces its communicators, and the operations begun on each (:mod:`.ledger`). All know
+all announcements and so decide alike, whatever happens meanwhile: a member that has aborted a communicator, or has
+another of its name, does not announce it. In doubt it is made again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from megatron_recycle.runtime.comm.ledger import agree
 from megatron_recycle.runtime.comm.threads import Task, Threads
 
 Words = Sequence[Collection[str]]
-"""What the members that a communicator is to have, have said, by rank."""
+"""Announcements of a communicator's future members, by rank."""
 _KEEPS = "keeps"
 
 
 def goes_on(identity: str, had: Sequence[str], names: Sequence[str], words: Words) -> bool:
-    """Whether the communicator ``identity`` of the members ``had`` goes on as one of ``names``, who have said ``words``
-    (by rank): the same for all who ask."""
+    """Whether the communicator ``identity`` of the members ``had`` goes on with the members ``names``, which have
+    announced ``words`` (by rank). The answer is the same on all members."""
     if list(names) != list(had):
         return False
     start = f"{_KEEPS}:{identity}:"
@@ -36,14 +36,14 @@ def goes_on(identity: str, had: Sequence[str], names: Sequence[str], words: Word
 
 
 class ReusableGroups:
-    """Communicators of older generations that nobody waits in, for whoever builds the next one; one at a time.
+    """Unused communicators of older generations, for the build of the next one; one build at a time.
 
     Args:
-        comms: those that may go on.
-        threads: those that abort and tear down.
+        comms: the communicators that may go on.
+        threads: run the aborts and teardowns.
         rests: whether nothing is under way on them: their generation ended at a boundary.
         aborting: threads that abort others of their generations.
-        stuck: called where an abort hangs; ends the process.
+        stuck: called if an abort hangs; ends the process.
     """
 
     def __init__(self, comms: Collection[Comm], threads: Threads, rests: bool = False,
@@ -55,24 +55,24 @@ class ReusableGroups:
         self._turn: BuildAttempt | None = None
 
     def said(self) -> Iterator[str]:
-        """What this process says to the other members of the next generation."""
+        """This process's announcements to the other members of the next generation."""
         for comm in self._comms.values():
             if (begun := comm.ledger.begun(comm.size, self._rests)) is not None:
                 yield f"{_KEEPS}:{comm.identity}:{begun}"
 
     def turn(self) -> BuildAttempt:
-        """The turn of whoever builds the next generation; that of the one before is over."""
+        """Begin a build attempt of the next generation; the one before is over."""
         with self._lock:
             self._turn = BuildAttempt()
             return self._turn
 
     def clear(self, turn: BuildAttempt, of: str, wanted: Mapping[str, Sequence[str]],
               heard: Callable[[str], Words]) -> None:
-        """Abort all that do not go on as one of ``wanted`` (members by name), where an abort takes long, and wait for
-        the end of that and of aborts begun before.
+        """Abort all that do not go on as one of ``wanted`` (members by name), where aborts are slow, and wait for the
+        end of these aborts and of earlier ones.
 
-        An abort waits for all that is under way on the device, and keeps others waiting: so it comes before anything
-        is made or computed. ``heard``: of the members of a name. Raises GenerationOver where the turn is over.
+        An abort waits for all that is under way on the device, and keeps others waiting: so it comes first. ``heard``:
+        announcements of a name's members. Raises GenerationOver if ``turn`` is over.
         """
         gone = [had for name, had in [*self._comms.items()] if not had.backend.quick and (
             name not in wanted or not goes_on(had.identity, had.names, wanted[name], heard(name)))]
@@ -86,9 +86,9 @@ class ReusableGroups:
 
     def take(self, turn: BuildAttempt, name: str, of: str, names: Sequence[str],
              heard: Callable[[], Words]) -> Comm | None:
-        """The communicator ``name`` for the members ``names``; ``of``: whose it is now. None: it has to be made.
+        """The communicator ``name`` for the members ``names`` in generation ``of``. None: it has to be made.
 
-        All members come here in the same order. Raises GenerationOver, also where the turn is over.
+        All members call this in the same order. Raises GenerationOver, also if ``turn`` is over.
         """
         had = self._comms.get(name)
         if had is None:
@@ -101,20 +101,20 @@ class ReusableGroups:
         return had.again(of) if kept else None
 
     def used(self, turn: BuildAttempt) -> None:
-        """The generation of ``turn`` stands: what it has not taken is torn down."""
+        """The generation of ``turn`` is built: tear down the communicators that it has not taken."""
         with self._lock:
             for name in turn.kept:
                 self._comms.pop(name, None)
         self.retire()
 
     def missed(self, turn: BuildAttempt) -> None:
-        """The generation of ``turn`` has not come about: what it has left may be used by the next one."""
+        """The build of ``turn`` has failed: the next one may use the communicators that are left."""
         with self._lock:
             if turn is self._turn:
                 self._turn = None
 
     def retire(self) -> None:
-        """Nobody needs any of them any more."""
+        """Tear down all communicators; none is needed any more."""
         with self._lock:
             gone, self._comms = list(self._comms.values()), {}
         self._end(gone)
@@ -130,10 +130,10 @@ class ReusableGroups:
 
 
 class BuildAttempt:
-    """One try to build a generation.
+    """One attempt to build a generation.
 
     Attributes:
-        kept: what it goes on with, by name.
+        kept: reused communicators, by name.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """The sending half of a worker's channels.
 
-A send that is let go of before it has ended is lost, and gloo says that it has to nobody who does not wait. So every
-send is kept until its message is known to have been read, or until the iteration after the next begins.
+A send whose handle is dropped before it has ended is lost, and gloo reports completion only to waiters. So every send
+is kept until its message is known to have been read, or until the iteration after the next begins.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from megatron_recycle.runtime.compute.transfer_times import Lags
 
 @dataclass
 class _Channel:
-    """Sending end of a channel: what is expected, of which kinds of messages over which boundaries the shapes have been
-    told, how much has been sent."""
+    """Sending end of a channel: the expected messages, the kinds and boundaries whose shapes have been announced, and
+    the number of messages sent."""
 
     expected: tuple[Message, ...]
     announced: set[tuple[str, int]] = field(default_factory=set)
@@ -47,10 +47,10 @@ class Sender:
     Args:
         groups: the generation's handles.
         device: where tensors live.
-        lags: told of every message.
+        lags: records the time of every message.
 
     Attributes:
-        metas: of the activations that this worker has sent, by the boundary that they cross.
+        metas: shapes of the activations that this worker has sent, by the boundary that they cross.
     """
 
     def __init__(self, groups: Groups, device: torch.device, lags: Lags) -> None:
@@ -77,7 +77,7 @@ class Sender:
             self._targets.update(dict.fromkeys(messages, target))
 
     def begin(self) -> None:
-        """A new iteration: every channel starts over; what was sent in the last but one has been read."""
+        """A new iteration: every channel starts over; the messages of the last but one have been read."""
         _let_go(self._before)
         self._before = [send for sends in self._unread.values() for send in sends]
         self._unread = {}
@@ -91,7 +91,7 @@ class Sender:
             channel.announced = set()
 
     def target(self, message: Message) -> Worker:
-        """The worker that ``message`` goes to, as the next one."""
+        """The receiver of ``message``, which must be the next one on its channel."""
         target = self._targets[message]
         channel = self._channels[target]
         expected = channel.expected[channel.sent]
@@ -100,12 +100,12 @@ class Sender:
         return target
 
     def note(self, target: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """The shapes of a message that ``target`` has had already. Raises UnsupportedError as `send`."""
+        """Record the shapes of a message that ``target`` has had already. Raises UnsupportedError as `send`."""
         if message[0] == "F":
             self._meta(target, message, tensors)
 
     def _meta(self, target: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> tuple[int, Meta]:
-        """The boundary that an activation crosses, and its shapes, which all activations over it have."""
+        """The boundary that an activation crosses, and its shapes, the same for all activations over it."""
         meta, at = meta_of(tensors), boundary(self._chunks, target, message)
         before = self.metas.setdefault(at, meta)
         if before != meta:
@@ -133,12 +133,12 @@ class Sender:
     # ---- an iteration that is void
 
     def begun(self) -> dict[Worker, int]:
-        """How many transfers have begun on each channel, in all iterations."""
+        """The number of transfers begun on each channel, in all iterations."""
         return {target: channel.number for target, channel in self._channels.items()}
 
     def can_fill(self, of_gradients: Mapping[int, Meta]) -> bool:
-        """Whether this worker knows the shapes of all that it sends; ``of_gradients``: those of the gradients, by the
-        boundary."""
+        """Whether this worker knows the shapes of all messages that it sends; ``of_gradients``: shapes of gradients, by
+        the boundary."""
         return all(boundary(self._chunks, target, message) in (self.metas if message.kind == "F" else of_gradients)
                    for target, channel in self._channels.items() for message in channel.expected)
 
@@ -148,20 +148,20 @@ class Sender:
         return channel.expected[channel.sent] if channel.number < upto else None
 
     def fill(self, message: Message, of_gradients: Mapping[int, Meta]) -> None:
-        """Send something in place of ``message``, which its receiver waits for and throws away."""
+        """Send a placeholder for ``message``, which its receiver waits for and drops."""
         target = self.target(message)
         meta = (self.metas if message.kind == "F" else of_gradients)[boundary(self._chunks, target, message)]
         self.send(message, target, [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in meta])
 
     def end(self) -> None:
-        """Wait until all that was sent in this iteration has been read. Raises GenerationOver."""
+        """Wait until all sends of this iteration have been read. Raises GenerationOver."""
         wait_all([pending for sends in self._unread.values() for pending in sends])
         self._unread = {}
 
-    # ---- what has been read
+    # ---- messages that have been read
 
     def read(self, messages: Iterable[Message]) -> None:
-        """``messages`` have been read, as far as they have been sent: they are not kept any longer."""
+        """``messages`` have been read, as far as they have been sent: drop them."""
         for message in messages:
             _let_go(self._unread.pop(message, ()))
 
@@ -171,6 +171,6 @@ class Sender:
 
 
 def _let_go(sends: Iterable[Pending]) -> None:
-    """Forget ``sends`` that have been read."""
+    """Drop ``sends`` that have been read."""
     for pending in sends:
         pending.wait(read=True)

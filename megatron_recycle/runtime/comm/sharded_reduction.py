@@ -1,9 +1,9 @@
-"""Reduction where a stage's optimizer state is cut into shards: only who holds a shard gets its slice of the gradient.
+"""Reduction where a stage's optimizer state is sharded: each holder gets only its shards' slices of the gradient.
 
 Raw pieces go to the first holder of each shard, which folds them in logical order and sends the result to the shard's
-other holders: what `ExactReduction` does with slices for everybody. With `fast` a piece is all that a worker has
-summed, and workers are folded in order. Nobody has the whole gradient afterwards, but of a parameter that stages share,
-as long as they add it up.
+other holders, as `ExactReduction` does with slices for all peers. With `fast` a piece is a worker's whole sum, and
+workers are folded in order. No worker has the whole gradient afterwards, except, while it is summed, that of a
+parameter that stages share.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_recycle.runtime.stage import Averaging, Tie
 
 Span = tuple[int, int]
 Logical = Sequence[tuple[int, Piece, Piece, Worker]]
-"""Sums in logical order: the number of each among all of the stage, its piece, what that is called where it is kept,
-and who keeps it."""
+"""Sums in logical order: each sum's number in the stage, its piece, its key in the keeper's accumulators, and the
+keeper."""
 
 _AT_ONCE = 2**23
 _SHARE = 32
-"""Bytes that are under way at a time; in large stages this share of what the gradient takes."""
+"""Bytes in flight at a time; for large stages, this share of the gradient's size."""
 
 
 def at_once(layout: Layout) -> int:
-    """Bytes of pieces of a gradient that a worker receives at a time, and at most as many that it sends."""
+    """Bytes of gradient pieces that a worker receives at a time, and at most as many that it sends."""
     return max(_AT_ONCE, layout.numel * layout.dtype.itemsize // _SHARE)
 
 
@@ -45,8 +45,8 @@ class Cuts:
     """A stage's shards in one generation.
 
     Attributes:
-        holders: by shard, the workers that hold it; the first speaks for it.
-        spans: how a shard lies in a flat gradient of a layout.
+        holders: by shard, the workers that hold it; the first one reduces it.
+        spans: ranges of a shard in a flat gradient of a layout.
         wire: the type in which gradients travel and are added up with the fast reduction; None: that of the sums.
     """
 
@@ -55,17 +55,17 @@ class Cuts:
     wire: torch.dtype | None = None
 
     def of(self, worker: Worker) -> list[int]:
-        """The shards of ``worker``."""
+        """Shards that ``worker`` holds."""
         return [shard for shard, holders in enumerate(self.holders) if worker in holders]
 
     def spoken_for(self, worker: Worker) -> list[int]:
-        """Those that ``worker`` speaks for."""
+        """Shards that ``worker`` reduces, as their first holder."""
         return [shard for shard, holders in enumerate(self.holders) if holders[0] == worker]
 
 
 class _Part(NamedTuple):
-    """Transfers under way of a part of each shard, which begins at its number ``begin``; by shard, where that lies in a
-    flat gradient, and by piece and shard, what arrives."""
+    """Transfers under way of one part of each shard. The part starts at element ``begin``; ``spans`` are its ranges in
+    a flat gradient, by shard; ``arriving`` is by piece and shard."""
 
     begin: int
     spans: Mapping[int, Sequence[Span]]
@@ -74,17 +74,17 @@ class _Part(NamedTuple):
 
 
 class ShardedReduction:
-    """`Reduction` for the holders of shards. The gradient that results is *packed*: one shard that this worker holds
-    after the other, the parts of parameters in each end to end.
+    """`Reduction` for the holders of shards. The resulting gradient is *packed*: this worker's shards one after the
+    other, the parts of parameters in each end to end.
 
     Args:
-        inner: says where a micro-batch belongs, and what losses are.
-        pieces: what all workers have summed, in logical order: for each chunk of the stage that is summed apart.
-        before: factor of what each has summed, before it is added up.
-        after: factor of the sum.
-        cuts: who holds what.
-        exact: whether the bits may not depend on who is left. Then a sum is neither rounded nor multiplied on its way:
-            it would matter how many there are.
+        inner: gives each micro-batch's place, and the losses.
+        pieces: all workers' sums in logical order, for each chunk of the stage that is summed apart.
+        before: factor of each worker's sum, before it is added up.
+        after: factor of the total.
+        cuts: the shards and their holders.
+        exact: whether the bits must not depend on the membership. Then no sum is rounded or multiplied on its way: the
+            number of sums would matter.
     """
 
     keeps_sums = False
@@ -92,7 +92,7 @@ class ShardedReduction:
     def __init__(self, inner: Reduction, pieces: Callable[[Groups], Sequence[Logical]],
                  before: float, after: float, cuts: Cuts, exact: bool) -> None:
         self.apart = inner if exact else None
-        """The reduction that says how sums of chunks are kept apart; None: they are not."""
+        """The reduction by which sums of chunks are kept apart; None: they are not."""
         self._pieces = pieces
         self._before, self._after = before, after
         self._exact = exact
@@ -112,7 +112,7 @@ class ShardedReduction:
         for chunk, logical in enumerate(each):
             own = sums.of(chunk)
             mine = {number: own.sum(kept) for number, _, kept, worker in logical if worker == me}
-            for flat in mine.values():  # but for `exact` there is one
+            for flat in mine.values():  # one, except with `exact`
                 fold_ties([tie for tie in ties if tie.number in first], layout, flat, groups)
                 if self._before != 1.0:
                     flat.mul_(self._before)
@@ -137,8 +137,8 @@ class ShardedReduction:
 
     def _fold(self, mine: Mapping[int, torch.Tensor], logical: Logical,
               spans: Sequence[Sequence[Span]], groups: Groups, layout: Layout) -> dict[int, torch.Tensor]:
-        """The shards that this worker speaks for, added up: a part of each shard after the other, so that what is under
-        way takes little memory, and arrives while what came before is added up."""
+        """Reduce this worker's own shards: one part of each shard after the other, so that little memory is in flight,
+        and transfers overlap with adding up the part before."""
         wire, filled = self._wire or layout.dtype, [shard for shard, each in enumerate(spans) if each]
         owners = [holders[0] for holders in self.cuts.holders]
         most = max((owners.count(owner) for owner in owners), default=1)
@@ -163,7 +163,7 @@ class ShardedReduction:
         me, stage, peers, shards = groups.me, groups.stage, groups.peers(groups.me.stage), len(owners)
         sending: list[Pending] = []
         arriving: dict[tuple[int, int], Pending] = {}
-        # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
+        # Peers send to each other both ways: a library that runs postings one after the other needs a batch.
         with stage.batch():
             for number, _, _, worker in logical:
                 for shard, spans in now.items():
@@ -178,7 +178,7 @@ class ShardedReduction:
 
     def _end(self, part: _Part, mine: Mapping[int, torch.Tensor], logical: Logical,
              found: Mapping[int, torch.Tensor], me: Worker) -> None:
-        """Add up what has arrived of a part of each shard."""
+        """Add up the arrived part of each shard."""
         for shard, spans in part.spans.items():
             if shard not in found:
                 continue
@@ -196,7 +196,7 @@ class ShardedReduction:
 
     def _share(self, found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]], groups: Groups,
                layout: Layout) -> None:
-        """Who speaks for a shard sends it to its other holders."""
+        """Each shard's first holder sends it to the other holders."""
         exchange(groups.stage, groups.peers(groups.me.stage), groups.me, SHARD_SLICES, [
             (shard, holders[0], holder, length_of(spans[shard])) for shard, holders in enumerate(self.cuts.holders)
             for holder in holders[1:] if spans[shard]],
@@ -209,7 +209,7 @@ class ShardedReduction:
         of such a parameter, so that any can give it to another stage's."""
         own = Layout([tie.parameter for tie in ties if tie.parameter in layout], layout.dtype)
         if not own.numel:
-            fold_ties(ties, own, torch.empty(0, device=layout.device), groups)  # refuses what only some stages train
+            fold_ties(ties, own, torch.empty(0, device=layout.device), groups)  # refuses partly trained ties
             return
         whole, wire = torch.empty(own.numel, dtype=layout.dtype, device=layout.device), self._wire or layout.dtype
         tied = [(layout.starts[id(parameter)], own.starts[id(parameter)], parameter.numel())
@@ -234,7 +234,7 @@ class ShardedReduction:
         fold_ties(ties, own, whole, groups)
         for shard in found:
             if met[shard]:
-                found[shard] = found[shard].to(layout.dtype)  # the sum over stages does not travel any more
+                found[shard] = found[shard].to(layout.dtype)  # the sum over stages is not sent any more
                 write_spans(found[shard], [inside for inside, _ in met[shard]],
                             read_spans(whole, [there for _, there in met[shard]]))
 
@@ -242,12 +242,12 @@ class ShardedReduction:
 def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
              moves: Sequence[tuple[int, Worker, Worker, int]], *, read: Callable[[int, Worker], torch.Tensor],
              write: Callable[[int, torch.Tensor], None], like: torch.Tensor) -> None:
-    """Send numbers of shards between ``peers``, all at once; everybody gives the same ``moves``.
+    """Send parts of shards between ``peers``, all at once; all peers give the same ``moves``.
 
     Args:
         moves: (shard, giver, taker, length).
-        read: gives what this worker sends of a shard to a taker; `write` gets what has arrived of one.
-        like: has the type and the device of what travels.
+        read: gives this worker's part of a shard for a taker; `write` gets the arrived part of a shard.
+        like: a tensor of the type and device of the transfers.
     """
     sending: list[Pending] = []
     arriving: list[tuple[int, Pending]] = []
@@ -266,14 +266,14 @@ def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
 
 def _in_chunk(spans: Sequence[Sequence[Span]], layout: Layout, chunk: Layout,
               seen: set[int]) -> list[list[tuple[Span, Span, bool]]]:
-    """By shard, where its slice and a chunk's gradient have the same numbers: the range in the slice, that in the
-    chunk's ``layout``, and whether a chunk before it has them as well; ``seen``: the parameters that one has."""
+    """By shard, the elements that its slice and a chunk's gradient have in common: the range in the slice, the range in
+    the chunk's ``layout``, and whether an earlier chunk has them as well. ``seen``: the earlier chunks' parameters."""
     found: list[tuple[int, int, int, bool]] = []
     starts, starts_inside = layout.starts, chunk.starts
     for parameter in chunk.parameters:
         at, inside, again = starts[id(parameter)], starts_inside[id(parameter)], id(parameter) in seen
         seen.add(id(parameter))
-        if found and found[-1][0] + found[-1][2] == at and found[-1][3] == again:  # neighbours together
+        if found and found[-1][0] + found[-1][2] == at and found[-1][3] == again:  # merge neighbours
             found[-1] = *found[-1][:2], found[-1][2] + parameter.numel(), again
         else:
             found.append((at, inside, parameter.numel(), again))
@@ -283,8 +283,8 @@ def _in_chunk(spans: Sequence[Sequence[Span]], layout: Layout, chunk: Layout,
 
 def _join(found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
           met: Sequence[Sequence[tuple[Span, Span, bool]]], of_chunk: Mapping[int, torch.Tensor]) -> None:
-    """Put what a chunk gives to shards where it belongs in ``found``. ``met``: as `_in_chunk`; ``of_chunk`` has its
-    ranges in the chunk one behind the other."""
+    """Copy a chunk's contributions to shards to their places in ``found``. ``met``: as `_in_chunk`; ``of_chunk`` has
+    its ranges in the chunk one after the other."""
     for shard, values in of_chunk.items():
         if shard not in found:
             found[shard] = torch.empty(length_of(spans[shard]), dtype=values.dtype, device=values.device)
@@ -296,12 +296,12 @@ def _join(found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
 
 
 def overlaps(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> list[tuple[Span, Span]]:
-    """Where a shard's slice and others' gradients have the same numbers: the range in the slice, packed, and that
-    in the latter.
+    """Elements that a shard's slice and the tied gradients have in common: the range in the slice, packed, and the
+    range in the tied ones.
 
     Args:
         spans: of the shard, in the layout.
-        tied: of each parameter its start in the layout, its start among the others, and its length.
+        tied: each parameter's start in the layout, its start among the tied ones, and its length.
     """
     found, begin = [], 0
     for start, end in spans:
@@ -315,7 +315,7 @@ def overlaps(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> lis
 
 
 def _parts(spans: Sequence[Span], numel: int) -> list[list[Span]]:
-    """``spans`` in parts of ``numel`` numbers each; the last may have fewer."""
+    """``spans`` in parts of ``numel`` elements each; the last may have fewer."""
     found: list[list[Span]] = []
     room = 0
     for start, end in spans:
@@ -330,18 +330,18 @@ def _parts(spans: Sequence[Span], numel: int) -> list[list[Span]]:
 
 
 def length_of(spans: Sequence[Span]) -> int:
-    """How many numbers lie in ``spans``."""
+    """The number of elements in ``spans``."""
     return sum(end - start for start, end in spans)
 
 
 def read_spans(flat: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-    """What lies there; a view where that is one range."""
+    """The elements of ``spans``; a view if that is one range."""
     parts = [flat[start:end] for start, end in spans]
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else flat[:0]
 
 
 def write_spans(flat: torch.Tensor, spans: Sequence[Span], values: torch.Tensor) -> None:
-    """Put ``values`` there, one range after the other."""
+    """Write ``values`` to ``spans``, one range after the other."""
     begin = 0
     for start, end in spans:
         flat[start:end] = values[begin:begin + end - start]
@@ -349,7 +349,7 @@ def write_spans(flat: torch.Tensor, spans: Sequence[Span], values: torch.Tensor)
 
 
 def sharded(exact: bool, plan: Plan, me: Worker, averaging: Averaging, cuts: Cuts) -> ShardedReduction:
-    """How a stage that follows ``plan`` reduces to the holders of its shards."""
+    """The reduction of a stage that follows ``plan``, to the holders of its shards."""
     mean = 1.0 if averaging == "tokens" else 1.0 / plan.problem.grid.pipelines
     factors = (mean, 1.0) if averaging == "before" and not exact else (1.0, mean)
     inner = reduction_of(exact, plan, me, averaging)

@@ -1,4 +1,4 @@
-"""How a process that joins a running job builds its model and engine: without the others, who train meanwhile."""
+"""Standalone set-up: a process that joins a running job builds its model and engine while the others train."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def is_joining() -> bool:
 
 
 def set_up() -> SetUp:
-    """Record the answers of others to this process until training begins, for a process that joins later. A process
-    that joins a running job gets the recorded answers of its rank instead."""
+    """Record others' answers to this process until training begins, for a process that joins later. A joiner of a
+    running job gets the recorded answers of its rank instead."""
     return stand_alone() if is_joining() else recorder()
 
 
 def stand_alone() -> SetUpReplay:
-    """Let this process build its model and its engine without peers, who are in the middle of training.
+    """Let this process build its model and its engine without peers, which are in the middle of training.
 
-    torch's default group becomes one without communication, and so do all groups that are made of it. The script's own
-    `init_process_group()` then does nothing but turn `is_initialized()` to true. The record of the job's start, which
-    the coordinator keeps, answers their collectives. The training's groups are made in another way. Needs a launcher of
-    ours, and RANK and WORLD_SIZE in the environment.
+    torch's default group becomes one without communication, and so do all groups made from it. The script's own
+    `init_process_group()` then only turns `is_initialized()` to true. The record of the job's start, which the
+    coordinator keeps, answers their collectives. The training's groups are made in another way. Needs `recycle run` as
+    launcher, and RANK and WORLD_SIZE in the environment.
 
     Raises:
         JobEnded: the job is over, or its coordinator does not answer.
-        ConfigError: no launcher of ours has started this process.
+        ConfigError: this process was not started by `recycle run`.
     """
     if isinstance(dist.init_process_group, _AlreadyThere):
         return dist.init_process_group.replay
@@ -50,7 +50,7 @@ def stand_alone() -> SetUpReplay:
     answer_from(replay)
     dist.init_process_group(ALONE, store=dist.HashStore(), rank=launched.rank, world_size=launched.size)
     dist.init_process_group = begun = _AlreadyThere(replay)
-    dist.is_initialized = begun.is_initialized  # a script may take another course before its own call and after it
+    dist.is_initialized = begun.is_initialized  # a script may branch on it, before and after its own call
     dist.new_group = functools.partial(_stand_in, dist.new_group)
     dist.broadcast_object_list = c10d.broadcast_object_list = functools.partial(_receive_objects,
                                                                                dist.broadcast_object_list)
@@ -58,8 +58,8 @@ def stand_alone() -> SetUpReplay:
 
 
 def came_to_nothing() -> str | None:
-    """The complaint at the end of a script whose process was to join a running job and never asked to be admitted; None
-    if all is well."""
+    """The error message for a script that has ended before its process, started to join a running job, asked to be
+    admitted; None if all is well."""
     begun = dist.init_process_group
     if not isinstance(begun, _AlreadyThere) or begun.replay.closed:
         return None
@@ -69,7 +69,7 @@ def came_to_nothing() -> str | None:
 
 
 class _AlreadyThere:
-    """In place of `torch.distributed.init_process_group`; remembers which backend was asked for."""
+    """In place of `torch.distributed.init_process_group`; remembers the requested backend."""
 
     asked: str | None = None
 
@@ -87,8 +87,8 @@ class _AlreadyThere:
 
 def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,
               pg_options: Any = None, *rest: Any, **keywords: Any) -> Any:
-    """In place of `torch.distributed.new_group`: any real backend would look for peers, which come only once this
-    process has been admitted."""
+    """In place of `torch.distributed.new_group`: a real backend would look for peers, which come only once this process
+    has been admitted."""
     if dist.get_backend() != ALONE:
         return stock(ranks, timeout, backend, pg_options, *rest, **keywords)
     return stock(ranks, timeout, ALONE, None, *rest, **keywords)
@@ -106,8 +106,8 @@ def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int
 
 
 def backend_for(device: torch.device) -> str:
-    """Name of the library of the training's groups: the one that torch's default group has for ``device``, or, where
-    that group is a stand-in, the one that the script asked for, or the usual one.
+    """Name of the library of the training's groups: that of torch's default group for ``device``, or, where that group
+    is a stand-in, the one requested by the script, or the usual one.
 
     Raises UnsupportedError if this plugin cannot speak to it.
     """
@@ -119,7 +119,7 @@ def backend_for(device: torch.device) -> str:
         if asked is not None and asked in BACKENDS:
             return asked
         return "nccl" if device.type == "cuda" else "gloo"
-    # A group that was made without a name, or with several of them, has one for each kind of device.
+    # A default group made without a backend name, or with several, has one for each kind of device.
     default = c10d._get_default_group()
     name = default._get_backend(device).name() if device.type in map(str, default._device_types) else ""
     if name not in BACKENDS:

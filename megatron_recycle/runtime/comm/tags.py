@@ -1,8 +1,8 @@
-"""Tags: the numbers that each user may use on each communicator.
+"""Tags: the transfer numbers that each purpose may use on each communicator.
 
-A transfer is known by its two ends and a number, its tag. Communicators are shared by parts of the program that know
-nothing of each other: each purpose takes a range of numbers of its own from this table, one after the other, so that
-two can never meet. Transfers of a library that has no tags (NCCL) are told apart by their order alone.
+A transfer is identified by its two ends and a number, its tag. Communicators are shared by parts of the program that do
+not know of each other: each purpose takes a range of numbers of its own from this table, one after the other, so that
+no two purposes can collide. In a library without tags (NCCL) only the order identifies a transfer.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ABORT = 2**31 - 1
-"""A tag of every communicator that no transfer ever uses. gloo closes a connection on which a receive with it ends in
-vain."""
+"""A tag of every communicator that no transfer ever uses. gloo closes a connection on which a receive with it times
+out."""
 
 
 @dataclass(frozen=True)
 class Tags:
-    """The numbers of one purpose on a communicator.
+    """The tags of one purpose on a communicator.
 
     Args:
-        what: what is transferred, in a message's words.
-        first: the least of the numbers.
-        count: how many there are.
-        again: whether the numbers begin anew after ``count``, because the first transfers have long ended by then.
+        what: name of the transfers, for messages.
+        first: the lowest tag.
+        count: the number of tags.
+        again: whether tags are reused after ``count`` transfers, because the first ones have long ended by then.
     """
 
     what: str
@@ -32,7 +32,7 @@ class Tags:
     again: bool
 
     def __getitem__(self, number: int) -> int:
-        """The tag of transfer ``number`` (from 0). Raises OverflowError if there are not so many."""
+        """The tag of transfer ``number`` (from 0). Raises OverflowError if it is out of range."""
         if not 0 <= number < self.count and not self.again:
             raise OverflowError(f"{self.what} have {self.count} tags, and number {number} was to be used")
         return self.first + number % self.count
@@ -51,7 +51,7 @@ class Table:
         return iter(self._taken)
 
     def take(self, what: str, count: int, *, again: bool = False) -> Tags:
-        """The next ``count`` numbers; nobody else gets them. Raises OverflowError when not enough are left."""
+        """The next ``count`` tags, for this purpose alone. Raises OverflowError when not enough are left."""
         first = self._taken[-1].first + self._taken[-1].count if self._taken else 0
         if first + count > ABORT:
             raise OverflowError(f"no {count} tags are left for {what}")
@@ -64,7 +64,7 @@ class Table:
 
 
 FRAMEWORK = Table()
-"""Tags of communicators in which a framework's collectives run, those of a worker's parts among them."""
+"""Tags of communicators for a framework's collectives, and for a worker's parts."""
 LEVELS = FRAMEWORK.take("how far a worker's part has come", 1)
 
 WORLD = Table()
@@ -92,7 +92,7 @@ USED = CONTROL.take("that an iteration's messages are used", 2**24, again=True)
 HALTS = CONTROL.take("where a void iteration ends", 2**20, again=True)
 """By iteration."""
 GUARD = CONTROL.take("a copy of a stage's state", 2**28)
-"""What describes it (its size, and the text), its checksums, and its pieces."""
+"""The description (its size, and the text), the checksums, and the pieces."""
 
 STAGE = Table()
 """Tags of `Groups.stage` and `Groups.stage_control`, which may be the same communicator."""
@@ -109,5 +109,5 @@ SHARD_PARAMETERS = STAGE.take("a shard's parameters", 2**20)
 """By the shard's number."""
 SHARD_STATE = STAGE.take("a shard's state", 2**26)
 STATE = STAGE.take("a stage's state", 2**28)
-"""What describes it (its size, and the text), its checksums, and its pieces: those of a shard for each move."""
+"""The description (its size, and the text), the checksums, and the pieces: a shard's for each move."""
 FIRST_IN_STAGE = STAGE.take("the first transfer of two peers", 1)

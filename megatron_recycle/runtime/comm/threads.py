@@ -1,7 +1,7 @@
-"""Threads that are inside a communication library, and cannot be interrupted there.
+"""Threads for blocking calls into a communication library, which cannot be interrupted there.
 
-A worker whose script is over stands by, and may have to recover with the others. By then its interpreter is ending, and
-since Python 3.12 an interpreter that ends starts no thread: so some are kept for that.
+A worker whose script is over stands by, and may have to recover with the others. By then its interpreter is shutting
+down, and since Python 3.12 an interpreter that shuts down starts no thread: so some are kept for that.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 _KEPT = 16
-"""One recovery there, and taking leave after it, ask for eight in all, most of them for milliseconds."""
+"""A recovery at that point and the leave after it take eight in all, most of them for milliseconds."""
 
 _kept: list[threading.Thread] = []
 _given: SimpleQueue[Task] = SimpleQueue()
 
 
 class Task:
-    """A function that runs in a thread of its own, or in one that was kept."""
+    """A function that runs in a thread of its own, or in a kept one."""
 
     def __init__(self, name: str, run: Callable[[], object]) -> None:
         self._name = name
@@ -28,9 +28,9 @@ class Task:
         self._over = threading.Event()
 
     def __call__(self) -> None:
-        """Run it, in the thread that is to."""
+        """Run it, in its thread."""
         threading.current_thread().name = self._name
-        run, self._run = self._run, None  # it is not to keep anything longer than it runs
+        run, self._run = self._run, None  # keep no reference beyond the run
         assert run is not None
         try:
             run()
@@ -43,12 +43,12 @@ class Task:
         return not self._over.is_set()
 
     def join(self, limit: float | None = None) -> None:
-        """Wait until it has, at most ``limit`` seconds."""
+        """Wait for its end, at most ``limit`` seconds."""
         self._over.wait(limit)
 
 
 def keep_some() -> None:
-    """Keep threads for the end of this process, where its interpreter will start none then."""
+    """Keep threads for the end of this process, if its interpreter will start none then."""
     if sys.version_info >= (3, 12) and not _kept:
         _kept.extend(threading.Thread(target=_serve, daemon=True) for _ in range(_KEPT))
         for thread in _kept:
@@ -56,7 +56,7 @@ def keep_some() -> None:
 
 
 def begin(name: str, run: Callable[[], object]) -> Task:
-    """Start ``run()`` in a thread that is called so. Raises RuntimeError if there is none."""
+    """Start ``run()`` in a thread with this ``name``. Raises RuntimeError if none can be started and none is kept."""
     task = Task(name, run)
     try:
         threading.Thread(target=task, name=name, daemon=True).start()
@@ -78,15 +78,15 @@ def _serve() -> None:
 
 
 class Threads:
-    """The threads of one owner, who waits for them at the end: an interpreter that ends under a thread that comes back
-    from the communication library aborts the process."""
+    """The threads of one owner, which joins them at its end: a thread that returns from the communication library while
+    the interpreter shuts down aborts the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: list[tuple[Task, float]] = []
 
     def start(self, name: str, run: Callable[[], object], longest: float) -> Task:
-        """Start ``run()``; the end waits for it at most ``longest`` seconds."""
+        """Start ``run()``; `close` waits for it at most ``longest`` seconds."""
         with self._lock:
             self._running = [(each, limit) for each, limit in self._running if each.is_alive()]
             task = begin(name, run)
@@ -94,7 +94,7 @@ class Threads:
         return task
 
     def close(self) -> None:
-        """Wait for all of them, each as long as it may take."""
+        """Wait for all threads, each up to its own limit."""
         with self._lock:
             running, self._running = self._running, []
         for task, longest in running:

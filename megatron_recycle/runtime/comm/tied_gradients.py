@@ -1,8 +1,8 @@
 """Gradients of parameters that several stages keep copies of (tied embeddings).
 
-Each of these stages has its own gradient; the parameter's gradient is their sum, one value per stage,
-added in stage order, so that it does not depend on how many workers a stage has left (promise P3). A framework
-that adds up stages before pipelines is followed where that is possible, by `FastReduction`.
+Each of these stages has its own gradient; the parameter's gradient is their sum, one value per stage, added in stage
+order, so that it does not depend on the number of a stage's survivors (promise P3). A framework that adds up stages
+before pipelines is followed where that is possible, by `FastReduction`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_recycle.runtime.stage import Tie
 def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, groups: Groups) -> None:
     """Replace this stage's gradient of every tied parameter by the sum over all its stages, in place.
 
-    All peers of a stage have the same bits, so any of them can give: worker i of a stage gives to the other
-    stage's workers j with j mod n == i. Where stages have workers in the same pipelines, each gives to its own
-    pipeline, so that the same is done with gradients that peers have not added up yet.
+    All peers of a stage have the same bits, so any of them can give: worker i of a stage gives to the other stage's
+    workers j with j mod n == i. Where stages have workers in the same pipelines, each gives to its own pipeline, so
+    that this also works for gradients that peers have not added up yet.
 
     Raises GenerationOver when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
     """
@@ -46,7 +46,7 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
 
 
 def pipelines_alike(tie: Tie, groups: Groups) -> bool:
-    """Whether the stages of ``tie`` have live workers in the same pipelines: the same on all of these stages."""
+    """Whether the stages of ``tie`` have live workers in the same pipelines; the answer is the same on all of them."""
     return len({tuple(peer.pipeline for peer in groups.peers(stage)) for stage in tie.stages}) == 1
 
 
@@ -64,7 +64,7 @@ def _gather(tie: Tie, own: torch.Tensor, number: int, groups: Groups) -> list[to
     outgoing = own.contiguous()
     values = {stage: torch.empty_like(outgoing) for stage in tie.stages if stage != me.stage}
     moving: list[Pending] = []
-    # Both ends send and receive: where a library runs what is posted one after the other, together only.
+    # Both ends send and receive: a library that runs postings one after the other needs a batch.
     with world.batch():
         for stage, buffer in values.items():
             theirs = groups.peers(stage)

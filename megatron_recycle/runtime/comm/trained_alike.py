@@ -1,8 +1,8 @@
 """Whether the peers of a stage train the same parameters in an iteration.
 
-Which ones a script has frozen each worker sees for itself. Were they not the same everywhere, peers would add up
-gradients of different parameters, and drift apart. So a number of each worker's list goes around while micro-batches
-are computed, and is compared before anything is reduced.
+Each worker sees its script's frozen parameters for itself. If these differed, peers would add up gradients of different
+parameters, and diverge. So a checksum of each worker's list is exchanged while micro-batches are computed, and compared
+before anything is reduced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMED = 3  # parameters that a message lists
 
 @dataclass(frozen=True)
 class Trained:
-    """Which of a stage's parameters are trained: the names of all, 1 for each that is, and a number of that list."""
+    """A stage's trained parameters: all names, a flag for each (1: trained), and a checksum of the flags."""
 
     names: tuple[str, ...]
     flags: tuple[int, ...]
@@ -38,7 +38,7 @@ class Trained:
 
 
 class Agreement:
-    """One exchange among peers, begun when it is made. Raises GenerationOver."""
+    """One exchange among peers, begun by the constructor. Raises GenerationOver."""
 
     def __init__(self, trained: Trained, groups: Groups) -> None:
         self._trained = trained
@@ -49,7 +49,7 @@ class Agreement:
         self._adding = self._peers.sum(self._sums)
 
     def end(self) -> None:
-        """The attempt is void: wait until nothing of it is under way. Raises GenerationOver."""
+        """The attempt is void: wait until nothing of it is pending. Raises GenerationOver."""
         self._adding.wait()
 
     def check(self, iteration: int) -> None:

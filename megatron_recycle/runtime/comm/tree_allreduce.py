@@ -1,8 +1,8 @@
-"""Sums of a few numbers over many workers, with as few messages as there can be.
+"""Sums of a few numbers over many workers, with as few messages as possible.
 
-gloo's all-reduce sends twice as many messages as there are workers from each of them, one after the other, however
-small the tensor. In a binary tree each worker sends and receives about two, and the last one has the sum after a
-number of steps that grows with the logarithm.
+In gloo's all-reduce each of n workers sends 2n messages, one after the other, however small the tensor. In a binary
+tree each worker sends and receives about two, and the last one has the sum after a number of steps that grows with the
+logarithm.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from megatron_recycle.runtime.comm.comm import Comm, wait_all
 
 
 def add_up(tensor: torch.Tensor, comm: Comm, tag: int) -> None:
-    """Sum ``tensor`` in place over ``comm``, the same bits on all members; nobody has it before all have given theirs.
+    """Sum ``tensor`` in place over ``comm``, the same bits on all members; none returns before all have called.
 
-    The order of the additions depends on the number of members. ``tag`` names the messages; whoever uses it again
-    must have this sum first. Raises GenerationOver when the generation ends meanwhile.
+    The order of the additions depends on the number of members. ``tag`` names the messages; a caller must have this sum
+    before it uses the tag again. Raises GenerationOver when the generation ends meanwhile.
     """
     me, size = comm.rank, comm.size
     children = [child for child in (2 * me + 1, 2 * me + 2) if child < size]

@@ -1,1 +1,1 @@
-"""Layers that a neighbouring stage's worker runs for a micro-batch: its copies of them, and what is sent for them."""
+"""Layers that a neighbouring stage's worker runs for a micro-batch: its copies of them, and their transfers."""

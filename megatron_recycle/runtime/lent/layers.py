@@ -1,4 +1,4 @@
-"""The layers of a stage as they are lent: a backend's view of its own, and a worker's copies of its neighbours'."""
+"""Lent layers of a stage: a backend's view of its own layers, and a worker's copies of its neighbours'."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from megatron_recycle.runtime.lent.terms import HOME, Span
 
 
 class Lending(Protocol):
-    """The layers of one chunk, for a backend whose stages can run others' too. Usually a stage has one.
+    """The layers of one chunk, for a backend whose stages can also run others'. Usually a stage has one chunk.
 
     Attributes:
-        first: number of the stage's first layer among all of the model.
+        first: number of the chunk's first layer in the model.
         layers: of the chunk, in order: modules, or functions.
-        lendable: how many of the first and of the last of them neighbours may run: modules with inputs and outputs that
-            are alike. They leave out one layer at least.
-        why: why these are not more, in words.
-        beside: what the stage runs before or behind these layers, which nobody else does.
-        like: the same number for chunks whose layers are alike, for a backend that knows its own stage's alone.
-        refused: why the stage neither lends nor borrows any more, in words; nothing: it does.
+        lendable: how many of the first and of the last layers neighbours may run: modules with inputs and outputs that
+            are alike. At least one layer stays.
+        why: why no more are lendable, in words.
+        beside: modules before or behind these layers that only this stage runs.
+        like: the same number for chunks whose layers are alike, for a backend that only knows its own stage's.
+        refused: why the stage neither lends nor borrows any more, in words; empty: it does.
     """
 
     @property
@@ -54,18 +54,18 @@ class Lending(Protocol):
     def refused(self) -> str: ...
 
     def build(self, number: int) -> nn.Module:
-        """Another chunk's layer ``number``, as it is built there; whatever it holds. Asked for those alone that their
-        stage lends."""
+        """Another chunk's layer ``number``, built as there, with any values. Called only for layers that their stage
+        lends."""
 
     def running(self, layers: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
-        """Inside the block the stage's forwards and backwards run these in place of the chunk's own. Entered inside
-        `Stage.running_chunk`."""
+        """Inside the block the stage's forwards and backwards run ``layers`` in place of the chunk's own. Entered
+        inside `Stage.running_chunk`."""
 
 
 def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple[int, int]:
-    """How many of a chunk's first and of its last layers may be run by its neighbours: an unbroken run, at most
-    ``most``, of those that are ``alike``, and always so that one layer stays. ``first`` and ``last``: chunks that have
-    no neighbour there, or the stage's own next chunk."""
+    """How many of a chunk's first and of its last layers its neighbours may run: an unbroken run of layers that are
+    ``alike``, at most ``most``, so that at least one layer stays. ``first`` and ``last``: the chunk has no neighbour
+    there, or it is the stage's own next chunk."""
     head = tail = 0
     while head + tail < len(alike) - 1:
         one = head < most and not first and alike[head]
@@ -80,7 +80,7 @@ def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple
 
 
 def offer(lending: Lending, most: int) -> Lendable | None:
-    """What the planner is told of a stage's layers; None: nothing may be lent."""
+    """The layers that a stage offers to the planner; None: nothing may be lent."""
     head, tail = (min(count, most) for count in lending.lendable)
     if not head and not tail:
         return None
@@ -88,14 +88,14 @@ def offer(lending: Lending, most: int) -> Lendable | None:
     lent = [layer for layer in (*own[:head], *own[len(own) - tail:]) if isinstance(layer, nn.Module)]
     one = max(_work(layer) for layer in lent)
     like = [layer for layer in own if isinstance(layer, nn.Module) and type(layer) is type(lent[0])]
-    # No matrices: layers are taken for alike.
+    # No matrices: assume that all layers are alike.
     share = one / max(one, sum(map(_work, (*own, *lending.beside)))) if one else 1 / len(own)
     return Lendable(head, tail, len(like), share,
                     max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent), lending.like)
 
 
 def said(lending: Lending | None, most: int) -> str:
-    """One line of what a stage lends, for the log."""
+    """One line about a stage's lendable layers, for the log."""
     if lending is None:
         return "lends no layers: this framework's stages cannot run each other's yet"
     if offered := offer(lending, most):
@@ -105,7 +105,7 @@ def said(lending: Lending | None, most: int) -> str:
 
 
 def _work(layer: Any) -> int:
-    """A layer's multiplications for each of its inputs' vectors, as its matrices tell; a table takes none."""
+    """A layer's multiplications for each input vector, counted from its matrices; an embedding table takes none."""
     if isinstance(layer, functools.partial):  # a tied layer with a function of its own, most likely a product
         return sum(parameter.numel() for each in layer.args if isinstance(each, nn.Module)
                    for parameter in each.parameters())
@@ -118,17 +118,17 @@ def _work(layer: Any) -> int:
 
 
 class Neighbours:
-    """A worker's copies of layers next to one of its chunks, and the way of a micro-batch through those and its own.
+    """A worker's copies of layers next to one of its chunks, and the run of a micro-batch through these and its own.
 
-    What a copy holds is given anew for each attempt: nothing of it outlasts one.
+    A copy gets its values anew for each attempt: none of them outlasts it.
 
     Args:
-        lending: of the chunk; None: it cannot run others' layers, nor others its own.
-        adopt: told of each copy when it is built.
+        lending: of the chunk; None: the chunk can neither borrow nor lend layers.
+        adopt: called with each copy when it is built.
         beside: of the stage's other chunks.
 
     Attributes:
-        draws: whether each layer draws random numbers of its own, so that they do not depend on who runs it.
+        draws: whether each layer draws random numbers of its own, which then do not depend on the worker that runs it.
         options: of the chunk's own layers.
     """
 
@@ -143,7 +143,7 @@ class Neighbours:
         self.options = Options(self._watched)
         self._began = {number: _checksums([layer]) for number, layer in self._watched().items()}
         self._told: dict[bool, bytes] = {}
-        """What the copies at an end were told the last time."""
+        """By end, the options last set in its copies."""
 
     def _watched(self) -> Mapping[int, nn.Module]:
         """The chunk's own layers, by their numbers, if they may be lent."""
@@ -154,15 +154,15 @@ class Neighbours:
 
     @property
     def lending(self) -> Lending:
-        """The chunk's."""
+        """The chunk's `Lending`. Raises UnsupportedError if it cannot lend or borrow."""
         if self._lending is None or not self.draws:
             raise UnsupportedError("the plan lends layers, and this worker's stage can neither lend nor borrow any: "
                                    f"set lend to {'auto' if self._lending is not None else 'off'} on all ranks")
         return self._lending
 
     def hold(self, head: bool, count: int) -> None:
-        """Have copies of so many layers of the chunk behind, of its ``head``, or of the end of the chunk before, and of
-        no more. Raises UnsupportedError."""
+        """Hold copies of exactly ``count`` layers: the first of the chunk behind (``head``), or else the last of the
+        chunk before. Raises UnsupportedError."""
         if not count:
             if head:
                 self._behind = []
@@ -186,22 +186,22 @@ class Neighbours:
         except Exception as error:
             raise UnsupportedError(f"layer {number}, of another stage, cannot be built here "
                                    f"({type(error).__name__}: {error})") from error
-        module.requires_grad_(True)  # who lends it picks those that it trains
+        module.requires_grad_(True)  # the lender picks the parameters that it trains
         self._told = {}
         self._adopt(module)
         return module
 
     def borrowed(self, head: bool) -> Sequence[nn.Module]:
-        """The copies, in order: those of the chunk behind, of its ``head``, or of the end of the chunk before."""
+        """The copies, in order: of the first layers of the chunk behind (``head``), or the last of the chunk before."""
         return self._behind if head else self._before
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Of all copies."""
+        """Parameters of all copies."""
         return parameters_of([*self._before, *self._behind])
 
     def own(self, head: bool, count: int) -> Sequence[nn.Module]:
-        """So many of the chunk's own layers at this end, in order."""
+        """The chunk's own first (``head``) or last ``count`` layers, in order."""
         layers = self.lending.layers
         found = layers[:count] if head else layers[len(layers) - count:]
         if count > self.lending.lendable[not head] or not all(isinstance(each, nn.Module) for each in found):
@@ -210,23 +210,23 @@ class Neighbours:
         return [each for each in found if isinstance(each, nn.Module)]
 
     def give(self, head: bool, count: int) -> torch.Tensor:
-        """So many of the chunk's own layers at this end, `packed`. Raises UnsupportedError."""
+        """The chunk's own first (``head``) or last ``count`` layers, `packed`. Raises UnsupportedError."""
         return packed(*self._lent(head, count))
 
     def _lent(self, head: bool, count: int) -> tuple[Sequence[nn.Module], bytes]:
-        """So many layers at this end, and what is told of them. Raises UnsupportedError if they cannot be lent."""
+        """The layers of `own`, and their options. Raises UnsupportedError if they cannot be lent."""
         if self.lending.refused:
             raise UnsupportedError(self.lending.refused)
         layers, end = self.own(head, count), self.lending.first + len(self.lending.layers)
         first = self.lending.first if head else end - count
-        for number, layer in enumerate(layers, first):  # nor has a helper room for anything else
+        for number, layer in enumerate(layers, first):  # a helper's buffer has no room for anything else
             _check_alike([layer], self._began[number])
         self._check_apart(layers)
         return layers, self.options.told(first, first + count)
 
     def check(self, given: tuple[int, int], borrowed: bool = False) -> None:
-        """Raises UnsupportedError if so many of the first and of the last layers cannot be lent, because of something
-        that the script has made of them; ``borrowed``: or others' cannot be run here."""
+        """Raises UnsupportedError if the script's changes make it impossible to lend ``given`` of the first and of the
+        last layers, or, if ``borrowed``, to run others' here."""
         if borrowed and self.lending.refused:
             raise UnsupportedError(self.lending.refused)
         for head, count in zip((True, False), given, strict=True):
@@ -245,7 +245,7 @@ class Neighbours:
                                    "before, on all ranks alike, or set lend to off")
 
     def take(self, head: bool, data: torch.Tensor) -> None:
-        """Make the copies at this end what ``data`` was packed of. Raises UnsupportedError."""
+        """Load the copies at this end from ``data``, which was `packed` by the lender. Raises UnsupportedError."""
         layers, first = self.borrowed(head), self.lending.first
         told = unpack(layers, data)
         start = first + len(self.lending.layers) if head else first - len(layers)
@@ -274,7 +274,7 @@ class Neighbours:
             self._seed = None
 
     def _drawing(self, number: int, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """``layer``, which draws random numbers of its own whenever it is run, also again by a checkpoint."""
+        """``layer``, drawing its own random numbers on every run, including a checkpoint's recomputation."""
         if not isinstance(layer, nn.Module):
             def function(*inputs: Any) -> Any:
                 self._draw(number)
@@ -305,13 +305,13 @@ class _Draw:
 
 
 def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Of ``layers``, in order."""
+    """All parameters of ``layers``, in order."""
     return [parameter for layer in layers for parameter in layer.parameters()]
 
 
 def packed(layers: Sequence[nn.Module], told: bytes) -> torch.Tensor:
-    """All that ``layers`` hold, checksums of what they are, and what is ``told`` of their options, as bytes: `unpack`
-    takes it into copies of them. Raises UnsupportedError."""
+    """The values of ``layers``, checksums of their structure, and their options (``told``), as bytes: `unpack` loads
+    them into copies. Raises UnsupportedError."""
     if len(told) > _TOLD:
         raise UnsupportedError(f"a lent layer's attributes take {len(told)} bytes to tell, of {_TOLD}: set lend to off")
     tensors = [_bytes(tensor) for tensor in _tensors(layers)]
@@ -322,29 +322,28 @@ def packed(layers: Sequence[nn.Module], told: bytes) -> torch.Tensor:
 
 
 def room(layers: Sequence[nn.Module]) -> torch.Tensor:
-    """A tensor that takes what is `packed` of others like ``layers``."""
+    """A tensor that takes the `packed` bytes of others like ``layers``."""
     tensors = _tensors(layers)
     return torch.empty(_HEADER + _TOLD + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
                        device=tensors[0].device if tensors else None)
 
 
 def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> bytes:
-    """Make ``layers`` copies of what ``data`` was `packed` of; returns what was told. Raises UnsupportedError if they
-    are not alike."""
+    """Load `packed` bytes into ``layers``; returns the options. Raises UnsupportedError if the structures differ."""
     *theirs, length = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
     _check_alike(layers, theirs)
     start = _HEADER + _TOLD
     for tensor in _tensors(layers):
         end = start + tensor.nbytes
-        # Unseen by autograd: what an interrupted attempt has run with the same numbers may be yet to run backward.
+        # Unseen by autograd: forwards of an interrupted attempt with the same values may still have to run backward.
         tensor.data.copy_(data[start:end].clone().view(tensor.dtype).view(tensor.shape))
         start = end
     return data[_HEADER:_HEADER + length].cpu().numpy().tobytes()
 
 
 def likeness(layer: nn.Module, without: Collection[str] = ()) -> int:
-    """A number that layers have alike whose modules, tensors and plain attributes are, but for attributes ``without``
-    which they are compared."""
+    """A checksum of a layer's modules, tensors and plain attributes, except attributes ``without``: equal for layers
+    that are alike."""
     kinds = [(name, type(module).__qualname__, sorted((key, value) for key, value in vars(module).items() if (
                   isinstance(value, PLAIN) and key not in without and not key.startswith("_"))))
              for name, module in layer.named_modules()]
@@ -352,7 +351,7 @@ def likeness(layer: nn.Module, without: Collection[str] = ()) -> int:
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Whether something of the script's is called when ``layer`` runs, or on its gradients: copies do not have it."""
+    """Whether hooks of the script are called when ``layer`` runs, or on its gradients: copies do not have them."""
     return any(_hooks(module) for module in layer.modules()) or any(
         parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in layer.parameters())
 
@@ -360,11 +359,11 @@ def hooked(layer: nn.Module) -> bool:
 _COMPARED = ("modules", "hooks", "parameters or buffers")
 _HEADER = 8 * (len(_COMPARED) + 1)
 _TOLD = 2**14
-"""Bytes, and of options."""
+"""Bytes, for options."""
 
 
 def _check_alike(layers: Sequence[nn.Module], at_home: Sequence[int]) -> None:
-    """Raises UnsupportedError if ``layers`` are not what these checksums are of."""
+    """Raises UnsupportedError if ``layers`` do not have the checksums ``at_home``."""
     other = [name for name, mine, home in zip(_COMPARED, _checksums(layers), at_home, strict=True) if mine != home]
     if other:
         raise UnsupportedError(f"a lent layer has other {' and '.join(other)} where it is at home than where it is "
@@ -374,7 +373,7 @@ def _check_alike(layers: Sequence[nn.Module], at_home: Sequence[int]) -> None:
 
 
 def _checksums(layers: Sequence[nn.Module]) -> list[int]:
-    """Of what `_COMPARED` names."""
+    """One checksum for each item of `_COMPARED`."""
     modules = [[(name, type(module).__qualname__) for name, module in layer.named_modules()] for layer in layers]
     hooks = [hooked(layer) for layer in layers]
     return [zlib.crc32(repr(each).encode()) for each in (modules, hooks, _kinds(layers))]
@@ -386,7 +385,7 @@ def _kinds(layers: Sequence[nn.Module]) -> list[Any]:
 
 
 def _hooks(module: nn.Module) -> bool:
-    # Those of its state dict are for saving and loading.
+    # Hooks of the state dict are for saving and loading.
     return any(not isinstance(hook, _Draw) for key, found in vars(module).items()
                if key.endswith("_hooks") and "state_dict" not in key and found for hook in found.values())
 

@@ -1,11 +1,11 @@
 """One attempt's transfers of lent layers: copies to helpers when it begins, sums of gradients back before it ends.
 
-Every attempt begins with copies of what the layers' own stage holds then, and lets go of them when it ends. So nothing
-needs to be told of steps that were undone and made again, of recoveries, of workers that come in, of checkpoints that
-were loaded or of other plans. A helper waits for a copy where it runs the first of its layers, and not before.
+Every attempt begins with copies of the layers' current values at their own stage, and drops them when it ends. So
+nothing has to be reported of steps that were undone and made again, of recoveries, joiners, loaded checkpoints or other
+plans. A helper waits for a copy where it runs the first of its layers, and not before.
 
-All that is sent here comes before the attempt's activations, or behind its last gradients, on both ends alike: so that
-no order of transfers can deadlock where a library runs a communicator's one after the other.
+All transfers here come before the attempt's activations, or behind its last gradients, at both ends alike: so no order
+of transfers can deadlock where a library runs a communicator's one after the other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Loans:
     def __init__(self, terms: Terms, groups: Groups, neighbours: Neighbourhood) -> None:
         self._terms, self._groups, self._neighbours, self._of = terms, groups, neighbours, neighbours.of
         self._coming: dict[End, Pending] = {}
-        """Copies that nobody has waited for."""
+        """Pending copies, not waited for yet."""
         self._sent: list[Pending] = []
         for chunk, each in self._of.items():
             for head, count in zip((False, True), terms.borrowed(groups.me, chunk), strict=True):
@@ -53,7 +53,7 @@ class Loans:
                     each.hold(head, count)
 
     def begin(self) -> None:
-        """Copies of what the stages hold now are on their way. Raises GenerationOver, LendingError."""
+        """Start the transfers of copies of the stages' current values. Raises GenerationOver, LendingError."""
         for each in self._of.values():
             each.options.begin()
         world, me = self._groups.world, self._groups.me
@@ -73,11 +73,11 @@ class Loans:
                         rooms[number], self._groups.rank(loan.principal), LENT_COPIES[number])
 
     def span(self, chunk: int, microbatch: Microbatch) -> Span:
-        """Of this worker, for ``chunk`` of ``microbatch``."""
+        """The span of this worker for ``chunk`` of ``microbatch``."""
         return self._terms.span(chunk, microbatch)
 
     def arrive(self, chunk: int, span: Span) -> None:
-        """Wait for the copies of layers that ``span`` has beside ``chunk``. Raises GenerationOver, LendingError."""
+        """Wait for the copies of layers that ``span`` adds to ``chunk``. Raises GenerationOver, LendingError."""
         for head, count in zip((False, True), span.borrowed, strict=True):
             if count and (chunk, head) in self._coming:
                 coming = self._coming[chunk, head]
@@ -89,20 +89,20 @@ class Loans:
 
     @contextmanager
     def running(self, chunk: int, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
-        """As `Neighbours.running`, beside ``chunk``. Raises LendingError where a stage cannot run these layers."""
+        """As `Neighbours.running`, for ``chunk``. Raises LendingError if a stage cannot run these layers."""
         lent = nullcontext() if span == HOME else self._lent_to(chunk, True) if span.borrowed[1] else (
             self._lent_to(chunk, False) if span.borrowed[0] else _lent_of(self._groups.me.stage))
         with lent, self._of[chunk].running(span, seed):
             yield
 
     def _lent_to(self, chunk: int, head: bool) -> AbstractContextManager[None]:
-        """A block about layers of the chunk behind ``chunk``, or of the chunk before, if there is one."""
+        """A block about layers of the chunk behind ``chunk`` (``head``), or of the chunk before, if there is one."""
         other, stages = chunk + (1 if head else -1), self._neighbours.stage_of
         return _lent_of(stages[other]) if 0 <= other < len(stages) else nullcontext()
 
     def sums(self, chunks: Collection[int], layout: Layout, place: Place, block: int) -> Accumulators:
-        """Room for the sums of an attempt in these of the worker's ``chunks``. ``block``: micro-batches in one of the
-        plan's blocks, 0 if it has none."""
+        """Accumulators for an attempt in the worker's ``chunks``. ``block``: micro-batches in one of the plan's blocks,
+        0 if it has none."""
         if not self._terms.crossings:
             return Accumulators(layout, place)
         own = [(chunk, each) for chunk, each in self._of.items() if chunk in chunks]
@@ -114,8 +114,8 @@ class Loans:
         return LentAccumulators(layout, place, block, borrowed, given)
 
     def collect(self, sums: Accumulators) -> Accumulators:
-        """Send the sums of borrowed layers. Returns the worker's own with those that come for them; ``sums`` stay as
-        they are. All actions are done. Raises GenerationOver."""
+        """Send the sums of borrowed layers. Returns the worker's own sums joined with those received from helpers;
+        ``sums`` stay as they are. Call after all actions. Raises GenerationOver."""
         if not self._terms.crossings:
             return sums
         groups, me = self._groups, self._groups.me
@@ -154,20 +154,20 @@ class Loans:
         return sums.each(joined) if isinstance(sums, ChunkedAccumulators) else joined(sums)
 
     def end(self) -> None:
-        """The attempt is void, and all have begun it: bring its copies to their end. Raises GenerationOver."""
+        """The attempt is void, and all have begun it: complete its copies. Raises GenerationOver."""
         for pending in (*self._coming.values(), *self._sent):
             pending.wait()
         self._coming, self._sent = {}, []
 
     def let_go(self) -> None:
-        """What was sent has been read by all."""
+        """All sends have been read: drop them."""
         for pending in self._sent:
             pending.wait(read=True)
         self._sent = []
 
 
 def acceptable(offer: Offer | None, neighbours: Neighbourhood, agent: Agent, me: Worker) -> Offer | None:
-    """The ``offer``, unless its plan lends layers that cannot be lent, or run here: the coordinator is told that."""
+    """The ``offer``, unless its plan lends layers that cannot be lent or run here: the coordinator is informed then."""
     if offer is None or offer.plan is None or not offer.plan.crossings:
         return offer
     if offer.number == neighbours.declined:
@@ -192,7 +192,7 @@ def acceptable(offer: Offer | None, neighbours: Neighbourhood, agent: Agent, me:
 
 @contextmanager
 def _lent_of(stage: int) -> Iterator[None]:
-    """A block about lent layers of ``stage``, whose refusals need not be the job's."""
+    """A block about lent layers of ``stage``: UnsupportedError becomes LendingError, which need not end the job."""
     try:
         yield
     except LendingError:
@@ -203,7 +203,7 @@ def _lent_of(stage: int) -> Iterator[None]:
 
 def _by_piece(sums: Sequence[tuple[Piece, Sequence[nn.Parameter], torch.Tensor]],
               ) -> dict[Piece, list[tuple[nn.Parameter, torch.Tensor]]]:
-    """Each parameter's part of flat ``sums``, by what these are the sums of."""
+    """Each parameter's part of flat ``sums``, by their pieces."""
     found: dict[Piece, list[tuple[nn.Parameter, torch.Tensor]]] = {}
     for piece, parameters, flat in sums:
         parts = flat.split([parameter.numel() for parameter in parameters])

@@ -1,4 +1,4 @@
-"""All that a worker holds of lent layers, and has to lend: chunk by chunk."""
+"""A worker's borrowed and lendable layers, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Neighbourhood:
     """The `Neighbours` of each of a worker's chunks.
 
     Args:
-        lendings: of the chunks, in order, by their numbers in the model; None: as `Neighbours`'.
+        lendings: of the chunks, in order, by their numbers in the model; None: as in `Neighbours`.
         stage_of: the stage of each chunk of the model.
-        adopt, draws: as theirs.
+        adopt, draws: as in `Neighbours`.
 
     Attributes:
         of: by chunk, in order.
         stage_of: the stage of each chunk of the model.
-        declined: number of the last plan on offer that lends what cannot be lent; 0: there was none.
+        declined: number of the last offered plan that lends layers which cannot be lent; 0: none.
     """
 
     def __init__(self, lendings: Mapping[int, Lending | None], stage_of: Sequence[int],
@@ -35,7 +35,7 @@ class Neighbourhood:
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Of all copies."""
+        """Parameters of all copies."""
         return [parameter for each in self.of.values() for parameter in each.parameters]
 
     def end(self) -> None:

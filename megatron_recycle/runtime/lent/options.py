@@ -1,8 +1,8 @@
-"""What layers that are lent are set to, beside parameters and buffers: copies of them are set to it too.
+"""Options of lent layers: their settings beside parameters and buffers, which copies of the layers get too.
 
-A layer that is built anew is as its words and the script's variables make it then. So its copies are told what the
-layer was when the job began, and what the script has set since (a dropout's probability, a mode). What a forward leaves
-in it (a table that is computed once) they make for themselves.
+A newly built layer follows its configuration and the script's variables at that time. So its copies get the options
+that the layer had when the job began, and the script's changes since (a dropout's probability, a mode). Leftovers of a
+forward (a table that is computed once) they compute themselves.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron_recycle.runtime.comm.comm import Comm
 
 PLAIN = (bool, int, float, str, type(None))
 _OF_ALL = vars(nn.Module()).keys() - {"training"}
-"""Attributes that every module has: its parameters, hooks and the like, which are looked at elsewhere."""
+"""Attributes that every module has: its parameters, hooks and the like, which are checked elsewhere."""
 _HANDLES = (torch.distributed.ProcessGroup, Comm)
-"""Of tensor-parallel layers' groups, which are others in each generation; backends put them in, in copies too."""
-_LONGEST = 1000  # elements of a container that is looked into
+"""Groups of tensor-parallel layers, which differ by generation; backends put them in, in copies too."""
+_LONGEST = 1000  # elements of a container that is searched
 
 Key = tuple[int, str, str]
 """Number of a layer, name of a module in it, name of the attribute."""
@@ -35,18 +35,17 @@ Key = tuple[int, str, str]
 class Options:
     """Watches the attributes of layers, from now on.
 
-    Numbers and texts, and lists, tuples and dicts of them, are told to copies. Of others, tensors and functions for
-    instance, it is only known when the script has put others in their place, or has written to them: then the layer
-    cannot be copied any more.
+    Numbers and texts, and lists, tuples and dicts of them, are sent to copies. Of others, tensors and functions for
+    instance, only a replacement or a write by the script is noticed: then the layer cannot be copied any more.
 
     Args:
-        layers: by their numbers, as they are now.
+        layers: gives them by their numbers, as they are now.
     """
 
     def __init__(self, layers: Callable[[], Mapping[int, nn.Module]]) -> None:
         self._layers = layers
         self._seen = self._now()
-        # Texts may name what differs from worker to worker, a device for instance.
+        # Texts may differ from worker to worker: the name of a device, for instance.
         self._set: dict[Key, Any] = {
             key: state for key, state in self._seen.items() if _can_be_told(state, texts=False)}
         self._untold: set[Key] = set()
@@ -61,7 +60,7 @@ class Options:
             self.end()
 
     def begin(self) -> None:
-        """An attempt begins: what is different since the last one has ended the script has set."""
+        """An attempt begins: all differences since the end of the last one are the script's changes."""
         now = self._now()
         for key in self._seen.keys() | now.keys():
             if key not in self._seen or key not in now or not _same(self._seen[key], now[key]):
@@ -76,8 +75,8 @@ class Options:
         self._seen = self._now()
 
     def told(self, first: int, end: int) -> bytes:
-        """What the layers of these numbers are set to. Raises UnsupportedError if the script has set what cannot be
-        told."""
+        """The options of layers ``first`` up to ``end``, as bytes. Raises UnsupportedError if the script has changed
+        one that cannot be sent."""
         untold = sorted(key for key in self._untold if first <= key[0] < end)
         if untold:
             number, module, name = untold[0]
@@ -97,7 +96,7 @@ class Options:
 
 
 def put(told: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> None:
-    """Set in copies what was `told` of the layers of these numbers, and was not already ``before``."""
+    """Set in copies the `told` options of the layers of these numbers, except those already in ``before``."""
     known = {(*key,): state for *key, state in json.loads(zlib.decompress(before))} if before else {}
     for number, name, key, state in json.loads(zlib.decompress(told)):
         if (number, name, key) not in known or not _same(known[number, name, key], state):
@@ -105,11 +104,11 @@ def put(told: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> No
 
 
 class _Other:
-    """Something that copies cannot be told, and how often it was written to."""
+    """A value that cannot be sent to copies, and its number of writes."""
 
     def __init__(self, thing: Any) -> None:
         try:
-            self._thing: Callable[[], Any] = weakref.ref(thing)  # nor is it to live for this
+            self._thing: Callable[[], Any] = weakref.ref(thing)  # do not keep it alive
         except TypeError:
             self._thing = lambda: thing
         self._version = thing._version if isinstance(thing, torch.Tensor) and not thing.is_inference() else 0
@@ -122,7 +121,7 @@ class _Other:
 
 
 def _state(value: Any) -> Any:
-    """``value`` as it is now: something that JSON takes, with `_Other` where it does not."""
+    """``value`` as it is now, in a form that JSON takes, with `_Other` where there is none."""
     if isinstance(value, PLAIN) and not isinstance(value, Enum):
         return value
     if type(value) in (list, tuple) and len(value) <= _LONGEST:

@@ -1,8 +1,8 @@
 """Sums of gradients on a worker that borrows layers, or lends some.
 
-Those of borrowed layers are kept apart, for whoever lends them. With the exact reduction a worker also keeps its own
-sums of layers that it lends apart, block by block, until the helpers' have come: then all blocks are added up in order,
-each as if it had been run at home.
+Sums of borrowed layers are kept apart, for their lender. With the exact reduction a worker also keeps its own sums of
+layers that it lends apart, block by block, until the helpers' have arrived: then all blocks are added up in order, each
+as if it had been run at home.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_recycle.runtime.compute.split import Contribution
 
 Place = Callable[[int, int], tuple[Piece, int]]
 End = tuple[int, bool]
-"""A chunk of the worker's, counted through the model, and whether its copies are of the chunk behind that."""
+"""One of the worker's chunks, counted through the model, and whether its copies are of the chunk behind it."""
 
 
 class LentAccumulators(Accumulators):
@@ -31,19 +31,19 @@ class LentAccumulators(Accumulators):
         place: as `Accumulators`'.
         block: micro-batches of a block whose sums are kept apart; 0: one sum is enough.
         borrowed: layouts of the copies of layers.
-        given: own parameters that others compute gradients of.
+        given: own parameters whose gradients others compute too.
     """
 
     def __init__(self, layout: Layout, place: Place, block: int, borrowed: Mapping[End, Layout],
                  given: Sequence[nn.Parameter]) -> None:
         super().__init__(layout, place)
         self._block = block
-        self._apart = apart = functools.partial(_apart, block)  # no method of this: sums go when nobody refers to them
+        self._apart = apart = functools.partial(_apart, block)  # not a method: a cycle would keep the sums alive
         self.borrowed = {end: Accumulators(each, apart) for end, each in borrowed.items()}
         self._given = Accumulators(Layout([each for each in given if each in layout], layout.dtype), apart)
         self._of = self._apart_by_parameter()
         self._run: dict[Piece, Microbatch] = {}
-        """The blocks of which this worker has run something, each with one of its micro-batches."""
+        """The blocks that this worker has run in part or whole, each with one of its micro-batches."""
 
     def _apart_by_parameter(self) -> Mapping[int, Accumulators]:
         own = {id(parameter): self._given for parameter in self._given.layout.parameters} if self._block else {}
@@ -74,22 +74,22 @@ class LentAccumulators(Accumulators):
             yield
 
     def regroup(self, other: Accumulators) -> None:
-        """As there. This worker may borrow and lend more layers of the same micro-batches' chunks than before."""
+        """As `Accumulators.regroup`. The worker may lend and borrow more layers of the same chunks than before."""
         super().regroup(other)
         assert isinstance(other, LentAccumulators)
         more = [each for each in other._given.layout.parameters if each not in self._given.layout]
         if more:
             given = Layout([*self._given.layout.parameters, *more], self._given.layout.dtype)
             self._given = self._given.laid_out(given)
-        if self._block:  # the next gradients of a block that is being summed go there, too
+        if self._block:  # the next gradients of an unfinished block go there, too
             self._given.take_over(self._sums, more)
         self.borrowed = {end: self.borrowed[end].laid_out(sums.layout) if end in self.borrowed else sums
                          for end, sums in other.borrowed.items()}
         self._of = self._apart_by_parameter()
 
     def joined(self, come: Mapping[Piece, Sequence[tuple[nn.Parameter, torch.Tensor]]]) -> Accumulators:
-        """This worker's own sums with what has ``come`` from helpers, by what it is the sum of, in the order of blocks.
-        All these sums stay as they are: where the reduction fails, they are joined again."""
+        """This worker's own sums joined with those that have ``come`` from helpers, by piece, in the order of blocks.
+        All these sums stay as they are: if the reduction fails, they are joined again."""
         found = self.copy()
         if not self._block:
             for values in come.values():

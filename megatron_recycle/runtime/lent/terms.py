@@ -1,13 +1,13 @@
-"""What a plan that lends layers asks of whom: which layers a worker runs of a micro-batch, and what is sent for that.
+"""Terms of a plan that lends layers: the layers that each worker runs of a micro-batch, and the transfers for them.
 
-A micro-batch crosses the boundary behind a chunk some layers later (+) or earlier (-) than at home. Who runs a lent
-layer is its *helper* for that micro-batch; the worker of the layer's own stage that runs the rest of that chunk for it
-is its *principal*. Helper and principal are next to each other on the micro-batch's route, so they talk anyway. Chunks
-are counted through the model; usually each stage has one, of its number.
+A micro-batch crosses the boundary behind a chunk some layers later (+) or earlier (-) than at home. The worker that
+runs a lent layer is its *helper* for that micro-batch; the worker of the layer's own stage that runs the rest of that
+chunk for it is its *principal*. Helper and principal are next to each other on the micro-batch's route, so they talk
+anyway. Chunks are counted through the model; usually each stage has one, of its number.
 
 At the start of an attempt each helper gets a copy of the parameters, from one of its principals. Before the reduction
-it sends the principals its sums of their gradients: with the exact reduction one for each block, which the principal
-puts where its own would be; else one alone, to whichever, since the peers add up all.
+it returns its sums of their gradients: with the exact reduction one for each block, which the principal adds where its
+own would be; else a single one, to any principal, since the peers add up all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron_recycle.plan import Crossing, Microbatch, Piece, Plan, Worker
 from megatron_recycle.runtime.compute.accumulate import WHOLE
 
 Crossings = Mapping[Microbatch, Crossing]
-"""By micro-batch, how many layers later it crosses each boundary than at home; who is not named crosses all at home."""
+"""By micro-batch, how many layers later it crosses each boundary than at home; others cross all boundaries at home."""
 
 
 class Span(NamedTuple):
-    """The layers that a worker runs of a micro-batch in a chunk, as the crossings before (``head``) and behind
+    """The layers that a worker runs of a micro-batch in a chunk, given by the crossings before (``head``) and behind
     (``tail``) them."""
 
     head: int = 0
@@ -32,12 +32,12 @@ class Span(NamedTuple):
 
     @property
     def own(self) -> tuple[int, int]:
-        """How many of the chunk's own layers it leaves out, from the first and from the last on."""
+        """How many of the chunk's own first and last layers it leaves out."""
         return max(0, self.head), max(0, -self.tail)
 
     @property
     def borrowed(self) -> tuple[int, int]:
-        """How many layers of the chunk before it runs, the last ones, and how many of the chunk behind, the first."""
+        """How many of the last layers of the chunk before it runs, and how many of the first of the chunk behind."""
         return max(0, -self.head), max(0, self.tail)
 
 
@@ -45,10 +45,10 @@ HOME = Span()
 
 
 class Loan(NamedTuple):
-    """``layers`` of ``chunk``, which is at home on the stage of ``principal``, the first ones if ``head`` and else the
-    last, that ``helper`` runs.
+    """``layers`` of ``chunk``, its first if ``head`` and else its last, which ``helper`` runs for ``principal``, a
+    worker of the chunk's own stage.
 
-    ``piece`` is what of their gradients it sums up apart: in `exact` a block, else `WHOLE`.
+    ``piece``: a part of their gradients that is summed apart: in `exact` a block, else `WHOLE`.
     """
 
     principal: Worker
@@ -69,8 +69,8 @@ class Terms(NamedTuple):
 
     Attributes:
         crossings: of the micro-batches that the plan runs.
-        copies: parameters go from principal to helper, in this order.
-        sums: of gradients go back from helper to principal, in this order.
+        copies: loans whose parameters go from principal to helper, in this order.
+        sums: loans whose sums of gradients go back from helper to principal, in this order.
     """
 
     crossings: Crossings
@@ -78,7 +78,7 @@ class Terms(NamedTuple):
     sums: tuple[Loan, ...] = ()
 
     def span(self, chunk: int, microbatch: Microbatch) -> Span:
-        """Of who runs ``chunk`` of ``microbatch``."""
+        """The span of the worker that runs ``chunk`` of ``microbatch``."""
         crossings = self.crossings.get(microbatch)
         if crossings is None:
             return HOME
@@ -108,12 +108,12 @@ NOTHING_LENT = Terms({})
 
 
 def crossings_of(plan: Plan) -> Crossings:
-    """Those of ``plan``; none if it lends nothing."""
+    """The crossings of ``plan``; none if it lends nothing."""
     return plan.crossings
 
 
 def terms_of(plan: Plan) -> Terms:
-    """What ``plan`` asks for. Where it has blocks, sums are kept apart by block."""
+    """The terms of ``plan``. Where it has blocks, sums are kept apart by block."""
     lent = crossings_of(plan)
     if not lent:
         return NOTHING_LENT
@@ -138,8 +138,8 @@ def terms_of(plan: Plan) -> Terms:
 
 
 def _one_each(most: Mapping[tuple[Worker, Worker, int, bool], int]) -> tuple[Loan, ...]:
-    """One loan for each helper and end of a chunk, of all layers that it runs there, with one of its principals: the
-    one that has fewest yet."""
+    """One loan for each helper and end of a chunk, of all layers that it runs there, with the principal that has the
+    fewest loans yet."""
     asked: dict[tuple[Worker, bool, int], list[Worker]] = {}
     layers: Counter[tuple[Worker, bool, int]] = Counter()
     for (principal, helper, chunk, head), count in sorted(most.items()):

@@ -1,6 +1,6 @@
-"""Groups of the script's own that live as long as the job: their collectives give the values of all nominal members,
-whoever is left.
+"""The script's own groups, which live as long as the job: their collectives give the values of all nominal members,
+whatever the membership.
 
-A group keeps its size and its ranks. What its members call is carried out among those that are alive, and for a
-position that is empty a peer of that stage answers, which has the same parameters, losses and flags by promise.
+A group keeps its size and its ranks. Its members' calls are carried out among the living ones. For an empty position a
+peer of that stage answers, which has the same parameters, losses and flags by promise.
 """

@@ -1,7 +1,7 @@
-"""torch's collectives as values: what one member of a group gives the others, and what it makes of what it gets.
+"""torch's collectives as values: each member's inputs for the others, and its results from theirs.
 
-A call reads its inputs whenever it is asked to give, and writes its results at its end only: so it can be given up and
-made again, as often as need be. Positions are ranks in the group, empty ones included.
+A call reads its inputs each time it is asked for them, and writes its results only at its end: so it can be given up
+and repeated as often as need be. Positions are ranks in the group, empty ones included.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ LARGE = 2**20
 
 
 class Call:
-    """A barrier, or, in a class of its own, any other collective.
+    """A barrier; subclasses are the other collectives.
 
     Attributes:
         what: torch's name of it.
-        source: the one position whose tensors are wanted; None: those of all are.
-        sink: the one position that wants them; None: all do.
-        by_itself: whether nobody can give what is the source's but the source.
-        measured: whether nobody knows how long the tensors of others are.
-        by_shares: whether it adds up so much that each member is to add up a share of it (`shares`).
-        alike: whether all members that get something get the same.
+        source: the only position whose tensors are needed; None: all positions.
+        sink: the only position that gets results; None: all positions.
+        by_itself: whether no peer can answer for the source.
+        measured: whether the length of others' tensors is unknown in advance.
+        by_shares: whether the reduction is so large that each member adds up a share of it (`shares`).
+        alike: whether all members that get results get the same.
     """
 
     what = "barrier"
@@ -47,21 +47,21 @@ class Call:
         return self.gives(source)
 
     def take(self, given: Sequence[Tensors]) -> None:
-        """Write the results. ``given``: what has come, by position; nothing from those that are no source. Not called
-        where this member is no sink."""
+        """Write the results. ``given``: the received tensors, by position; none from positions that are no source. Not
+        called where this member is no sink."""
 
     def results(self) -> Tensors | None:
-        """What all members have got, and got alike, after `take`; None: each gets its own."""
+        """The results after `take`, if all members have the same; None: each has its own."""
         return self._tensors if self.alike and self.sink is None else None
 
     def recall(self, results: Tensors) -> None:
-        """Write what was another member's `results` of the same call."""
+        """Write another member's `results` of the same call."""
         for tensor, known in zip(self.results() or (), results, strict=True):
             tensor.copy_(known.view(tensor.shape))
 
 
 class AllReduce(Call):
-    """``all_reduce``; with a ``sink``, ``reduce``. ``add`` makes one tensor of all positions'."""
+    """``all_reduce``; with a ``sink``, ``reduce``. ``add`` reduces all positions' tensors to one."""
 
     what = "all_reduce"
 
@@ -77,7 +77,7 @@ class AllReduce(Call):
             tensor.copy_(self.add([tensors[index] for tensors in given]))
 
     def put(self, results: Tensors) -> None:
-        """Write what has been added up by shares: each tensor's result, flat."""
+        """Write results that were added up by shares: one flat tensor for each of the call's."""
         for tensor, result in zip(self._tensors, results, strict=True):
             tensor.copy_(result.view(tensor.shape))
 
@@ -97,7 +97,7 @@ class Broadcast(Call):
 
 
 class AllGather(Call):
-    """``all_gather``; with a ``sink``, ``gather``. ``outputs``: of each input, a tensor for each position."""
+    """``all_gather``; with a ``sink``, ``gather``. ``outputs``: for each input, a tensor for each position."""
 
     what = "all_gather"
 
@@ -138,7 +138,7 @@ class Scatter(Call):
 
 
 class ReduceScatter(Call):
-    """``reduce_scatter``; ``inputs``: of each output, a tensor for each position."""
+    """``reduce_scatter``; ``inputs``: for each output, a tensor for each position."""
 
     what = "reduce_scatter"
     alike = False
@@ -180,10 +180,10 @@ class AllToAll(Call):
 
 
 class Given(Call):
-    """What a ``call`` has given at its time, to give it again later, when its tensors may hold something else.
+    """A snapshot of the inputs of ``call``, to give again later, when its tensors may have changed.
 
     Args:
-        size: how many positions there are.
+        size: the number of positions.
     """
 
     def __init__(self, call: Call, size: int) -> None:
@@ -202,10 +202,10 @@ class Objects(Call):
     """``broadcast_object_list``, ``all_gather_object``, ``gather_object`` and ``scatter_object_list``: bytes.
 
     Args:
-        own: those that this member gives, to all or, by position, to each.
+        own: this member's objects, one for all or, by position, one for each.
 
     Attributes:
-        found: those of each position, as far as they came; none before `take`.
+        found: the received objects, by position; empty before `take`.
     """
 
     measured = True
@@ -238,8 +238,8 @@ Add = Callable[[Tensors], torch.Tensor]
 
 
 def adding(operation: dist.ReduceOp | dist.ReduceOp.RedOpType) -> Add | None:
-    """The function that makes one tensor of many, in the order of positions, so that all members have the same bits;
-    None if there is no such thing for torch's ``operation``."""
+    """The function that reduces many tensors to one, in the order of positions, so that all members have the same bits;
+    None if there is none for torch's ``operation``."""
     for known, fold in _FOLDS.items():
         if operation == known:
             return fold

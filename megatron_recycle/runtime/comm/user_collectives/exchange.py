@@ -1,9 +1,8 @@
-"""A call among the members of a group that are alive, over the handle that all workers of a generation share.
+"""A call among the living members of a group, over the handle that all workers of a generation share.
 
-Everybody gives everybody else at once what is wanted there (of large reductions a part of it: `shares`); then each
-says that it has all that it wants. Nobody is done before all have said so: so where a failure cuts a call short, either
-all that are left have what it takes to end it, and end it with the same values, or nobody has ended it, and all make it
-again.
+All members send each other their inputs at once (of large reductions a part: `shares`); then each confirms that it has
+all its inputs. None is done before all have confirmed. So if a failure cuts a call short, either all survivors have the
+inputs to complete it, with the same values, or none has completed it, and all repeat it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron_recycle.runtime.comm.user_collectives.shares import Members, Share
 from megatron_recycle.runtime.place import Place
 
 SCRIPT = CONTROL.take("what the script exchanges", 2**27, again=True)
-"""Two for each call: what is given, and that it has come."""
+"""Two for each call: one for inputs, one for confirmations."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Group:
     Attributes:
         ranks: global ranks, by position.
         me: this process' position.
-        number: among groups of the same ranks, in the order of their making.
+        number: among groups of the same ranks, in the order of creation.
     """
 
     ranks: tuple[int, ...]
@@ -61,9 +60,9 @@ class Group:
         return Group(ranks, self.me, self.number)
 
     def told_to(self, rank: int, stay: Collection[int], place: Place) -> Group | None:
-        """The group of ``rank``, which comes in, that this process tells of what was called in this one: the first of
-        the members that ``stay``. If none does of a group that lies in one pipeline, the lowest peer tells of its own
-        pipeline's. None: another process tells of it, or there is nothing to tell."""
+        """The group of ``rank``, a joiner, about whose past calls this process reports; None: another process does, or
+        there is nothing to report. The reporter is the group's first member that is in ``stay``. If there is none and
+        the group lies in one pipeline, it is the lowest peer, from its own pipeline's group."""
         me, own = self.ranks[self.me], self
         if rank not in own.ranks:
             home, mine = _homes(place)[rank], self.pipeline(place)
@@ -79,14 +78,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Roll:
-    """Who is there of a group in a generation.
+    """The membership of a group in a generation.
 
     Attributes:
         group: the group.
-        answers: by position, the process that answers for it, by its rank among all that are alive: itself, or the
-            lowest peer of its stage in the group. In a group that lies in one pipeline no other is of that stage: then
-            the lowest peer of all does, who makes the same call in its own pipeline's. None: there is nobody.
-        living: positions of those that are there, by the same rank.
+        answers: by position, the process that answers for it, as a rank among all living ones: itself, or the lowest
+            peer of its stage in the group. A group that lies in one pipeline has no such peer: then the lowest of all
+            peers, which makes the same call in its own pipeline's group. None: no process can answer.
+        living: positions of the living members, by the same rank.
         names: of positions, for messages.
     """
 
@@ -112,11 +111,11 @@ class Roll:
         return cls(group, tuple(map(answering, group.ranks)), living, [place.names[rank] for rank in group.ranks])
 
     def is_empty(self, position: int) -> bool:
-        """Whether nobody is at ``position``."""
+        """Whether ``position`` has no process."""
         return position not in self.living.values()
 
     def stands_in(self, call: Call, process: int) -> str | None:
-        """What the user has to know where ``process`` tells the others something in the place of one that is gone."""
+        """A warning for the user if ``process`` sends its own values in place of a lost source; None otherwise."""
         root = call.source
         if root is None or not self.is_empty(root) or self.answers[root] != process:
             return None
@@ -147,9 +146,9 @@ class Exchange:
 
     Args:
         call: this member's.
-        roll: who is there.
-        comm: of all that are alive.
-        number: of the call; all members have the same.
+        roll: the group's membership.
+        comm: of all living workers.
+        number: of the call, the same on all members.
     """
 
     def __init__(self, call: Call, roll: Roll, comm: Comm, number: int) -> None:
@@ -159,7 +158,7 @@ class Exchange:
         self._sums: Tensors | None = None
 
     def collect(self) -> None:
-        """Give what is wanted, and wait for what is wanted here. Raises GenerationOver."""
+        """Exchange inputs with the others. Raises GenerationOver."""
         if isinstance(self._call, AllReduce) and self._call.by_shares:
             self._sums = self._shares().add(self._call.add)
             return
@@ -174,8 +173,8 @@ class Exchange:
                      for process, tensors in like.items()}
 
     def answer(self) -> list[Pending]:
-        """Give what is wanted of this process, which answers for a position that is not its own. Nothing is waited
-        for: keep what is returned. Raises GenerationOver."""
+        """Send this process's inputs for a position that is not its own, for which it answers. Does not wait: keep the
+        returned handles. Raises GenerationOver."""
         if self._call.by_shares:
             return self._shares().give()
         sends = []
@@ -185,14 +184,14 @@ class Exchange:
         return sends
 
     def _swap(self, given: Mapping[int, torch.Tensor], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Give each process what is its own, and fill ``into`` with what each gives here; returns it."""
+        """Send each process its tensor, and fill ``into`` with the received ones; returns it."""
         pending = [self._comm.receive(buffer, process, self._given) for process, buffer in into.items()]
         pending += [self._comm.send(data, process, self._given) for process, data in given.items()]
         wait_all(pending)
         return into
 
     def confirm(self) -> None:
-        """Wait until all have what they want. Raises GenerationOver."""
+        """Wait until all members have their inputs. Raises GenerationOver."""
         said = [self._comm.receive(token(), process, self._heard) for process, _ in self._others()]
         said += [self._comm.send(token(), process, self._heard) for process, _ in self._others()]
         wait_all(said)
@@ -219,19 +218,18 @@ class Exchange:
                       self._given)
 
     def _others(self) -> list[tuple[int, int]]:
-        """Those that are there, their ranks among all that are alive, and their positions."""
+        """The other living members: their ranks among all living workers, and their positions."""
         return [(process, position) for process, position in self._roll.living.items()
                 if process != self._comm.rank]
 
     def _givers(self) -> list[tuple[int, int]]:
-        """Those that give something, as `_others`, and peers that are not in the group."""
+        """All senders: those of `_others`, and answering peers outside of the group."""
         outside = {process: position for position, process in enumerate(self._roll.answers)
                    if process is not None and process not in self._roll.living}
         return [*self._others(), *outside.items()]
 
     def _packed(self, to: Sequence[tuple[int, int]]) -> dict[int, torch.Tensor]:
-        """What this process gives to each of these processes at their positions; the same object where it is the
-        same."""
+        """This process's data for each of these processes at their positions. Equal inputs share one object."""
         made: list[tuple[Tensors, torch.Tensor]] = []
 
         def of(tensors: Tensors) -> torch.Tensor:
@@ -245,7 +243,7 @@ class Exchange:
                 for process, position in to}
 
     def _expected(self, process: int, position: int) -> Tensors:
-        """Tensors of the size of what ``process``, which is at ``position``, gives to this one."""
+        """Tensors of the size of those that ``process``, at ``position``, sends to this one."""
         return self._call.expects(position) if self._goes(process, self._roll.group.me) else ()
 
     def _goes(self, process: int, position: int) -> bool:
@@ -254,8 +252,8 @@ class Exchange:
 
 
 def pass_over(call: Call, group: Group) -> None:
-    """The results of a call that the others have made long ago, as if they had given what this process gives; none
-    where that is no answer."""
+    """Results of a call that the others have made long ago, as if all had given this process's inputs; none where that
+    is no answer."""
     of_one = (call.source, call.sink) != (None, None)
     if isinstance(call, AllToAll) or (of_one and group.me not in (call.source, call.sink)):
         return
@@ -269,10 +267,10 @@ def _length(data: torch.Tensor) -> torch.Tensor:
 
 
 def _peers(home: Process, place: Place, among: Collection[Worker]) -> list[int]:
-    """The ranks of the processes of these workers that hold what ``home`` does, or did."""
+    """The ranks of the processes of ``among`` that are, or were, peers of ``home``."""
     return [place.ranks[worker][home.part or 0] for worker in sorted(among) if worker.stage == home.worker.stage]
 
 
 def _homes(place: Place) -> Mapping[int, Process]:
-    """The worker, and its part, of each rank."""
+    """Each rank's worker and part."""
     return {rank: Process(worker, part) for worker, ranks in place.ranks.items() for part, rank in enumerate(ranks)}

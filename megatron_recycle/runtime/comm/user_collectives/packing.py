@@ -12,32 +12,32 @@ Tensors = Sequence[torch.Tensor]
 
 
 def token() -> torch.Tensor:
-    """What is given where there is nothing to give."""
+    """Placeholder for an empty transfer."""
     return torch.zeros(1, dtype=torch.uint8)
 
 
 def size(tensors: Tensors) -> int:
-    """Bytes."""
+    """Size in bytes."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def buffer(tensors: Tensors) -> torch.Tensor:
-    """Room for what `packed` makes of tensors like these."""
+    """A buffer for the bytes of tensors like these, as `packed` makes them."""
     return torch.zeros(max(1, size(tensors)), dtype=torch.uint8)
 
 
 def packed(tensors: Tensors) -> torch.Tensor:
-    """``tensors`` as bytes in CPU memory, of their own; something, too, if there are none."""
+    """``tensors`` as a new tensor of bytes in CPU memory; never empty."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in tensors if tensor.numel()]
     return torch.cat(pieces) if pieces else token()
 
 
 def unpacked(data: torch.Tensor, like: Tensors) -> Tensors:
-    """Tensors like these of what `packed` has made, where these are."""
+    """Tensors from the bytes that `packed` has made, with the types, shapes and devices of ``like``."""
     found, start = [], 0
     for tensor in like:
         end = start + size([tensor])
-        # A piece of its own: numbers must begin at a multiple of their size.
+        # A copy: elements must begin at a multiple of their size.
         piece = data[start:end].clone().view(tensor.dtype).reshape(tensor.shape)
         found.append(piece.to(tensor.device))
         start = end

@@ -1,7 +1,7 @@
-"""What the script's calls have brought, for a worker that comes in later.
+"""Results of the script's calls, for a worker that comes in later.
 
-Its script makes the same calls on its way to where the job is, and may go on with what they bring: a seed, or the best
-loss so far. What all members of a group get alike they keep, if it is small, and give to whoever comes in.
+Its script makes the same calls while it catches up with the job, and may use their results: a seed, or the best loss so
+far. Members keep small results that all of a group get alike, and send them to a joiner.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron_recycle.runtime.iteration_history import History, Rows
 MOST = 64 * 2**20
 """Bytes that a worker keeps at most, of all its groups."""
 _SMALL = 4096
-"""Bytes up to which a result is kept apart from larger ones, which never make it go."""
+"""Bytes up to which a result is kept apart from larger ones, which never evict it."""
 
 
 def as_row(call: Call) -> bytes:
-    """The results of ``call``, which has ended; nothing where there is nothing to keep: they are each member's own, or
-    have more than `LARGE` bytes."""
+    """The results of ``call``, which has ended, as bytes; empty where there is nothing to keep: they differ by member,
+    or have more than `LARGE` bytes."""
     results = call.results()
     if not results or size(results) > LARGE:
         return b""
@@ -33,7 +33,7 @@ def as_row(call: Call) -> bytes:
 
 
 def recall(call: Call, row: bytes) -> bool:
-    """Give ``call`` the results that ``row`` has; False if they are of another kind of call."""
+    """Give ``call`` the results in ``row``; False if they are of another kind of call."""
     kind, _, data = row.partition(b"\n")
     what, *layout = kind.decode().split(" ")
     own = call.results()
@@ -53,10 +53,10 @@ def _kind(call: Call, results: Tensors) -> str:
 class Results:
     """Rows (`as_row`) by group and ascending number.
 
-    Where they are too many, the group that takes the most lets go of its oldest.
+    If they take too much memory, the group that takes the most drops its oldest.
 
     Args:
-        most: bytes, at most.
+        most: limit in bytes.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -65,11 +65,11 @@ class Results:
 
     @property
     def groups(self) -> list[str]:
-        """Those of which there is something."""
+        """The groups that have results."""
         return sorted({group for group, _ in self._kept})
 
     def note(self, group: str, number: int, row: bytes) -> None:
-        """``row`` is what call ``number`` of ``group`` has brought."""
+        """Keep ``row``, the results of call ``number`` of ``group``."""
         if not row:
             return
         self._kept.setdefault((group, len(row) > _SMALL), History(self._most)).note(number, row)
@@ -77,12 +77,12 @@ class Results:
             max(self._kept.values(), key=lambda kept: kept.nbytes).let_go()
 
     def of(self, group: str, number: int) -> bytes | None:
-        """None: it is not known."""
+        """The row of this call; None: unknown."""
         found = (self._kept[group, large].exactly(number) for large in (False, True) if (group, large) in self._kept)
         return next((row for row in found if row is not None), None)
 
     def told(self, names: Mapping[str, str]) -> bytes:
-        """All of these groups, by the names that another worker knows them by; nothing if there is nothing."""
+        """All rows of the groups in ``names``, under the receiver's names for them; empty if there are none."""
         told = [(names[group], large, astuple(kept.told()))
                 for (group, large), kept in self._kept.items() if group in names]
         if not told:
@@ -92,7 +92,7 @@ class Results:
             part.numpy().tobytes() for _, _, parts in told for part in parts)])
 
     def take(self, told: bytes) -> None:
-        """Know of these groups what another worker has `told`, and nothing else."""
+        """Replace the rows of the groups that another worker has `told` of by its rows."""
         table, _, data = told.partition(b"\n")
         start = 0
         for group, large, *lengths in json.loads(table):

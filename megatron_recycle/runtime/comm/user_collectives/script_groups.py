@@ -1,8 +1,8 @@
-"""torch's process groups in a training job: between two iterations the script's own collectives are carried out here.
+"""torch's process groups in a training job: the script's own collectives between two iterations are carried out here.
 
-torch's objects stay what they are: the methods of their class are replaced, for as long as the job trains. So groups
-that were made before, and by whatever way, are living ones. A group that is made later needs nobody's consent: it is
-a name, ranks, and nothing that could break.
+torch's objects stay; the methods of their class are replaced while the job trains. So groups made before, in whatever
+way, are living ones. A group made later needs no member's consent: it is only a name and ranks, and nothing that could
+break.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from megatron_recycle.runtime.comm.user_collectives.torch_calls import METHODS
 from megatron_recycle.runtime.setup_record import Alone, done
 
 _OWN = "recycle/"
-"""Names of the runtime's own groups begin so."""
+"""Prefix of the names of the runtime's own groups."""
 
 
 class Groups:
-    """torch's groups, as all members of each know them: by its ranks, and a number among those of the same ranks."""
+    """torch's groups, as all members of each know them: by ranks, and a number among groups of the same ranks."""
 
     def __init__(self) -> None:
         self._seen: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
         self._counts: Counter[tuple[int, ...]] = Counter()
 
     def note(self) -> None:
-        """Take in what has been made since the last time."""
+        """Register the groups made since the last call."""
         for group, name in c10d._world.pg_names.items():
             if group not in self._seen and not name.startswith(_OWN):
                 places = c10d._world.pg_group_ranks[group]
@@ -49,8 +49,8 @@ class Groups:
                 self._counts[ranks] += 1
 
     def known(self, group: Any) -> Group | None:
-        """None: it is the runtime's own, or none any more."""
-        if group is dist.group.WORLD:  # the first of its ranks, whatever stands for it
+        """The registered group; None: it is the runtime's own, or destroyed."""
+        if group is dist.group.WORLD:  # the first of its ranks, whichever object it is
             return Group(tuple(range(group.size())), group.rank())
         if group not in self._seen:
             self.note()
@@ -58,22 +58,22 @@ class Groups:
 
 
 class Asks(Enum):
-    """Who asks for an operation on a group."""
+    """The origin of an operation on a group."""
 
     LIBRARY = "library"
-    """The framework inside of an iteration, or anybody before training: torch answers."""
+    """The framework inside of an iteration, or any code before training: torch answers."""
     SCRIPT = "script"
     """The script between two iterations."""
     TOGETHER = "together"
-    """The framework, in what all workers do together, and give up where a failure cuts it short."""
+    """The framework, in operations of all workers together, which are given up when a failure cuts them short."""
     LATE = "late"
-    """The script of a worker that has come in, after an iteration that the others have behind them."""
+    """The script of a worker that has come in, after an iteration that the others have completed."""
 
 
 Stock = Callable[..., Any]
 
 class UnderWay(Protocol):
-    """Something that travels between two ranks. ``done``: whether it has come, or left."""
+    """A transfer between two ranks. ``done``: whether it has arrived, or left."""
 
     @property
     def done(self) -> bool: ...
@@ -83,27 +83,27 @@ class Job(Protocol):
     """The job, as the script's groups need it."""
 
     def asks(self) -> Asks:
-        """Who asks, in this thread."""
+        """The origin of operations in this thread."""
 
     def make(self, group: Group, call: Call) -> None:
-        """Carry ``call`` out. Raises JobEnded, UnsupportedError, and, in what is given up, GenerationOver."""
+        """Carry ``call`` out. Raises JobEnded, UnsupportedError, and, if given up, GenerationOver."""
 
     def recall(self, group: Group, call: Call) -> None:
         """Give ``call`` the results that the others had of it before this worker came in, as far as they are known."""
 
     def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
-        """The ranks of this worker's tensor-parallel parts, and their group of now; None if it has one part."""
+        """The ranks of this worker's tensor-parallel parts, and their current group; None if it has one part."""
 
     def transfer(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool) -> UnderWay:
         """Begin to send ``tensor`` to position ``peer``, or to receive it from there. Raises JobEnded, UnsupportedError
-        where that one is gone, and, in what is given up, GenerationOver."""
+        if that member is gone, and, if given up, GenerationOver."""
 
     def arrive(self, message: UnderWay) -> None:
-        """Wait for it. Raises as `transfer`."""
+        """Wait for ``message``. Raises as `transfer`."""
 
 
 class Hollow(dist.ProcessGroup):
-    """A group that the script has made while the job trains: it is connected to nobody."""
+    """A group that the script has made while the job trains; it is connected to no process."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
@@ -136,7 +136,7 @@ class ScriptGroups:
         self._inside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def install(self) -> None:
-        """From now on. Once."""
+        """Replace them from now on. Call once."""
         self._groups.note()
         for kind in (dist.ProcessGroup, Alone):
             for name in (*METHODS, "send", "recv", "recv_anysource", "_start_coalescing", "_end_coalescing"):
@@ -156,7 +156,7 @@ class ScriptGroups:
                 self._replace(module, name, function)
 
     def close(self) -> None:
-        """torch's groups are as they were."""
+        """Restore torch's methods."""
         for put_back in reversed(self._put_back):
             put_back()
         self._put_back.clear()
@@ -175,8 +175,8 @@ class ScriptGroups:
         def method(group: dist.ProcessGroup, *given: Any, **keywords: Any) -> Any:
             asks = self._job.asks()
             if asks is Asks.LIBRARY:
-                if (now := self._of_now(group)) is not group:  # which may be of another class: the group of one that
-                    return getattr(now, name)(*given, **keywords)  # has come in is Alone
+                if (now := self._of_now(group)) is not group:  # perhaps of another class: on a worker that has
+                    return getattr(now, name)(*given, **keywords)  # come in, the group is Alone
                 return stock(group, *given, **keywords)
             if (found := self._groups.known(group)) is None or (
                     len(found.ranks) == 1 and not isinstance(group, Hollow)):
@@ -190,9 +190,9 @@ class ScriptGroups:
         return method
 
     def _of_now(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """What stands for ``group`` inside of an iteration: one that holds a worker's tensor-parallel parts, whoever
-        has made it, is the generation's, which ends with it and frees a part that waits for one that is gone. A
-        backward may name the one of an earlier generation, in which its forward was run."""
+        """The group in use for ``group`` inside of an iteration. Tensor-parallel groups are replaced by the
+        generation's own, so that aborting it frees a part blocked on a dead sibling. A backward may name an earlier
+        generation's group, in which its forward was run."""
         inside = self._job.inside()
         if inside is None:
             return group
@@ -246,16 +246,16 @@ class ScriptGroups:
 
     def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None,
                    group_name: str = "", group_desc: str | None = None) -> dist.ProcessGroup | None:
-        """In place of what torch would do to make a group: connect all of its members."""
+        """Stands in for torch's creation of a group, which would connect all members."""
         self._groups.note()
         me = dist.get_rank()
         return Hollow(list(ranks).index(me), len(ranks), group_name) if me in ranks else None
 
-    # ---- objects: torch measures them first, with a collective of its own, between which somebody may die
+    # ---- objects: torch exchanges their sizes first, in a collective of its own; a member may die in between
 
     def _function(self, stock: Stock, carry: Callable[..., Any], late: bool) -> Stock:
-        """What stands for torch's function ``stock``: ``carry``, which gets all arguments by name, where it is called
-        of a living group, and if ``late`` only by one that is."""
+        """A replacement of torch's function ``stock``: calls ``carry``, with all arguments by name, for living groups,
+        and if ``late`` only on a worker that has come in (`Asks.LATE`)."""
         signature = inspect.signature(stock)
 
         @functools.wraps(stock)
@@ -278,7 +278,7 @@ class ScriptGroups:
         root = _position(where, src, group_src)
         call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
         self._carry_out(asks, where, call)
-        if call.found and (where.me != root or asks is Asks.LATE):  # then another one has told in its place
+        if call.found and (where.me != root or asks is Asks.LATE):  # LATE: another member has sent in its place
             object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
     def _all_gather_objects(self, asks: Asks, where: Group, object_list: list[Any], obj: Any, **given: Any) -> None:
@@ -304,7 +304,7 @@ class ScriptGroups:
             scatter_object_output_list[0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
     def _asks(self, group: Any) -> tuple[Asks, Group | None]:
-        """Who asks, and for which living group; None: it is torch's own."""
+        """The origin of the operation, and the living group; None: torch's own."""
         asks = self._job.asks()
         if asks is Asks.LIBRARY or group is dist.GroupMember.NON_GROUP_MEMBER:
             return asks, None
@@ -313,7 +313,7 @@ class ScriptGroups:
 
 
 class _While:
-    """An attribute of a class that is there as long as ``wanted()``: a method of its objects."""
+    """A class attribute, a method of its objects, that exists as long as ``wanted()``."""
 
     def __init__(self, method: Callable[..., Any], wanted: Callable[[], bool]) -> None:
         self._method, self._wanted = method, wanted
@@ -325,7 +325,7 @@ class _While:
 
 
 class _Transfer(dist.Work):
-    """A tensor under way between two ranks; one that is received is there once this has been waited for."""
+    """A tensor under way between two ranks; a received one is there once this has been waited for."""
 
     def __init__(self, job: Job, message: UnderWay) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class _Transfer(dist.Work):
 
 
 class _All(dist.Work):
-    """Several, as one."""
+    """Several works as one."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         super().__init__()

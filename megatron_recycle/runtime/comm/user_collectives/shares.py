@@ -1,8 +1,8 @@
-"""A reduction that is too large to be given whole: every member adds up a share of it, and gives that to the others.
+"""A reduction that is too large to be exchanged whole: each member adds up a share, and sends that to the others.
 
-It goes by rounds: so it takes memory for its result and for two rounds, whatever the number of members, and each byte
-travels twice. Each number is added up by one member, of all positions' in their order: the sums have the bits that they
-have where everybody gives everything, whoever is left. Nothing is written to the script's tensors here.
+It proceeds in rounds: so it takes memory for its result and two rounds, whatever the number of members, and each byte
+travels twice. One member adds up each element, over all positions in order: the sums have a full exchange's bits,
+whatever the membership. Nothing is written to the script's tensors here.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron_recycle.runtime.comm.user_collectives.calls import Add, Tensors
 from megatron_recycle.runtime.comm.user_collectives.packing import buffer, packed, unpacked
 
 _ROUND = 2**23
-"""Bytes of a reduction that go in one round."""
+"""Bytes of a reduction in one round."""
 
 
 class Members(NamedTuple):
-    """Who has a part in a reduction, by ranks among all that are alive.
+    """Participants of a reduction, by rank among all living workers.
 
     Attributes:
-        owners: members of the group that are there; each adds up a share.
-        outside: others who give what a member that is gone would have given.
-        answers: by position in the group, who gives.
-        wanted: owners who want the result. If there are none, nothing is exchanged.
+        owners: living members of the group; each adds up a share.
+        outside: other workers that send in place of lost members.
+        answers: by position in the group, the sender.
+        wanted: owners that want the result. If there are none, nothing is exchanged.
     """
 
     owners: Sequence[int]
@@ -48,10 +48,10 @@ class Shares:
     """One process's part in one attempt at a reduction.
 
     Args:
-        tensors: what it gives.
+        tensors: its inputs.
         members: the same for all.
-        comm: of all that are alive.
-        tag: of all that is exchanged here.
+        comm: of all living workers.
+        tag: of all transfers here.
     """
 
     def __init__(self, tensors: Tensors, members: Members, comm: Comm, tag: int) -> None:
@@ -59,12 +59,12 @@ class Shares:
         self._members, self._comm, self._tag = members, comm, tag
 
     def give(self) -> list[Pending]:
-        """Give from outside. Nothing is waited for: keep what is returned. Raises GenerationOver."""
+        """Send from outside of the group. Does not wait: keep the returned handles. Raises GenerationOver."""
         return [self._send(self._own(spans, owner), owner)
                 for spans in self._rounds() for owner in self._members.owners]
 
     def add(self, add: Add) -> Tensors:
-        """Give, and add up; returns the results, flat and in CPU memory, nothing where they are not wanted. Raises
+        """Send, and add up; returns the results, flat and in CPU memory, empty where they are not wanted. Raises
         GenerationOver."""
         me, members = self._comm.rank, self._members
         wanted = me in members.wanted
@@ -74,7 +74,7 @@ class Shares:
         for spans in self._rounds():
             share = self._spans(spans, me)
             own = self._own(spans, me)
-            # Before the last round's sums are waited for: so nobody waits for the slowest one twice in a round.
+            # Before waiting for the last round's sums: so no member waits for the slowest one twice in a round.
             given = {process: self._receive(own, process) for process in (*members.owners, *members.outside)
                      if process != me}
             sent = [self._send(self._own(spans, owner), owner) for owner in members.owners if owner != me]
@@ -104,13 +104,13 @@ class Shares:
         return rounds(self._flat, _ROUND) if self._members.wanted else iter(())
 
     def _spans(self, spans: Sequence[Span], owner: int) -> Sequence[Span]:
-        """The share of ``owner`` of each of ``spans``."""
+        """The share of ``owner`` in each of ``spans``."""
         number, count = self._members.owners.index(owner), len(self._members.owners)
         return [Span(tensor, start + (end - start) * number // count, start + (end - start) * (number + 1) // count)
                 for tensor, start, end in spans]
 
     def _own(self, spans: Sequence[Span], owner: int) -> Tensors:
-        """What this process gives to ``owner``."""
+        """This process's inputs for the share of ``owner``."""
         return [self._flat[tensor][start:end] for tensor, start, end in self._spans(spans, owner)]
 
     def _send(self, tensors: Tensors, process: int) -> Pending:
@@ -121,7 +121,7 @@ class Shares:
 
 
 def rounds(tensors: Tensors, limit: int) -> Iterator[list[Span]]:
-    """All elements of ``tensors``, in their order, by rounds of less than ``limit`` bytes and one element."""
+    """All elements of ``tensors``, in their order, in rounds of less than ``limit`` bytes and one element."""
     spans: list[Span] = []
     left = limit
     for index, tensor in enumerate(tensors):
@@ -139,7 +139,7 @@ def rounds(tensors: Tensors, limit: int) -> Iterator[list[Span]]:
 
 
 def _take(results: Tensors, others: Mapping[int, tuple[Sequence[Span], Pending]]) -> None:
-    """Write what others have added up."""
+    """Write the others' sums."""
     for spans, pending in others.values():
         pending.wait()
         like = [results[span.tensor][span.start:span.end] for span in spans]

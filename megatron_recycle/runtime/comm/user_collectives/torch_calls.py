@@ -31,7 +31,7 @@ def _tensors(value: Any) -> Tensors:
 
 
 def _lists(value: Any) -> list[Tensors]:
-    """A list of lists of tensors; a single one may stand for itself."""
+    """A list of lists of tensors; a flat list stands for the only one."""
     return [list(value)] if value and isinstance(value[0], torch.Tensor) else [list(item) for item in value]
 
 
@@ -56,7 +56,7 @@ def _add(options: Sequence[Any]) -> Add:
 
 
 def _pieces(tensor: torch.Tensor, count: int, sizes: Sequence[int] = ()) -> Tensors:
-    """Views of ``tensor``, contiguous: ``count`` equal ones, or of so many rows each."""
+    """Contiguous views of ``tensor``: ``count`` equal ones, or with ``sizes`` rows each."""
     if not sizes:
         flat = tensor.view(-1)
         size = flat.numel() // count
