@@ -1,8 +1,8 @@
 """Gradients summed over micro-batches, in flat buffers, in a fixed order.
 
 ``fast`` keeps one sum per worker. ``exact`` keeps one per *piece*: an unbroken run of a pipeline's blocks
-(plan.pieces), so that the reduction can fold all pieces of a stage in logical order, whoever computed
-them (promise P3). A piece's first contribution is copied, not added to zero.
+(plan.pieces), so that the reduction can fold all pieces of a stage in logical order, whatever the route (promise P3). A
+piece's first contribution is copied, not added to zero.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WHOLE: Piece = (-1, 0, 0)
 
 
 class Layout:
-    """Where each parameter's gradient lies in a flat buffer: in the parameters' order, without gaps.
+    """Offsets of the parameters' gradients in a flat buffer: in the parameters' order, without gaps.
 
     ``dtype`` is the buffer's; None: the parameters' own.
     """
@@ -40,14 +40,14 @@ class Layout:
         self.numel = ends[-1] if ends else 0
         self.sums_in_place = all((getattr(parameter, "grad_dtype", None) or parameter.dtype) == self.dtype
                                  for parameter in self.parameters)
-        """Whether autograd can add to sums: they have the type that it gives to gradients."""
+        """Whether autograd can add to sums: they have the type of its gradients."""
         # By identity, here and below: a tensor's own hash is a function call in Python.
         self._range = {id(parameter): (end - parameter.numel(), end)
                        for parameter, end in zip(self.parameters, ends)}
 
     @property
     def starts(self) -> Mapping[int, int]:
-        """Where each parameter begins, by its `id`."""
+        """The start of each parameter, by its `id`."""
         return {number: start for number, (start, _) in self._range.items()}
 
     def empty(self) -> torch.Tensor:
@@ -58,8 +58,8 @@ class Layout:
         return _unflatten_dense_tensors(flat, self.parameters)
 
     def by_chunk(self, modules: Sequence[nn.Module]) -> Sequence[Layout]:
-        """A layout for each of ``modules``, which are the stage's chunks: the parameters that no chunk before it has,
-        as they lie here, and behind them those that one has already (tied embeddings)."""
+        """A layout for each of ``modules``, the stage's chunks: first the parameters that no earlier chunk has, in this
+        layout's order, then those that one has (tied embeddings)."""
         found, seen = [], set[int]()
         for module in modules:
             own = {id(parameter) for parameter in module.parameters()}
@@ -73,8 +73,8 @@ class Layout:
         return found
 
     def joined(self, gradients: Sequence[tuple[Layout, torch.Tensor]]) -> torch.Tensor:
-        """The flat gradient of the stage, of those of its chunks (`by_chunk`); that of a parameter which several have
-        is their sum, in their order."""
+        """The flat gradient of the stage, from those of its chunks (`by_chunk`); a parameter of several chunks gets
+        their sum, in their order."""
         parts: list[torch.Tensor] = []
         again: list[tuple[nn.Parameter, torch.Tensor]] = []
         for place, (layout, flat) in enumerate(gradients):
@@ -98,8 +98,8 @@ class Layout:
 class Accumulator:
     """The sum of one piece: its blocks' sums, added in order.
 
-    A block is summed apart before it joins the blocks ahead of it, since that is how it is summed when it runs on
-    another worker. Each parameter keeps its own place: some get their gradients in B, some in W.
+    A block is summed apart before it joins the blocks ahead of it, as if it had run on another worker. Each parameter
+    keeps its own place: some get their gradients in B, some in W.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -118,18 +118,18 @@ class Accumulator:
             self._block.add(parameter, gradient)
 
     def take(self, parameter: nn.Parameter) -> tuple[int, torch.Tensor] | None:
-        """The sum of the last block that has a gradient of ``parameter``, which starts anew, and that block; None:
-        there is no such sum. Valid until the next addition."""
+        """The last block with a gradient of ``parameter``, and its sum, which starts anew; None: there is no such sum.
+        Valid until the next addition."""
         return (self._block_of[id(parameter)], self._block.take(parameter)) if parameter in self._block else None
 
     def copy(self) -> Accumulator:
-        """The same sums, in memory of their own."""
+        """A copy of the sums, in its own memory."""
         found = Accumulator(self._layout)
         found._ahead, found._block, found._block_of = self._ahead.copy(), self._block.copy(), {**self._block_of}
         return found
 
     def running(self, block: int) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters to whose sums another gradient of ``block`` can be added in place, and those sums."""
+        """Parameters, and their sums, to which another gradient of ``block`` can be added in place."""
         return [(parameter, self._block.at(parameter)) for parameter in self._block.parameters()
                 if self._block_of[id(parameter)] == block]
 
@@ -152,7 +152,7 @@ class _Sum:
         self._parts: dict[int, torch.Tensor] = {}
         """Each parameter's part of the buffer: a view costs as much as an addition."""
         self._views: dict[int, torch.Tensor] = {}
-        """The parameters among them that have a sum."""
+        """Their subset that has a sum."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._views
@@ -177,7 +177,7 @@ class _Sum:
             gradient(view.zero_())
 
     def copy(self) -> _Sum:
-        """The same sums, in memory of their own."""
+        """A copy of the sums, in its own memory."""
         found = _Sum(self._layout)
         for parameter in self.parameters():
             found.add(parameter, self.at(parameter))
@@ -216,10 +216,10 @@ class Accumulators:
         self.layout = layout
         self._place = place
         self._sums: dict[tuple[int, int], Accumulator] = {}
-        """By pipeline and first block: one piece at most of a worker begins there."""
+        """By pipeline and first block: at most one piece of a worker begins there."""
 
     def of(self, chunk: int) -> Accumulators:
-        """The sums that the gradients of a chunk of the stage belong to."""
+        """The sums for the gradients of a chunk of the stage."""
         return self
 
     @property
@@ -236,11 +236,11 @@ class Accumulators:
 
     @contextmanager
     def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
-        """Inside the block autograd itself adds the gradients of this micro-batch to the sums that there are already.
+        """Inside the block autograd itself adds this micro-batch's gradients to existing sums.
 
-        Outside of the block every gradient is left on its parameter. Inside, only a parameter keeps its gradient that
-        has no sum yet, has a gradient already, has hooks that ask for the accumulated one, or lies otherwise in memory
-        than its sum.
+        Outside of the block every gradient is left on its parameter. Inside, a parameter keeps its gradient only if it
+        has no sum yet, has a gradient already, has hooks on the accumulated gradient, or has another memory layout than
+        its sum.
         """
         piece, block = self._place(pipeline, microbatch)
         running = self._sums[piece[:2]].running(block) if piece[:2] in self._sums else []
@@ -253,7 +253,7 @@ class Accumulators:
         finally:
             for parameter, sum_ in lent:
                 grown, parameter.grad = parameter.grad, None
-                if grown is not None and grown is not sum_:  # a graph of gradients was asked for, or a hook replaced it
+                if grown is not None and grown is not sum_:  # a graph of gradients was requested, or a hook replaced it
                     sum_.copy_(grown.detach())
 
     def running(self, piece: Piece) -> list[tuple[nn.Parameter, torch.Tensor]]:
@@ -261,7 +261,7 @@ class Accumulators:
         return self._sums[piece[:2]].running(piece[2]) if piece[:2] in self._sums else []
 
     def copy(self) -> Accumulators:
-        """The same sums, in memory of their own."""
+        """A copy of the sums, in its own memory."""
         found = Accumulators(self.layout, self._place)
         found._sums = {key: each.copy() for key, each in self._sums.items()}
         return found
@@ -276,8 +276,7 @@ class Accumulators:
                     own.add(block, [(parameter, values)])
 
     def laid_out(self, layout: Layout) -> Accumulators:
-        """The same sums with room for those of more parameters, where ``layout`` has more. They are of single
-        blocks."""
+        """The same sums, with room for more parameters if ``layout`` has more. The sums are of single blocks."""
         if list(map(id, layout.parameters)) == list(map(id, self.layout.parameters)):
             return self
         found = Accumulators(layout, self._place)
@@ -288,12 +287,12 @@ class Accumulators:
         return found
 
     def regroup(self, other: Accumulators) -> None:
-        """Go on by the pieces of ``other``, which is empty and of another plan. A piece that this worker goes on with
+        """Go on with the pieces of ``other``, which is empty and of another plan. A piece that this worker goes on with
         begins with the same block, and may end with another one."""
         self._place = other._place
 
     def clear(self) -> None:
-        """Let go of all sums: they are reduced."""
+        """Drop all sums: they are reduced."""
         self._sums.clear()
 
     def sum(self, piece: Piece) -> torch.Tensor:
@@ -305,7 +304,7 @@ class ChunkedAccumulators(Accumulators):
     """The sums of a worker whose stage's chunks are summed apart, each as a stage of its own would be.
 
     Args:
-        layout: of the whole gradient: one chunk behind the other.
+        layout: of the whole gradient: one chunk after the other.
         each: of the chunks, in order.
     """
 
@@ -335,7 +334,7 @@ class ChunkedAccumulators(Accumulators):
 
 
 class Copies(Accumulators):
-    """Gives copies of ``sums``, for a reduction in place that may have to be made again."""
+    """Copies of ``sums``, for a reduction in place that may have to be repeated."""
 
     def __init__(self, sums: Accumulators) -> None:
         self.layout = sums.layout
@@ -345,7 +344,7 @@ class Copies(Accumulators):
         return Copies(self._whole.of(chunk))
 
     def clear(self) -> None:
-        """The sums stay: they may be reduced again."""
+        """Keeps the sums: they may be reduced again."""
 
     def sum(self, piece: Piece) -> torch.Tensor:
         return self._whole.sum(piece).clone()

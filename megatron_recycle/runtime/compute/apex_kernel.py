@@ -1,4 +1,4 @@
-"""Apex's kernels that add a weight gradient to a sum without forming it first, where apex is there."""
+"""Apex's kernels that add a weight gradient to a sum without forming it first, if apex is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def fused_kernel(sums: torch.dtype, device: torch.device) -> Kernel | None:
-    """The kernel that adds to sums of this type; None if apex is not installed, has none, or the device is no GPU."""
+    """The kernel for sums of this type; None if apex is not installed, has none, or the device is no GPU."""
     if device.type != "cuda":
         return None
     try:

@@ -1,9 +1,9 @@
 """The training data as a function of (iteration, pipeline, micro-batch).
 
 After a failure any first- or last-stage worker may run any pipeline's micro-batch, and an iteration may be run again:
-so a batch must be found by its place, not by whose turn it is. A plain iterator cannot do that; a map-style dataset
-can, and so can a factory that gives each pipeline's iterator anew. Random numbers of a dataset or a collate function
-(the masks of masked language modelling) are drawn by place too.
+so a batch must be found by its place, not by its turn. A plain iterator cannot do that; a map-style dataset can, and so
+can a factory that gives each pipeline's iterator anew. Random numbers of a dataset or a collate function (the masks of
+masked language modelling) are drawn by place too.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DataSource(Protocol):
     def batch(self, pipeline: int, number: int) -> Batch: ...
 
     def forget(self, pipeline: int, before: int) -> None:
-        """Micro-batches of ``pipeline`` before ``before`` are committed and will not be asked for again."""
+        """Micro-batches of ``pipeline`` before ``before`` are committed and will not be requested again."""
 
 
 def follows_script(source: DataSource) -> bool:
-    """Whether what ``source`` gives is what the script has given last on its way through its loop."""
+    """Whether ``source`` gives the data that the script has last handed over in its training loop."""
     return bool(getattr(source, "follows_script", False))
 
 
@@ -63,7 +63,7 @@ class DatasetSource:
         batch_size: samples of a micro-batch.
         collate: list of samples -> batch.
         drop_last: leave out an epoch's last, smaller micro-batch.
-        seeds: what random numbers it is read with; None: nobody's business.
+        seeds: set the random numbers for reading; None: they are left alone.
     """
 
     since = 0
@@ -85,8 +85,8 @@ class DatasetSource:
 
     @property
     def short(self) -> int | None:
-        """Number of the first micro-batch that has fewer samples than the others, an epoch's last; None if all have
-        the same number."""
+        """Number of the first micro-batch that has fewer samples than the others, an epoch's last; None if all have the
+        same number."""
         if self._drop_last or not len(self._dataset):
             return None
         whole, rest = divmod(self._samples, self._batch_size)
@@ -94,7 +94,7 @@ class DatasetSource:
 
     @property
     def _samples(self) -> int:
-        """Number of micro-batches of an epoch and pipeline: the sampler fills up with samples from the beginning."""
+        """Number of samples of an epoch and pipeline: the sampler fills up with samples from the beginning."""
         return math.ceil(len(self._dataset) / self._pipelines)
 
     def has_short(self, first: int, count: int) -> bool:
@@ -102,7 +102,7 @@ class DatasetSource:
         return self.short is not None and (self.short - first) % (self.short + 1) < count
 
     def describe_short(self) -> str:
-        """The complaint about a short micro-batch, with the remedy."""
+        """The error message about a short micro-batch, with the remedy."""
         return (f"training_data gives {self._samples} samples to each pipeline in an epoch, so that the last "
                 f"micro-batch has {self._samples % self._batch_size} instead of {self._batch_size}, and stages pass on "
                 'micro-batches of one shape only. Set "dataloader_drop_last": true in the DeepSpeed JSON to leave it '
@@ -110,7 +110,7 @@ class DatasetSource:
 
     def check(self, first: int, count: int, read: Callable[[int, int], Batch] | None = None) -> None:
         """Raises DataError if one of a pipeline's ``count`` micro-batches from number ``first`` on has fewer samples
-        than the others, and tensors of other shapes for it where ``read`` (default: `batch`) reads it."""
+        than the others, and other tensor shapes as read by ``read`` (default: `batch`)."""
         if self.short is None or not self.has_short(first, count):
             return
         read = read or self.batch
@@ -138,7 +138,7 @@ class Reading:
     """Reads samples by index, with random numbers by place.
 
     Args:
-        seeds: of the job's data; None: samples are read with whatever numbers come.
+        seeds: of the job's data; None: random numbers are left alone.
         dataset: has ``__getitem__``.
         collate: list of samples -> batch.
     """
@@ -150,7 +150,7 @@ class Reading:
         self._checked = False
 
     def samples(self, pipeline: int, number: int, indices: Sequence[int]) -> Batch:
-        """The batch of ``indices``. Raises DataError, at the first one, if the same is not read twice."""
+        """The batch of ``indices``. Raises DataError if the first one, read twice, differs."""
         if self._seeds is None:
             return self._read(indices)
         if not self._checked:
@@ -163,8 +163,8 @@ class Reading:
         seeds.generators.adopt("the data", self._dataset, self._collate)
         digests = []
         for _ in range(3):
-            # The same on all workers, for what a dataset draws once, when it is first read. That may shift what it
-            # draws for the samples, so that only the others are compared.
+            # The same on all workers, for a dataset that draws once, when it is first read. That may shift its draws
+            # for the samples, so only the later two are compared.
             seeds.set(0, -1)
             digests.append(digest(self._read(indices)))
         if digests[1] != digests[2]:
@@ -181,7 +181,7 @@ class Reading:
 class FactorySource:
     """Micro-batches of a user's ``factory(pipeline) -> iterator``; kept until they are committed.
 
-    ``seeds``: what random numbers they are read with; None: nobody's business.
+    ``seeds``: set the random numbers for reading; None: they are left alone.
     """
 
     since = 0
@@ -206,9 +206,9 @@ class Mapped:
     """Another source's micro-batches after a function, such as the one given to DeepSpeed's `set_batch_fn`.
 
     Args:
-        source: where they are read.
-        function: gives the function of now, or None.
-        seeds: what random numbers it is run with.
+        source: reads them.
+        function: gives the current function, or None.
+        seeds: set the random numbers for the function.
     """
 
     def __init__(self, source: DataSource, function: Callable[[], Callable[[Batch], Batch] | None],
@@ -221,7 +221,7 @@ class Mapped:
 
     @property
     def since(self) -> int:
-        """As `DataSource`'s."""
+        """As in `DataSource`."""
         return self._source.since
 
     @property

@@ -1,8 +1,8 @@
-"""Which backwards may leave gradients for later: the runtime's own, and checkpoints inside it.
+"""Backwards that may defer weight gradients: the runtime's own, and checkpoints inside it.
 
-While the runtime's backward runs, others may run inside it: of a checkpoint that runs layers again, and of the user's
-code, which takes gradients in a forward that is run again (force fields, gradient penalties) or in a function of its
-own (reversible layers). The user's code looks at the gradients it asks for, so they have to be there. Autograd calls
+While the runtime's backward runs, others may run inside it: of a checkpoint that recomputes layers, and of the user's
+code, which takes gradients in a recomputed forward (force fields, gradient penalties) or in a function of its own
+(reversible layers). The user's code looks at the gradients that it requests, so they have to be there. Autograd calls
 each backward a graph task and numbers them, which tells them apart, whatever called them.
 """
 
@@ -30,17 +30,17 @@ def task_now() -> int:
 
 
 class Deferral(Generic[Queue]):
-    """The queue of the runtime's backward, for whom it is meant."""
+    """The queue of the runtime's backward, for the backwards that may use it."""
 
     def __init__(self) -> None:
         self._queue: Queue | None = None
         self._own: dict[int, bool] = {}
-        """Graph tasks that were seen, and whether they may defer."""
+        """Known graph tasks, and whether they may defer."""
 
     @contextmanager
     def into(self, queue: Queue | None, roots: Sequence[torch.Tensor]) -> Iterator[None]:
         """Inside the block the backward from ``roots``, and checkpoints in it, may defer into ``queue``."""
-        # The first thing that a graph task runs: before any layer asks.
+        # Runs first in a graph task, before any layer calls `queue_for`.
         hooks = [] if queue is None else [root.register_hook(self._begun) for root in roots if root.requires_grad]
         self._queue = queue
         try:
@@ -52,7 +52,7 @@ class Deferral(Generic[Queue]):
                 hook.remove()
 
     def queue_for(self, made_in: int) -> Queue | None:
-        """Where a layer whose backward runs now puts its weight gradient; None: it computes that at once.
+        """The queue for the weight gradient of a layer whose backward runs now; None: compute it at once.
 
         ``made_in``: the graph task in which its forward ran (`task_now`).
         """

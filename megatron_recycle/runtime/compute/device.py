@@ -1,7 +1,7 @@
-"""The device that a worker computes on, as far as it differs from one to another beside computing.
+"""A worker's device: differences between devices other than computing.
 
-A thread that uses a GPU only asks for work, and is ahead of the device: what it has been told to compute is not there
-yet, and how long the thread took says nothing. On a CPU both are the same.
+A thread that uses a GPU only enqueues work, and is ahead of the device: results are not there yet, and the thread's own
+time says nothing. On a CPU both are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Moment(Protocol):
-    """The moment at which a device has done all that the thread had asked of it so far."""
+    """The moment at which a device has done all work that the thread has enqueued so far."""
 
     def over(self) -> bool:
         """Whether it has come. Never blocks."""
@@ -26,22 +26,22 @@ class Moment(Protocol):
 
 
 class Device:
-    """A worker's device. What is said here is so where the thread computes itself, and nobody counts memory."""
+    """A worker's device. The defaults hold where the thread computes itself and memory is not counted."""
 
     def moment(self) -> Moment:
-        """When the device has done all that this thread has asked of it until now."""
+        """The moment at which the device has done all work enqueued by this thread so far."""
         return _Now()
 
     def allocated(self) -> int | None:
-        """Bytes in tensors on the device; None: nobody counts them."""
+        """Bytes in tensors on the device; None: there is no count."""
         return None
 
     def room(self) -> int | None:
-        """Bytes that new tensors could take; None: the device is not this worker's alone, and nobody knows."""
+        """Bytes that new tensors could take; None: unknown, as the device is not this worker's alone."""
         return None
 
     def outside(self) -> int:
-        """Bytes of the device's memory that are in use and not for tensors: communicators, most of all."""
+        """Bytes of the device's memory in use for other things than tensors: communicators, most of all."""
         return 0
 
 
@@ -85,7 +85,7 @@ class _OnStream:
 
 
 class Cuda(Device):
-    """A GPU. Nothing of this has run on one."""
+    """A GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,20 +111,20 @@ def device_of(device: torch.device) -> Device:
 
 
 class Pace:
-    """Keeps a thread at most one action ahead of its device: what the thread then takes for an action is what the
-    device took for the one before, and a thread that stands still stands where the device does."""
+    """Keeps a thread at most one action ahead of its device: its time for an action is then the device's for the one
+    before, and a thread that stands still stands where the device does."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: Moment | None = None
 
     def keep(self) -> None:
-        """An action has been asked for."""
+        """An action has been enqueued."""
         before, self._last = self._last, self._device.moment()
         if before is not None:
             before.wait()
 
     def catch_up(self) -> None:
-        """Wait until the device has done all that was asked of it."""
+        """Wait until the device has done all enqueued work."""
         self._last = None
         self._device.moment().wait()

@@ -1,10 +1,9 @@
 """Changes of the script between two iterations, while the last step may still be undone.
 
 With staggered steps the verdict on a step arrives after training has returned to the script, and until then a failure
-may undo the step too. Undoing puts back all that the step had changed: a learning rate that the script has set
-meanwhile, or parameters that it has written to, would be lost. So what there was on return is compared with what there
-is when training goes on. If it differs, the script's changes are set aside until the step is final, and made again on
-what it is then.
+may undo the step too. Undo restores all that the step had changed: a learning rate that the script has set meanwhile,
+or parameters that it has written to, would be lost. So the state on return is compared with the state when training
+goes on. If they differ, the script's changes are set aside until the step is final, and made again on the final state.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.stage import Stage
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROW = 32  # words of 64 bits whose sum may come round
-_LONG = 2**18  # bytes from which on a parameter is added up where it lies
-_BESIDE = 2**22  # bytes of the copies of smaller ones, at most
+_ROW = 32  # words of 64 bits whose sum may overflow
+_LONG = 2**18  # bytes from which on a parameter is added up in place
+_BESIDE = 2**22  # bytes of the copies of smaller parameters, at most
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _NAMED = 3  # tensors that a message lists
 _MAY_CHANGE = (
@@ -60,8 +59,8 @@ class Edits:
         self._words = _Words({})
 
     def leave(self, open_: bool, watched: bool = False) -> None:
-        """Training returns to the script; ``open_``: its last step may still be undone; ``watched``: all the same, what
-        the script changes is to be found."""
+        """Training returns to the script. ``open_``: its last step may still be undone; ``watched``: look for the
+        script's changes even if not."""
         self._left = None
         if open_ or watched:
             tensors = self._stage.state()
@@ -69,14 +68,14 @@ class Edits:
                                _of_shards(self._stage), self._summed(tensors), open_)
 
     def forget(self) -> None:
-        """What there was on return does not count any more."""
+        """The state on return does not count any more."""
         self._left = None
 
     def found(self, final: bool = False) -> bool:
-        """Whether the script has changed anything that a step changes, or is made with.
+        """Whether the script has changed anything that a step changes, or depends on.
 
-        ``final``: that step will not be undone, so that changes stand as they are. Only those are told of then that
-        would be refused otherwise: what is refused must not depend on who is faster.
+        ``final``: that step will not be undone, so that changes stand as they are. Then only changes are reported that
+        would otherwise be refused: refusals must not depend on timing.
         """
         left = self._left
         if left is None:
@@ -88,8 +87,8 @@ class Edits:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Inside the block the job evaluates. What that leaves behind, such as inputs that a module keeps, is no change
-        of the script's; it is compared with later where the script itself had changed nothing of the kind before."""
+        """Inside the block the job evaluates. Its leftovers, such as inputs that a module keeps, are no changes of the
+        script's; they become the base of comparison if the script had changed nothing of the kind before."""
         clean = self._left is not None and self._alike_beside_tensors(self._left)
         yield
         if clean and self._left is not None:
@@ -102,10 +101,10 @@ class Edits:
     @contextmanager
     def apart(self, iteration: int, remake: Callable[[], None]) -> Iterator[None]:
         """Inside the block, which makes the step of ``iteration`` final, everything is as training left it; afterwards
-        the script's changes are made again on what there is then.
+        the script's changes are made again on the final state.
 
         Args:
-            remake: makes that step again, from what was before it.
+            remake: makes that step again, from the state before it.
 
         Raises:
             UnsupportedError: tensors were changed that were not final, and may not have been right.
@@ -138,26 +137,26 @@ class Edits:
                 state[name].copy_(tensor)
 
     def refuse_loss(self, iteration: int) -> None:
-        """Raises UnsupportedError if the parameters that the script has taken out of the model may not have been right:
-        what it has made of their values would not be either."""
+        """Raises UnsupportedError if parameters that the script has taken out of the model may have had wrong values:
+        results computed from them would be wrong too."""
         if self._left is not None and self._left.open and self._stage.may_guess_wrong:
             raise UnsupportedError(f"the script took parameters out of the model {_MAY_CHANGE.format(iteration)}")
 
     def _alike_beside_tensors(self, left: _Left) -> bool:
-        """Whether references and counters are what they were."""
+        """Whether references and counters are unchanged."""
         return (same(left.references, self._stage.references)
                 and same(_of_now(left.counters), _of_now(self._stage.counters())))
 
     def _written(self, left: _Left) -> list[str]:
-        """Names of the tensors that the script has written to, or put others in the place of."""
+        """Names of the tensors that the script has written to, or replaced."""
         tensors = self._stage.state()
         versions = _versions(tensors)
         changed = {name for name in {**left.tensors, **versions} if left.tensors.get(name) != versions.get(name)}
         return sorted(changed | self._summed(tensors).others(left.sums))
 
     def _written_shards(self, left: _Left) -> list[str]:
-        """Likewise of the shards that this worker has of its optimizer's state. They cannot be made again: a failure
-        may lay them elsewhere meanwhile."""
+        """Likewise for this worker's shards of its optimizer's state. Such changes cannot be made again: a failure may
+        move the shards meanwhile."""
         now = _of_shards(self._stage)
         return sorted(name for name in left.shards.keys() & now.keys() if left.shards[name] != now[name])
 
@@ -169,7 +168,7 @@ class Edits:
 
 
 def _of_now(counters: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is about the next iteration, which a framework's loop says before it begins."""
+    """``counters`` without entries for the next iteration, which a framework's loop sets before it begins."""
     return {name: value for name, value in counters.items() if name != "next"}
 
 
@@ -185,8 +184,8 @@ def _of_shards(stage: Stage) -> _Versions:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of the parameters' bits, as whole numbers: for each the name of its parameter, which may have several. They
-    are where the parameters are, so that training does not wait for them before it returns to the script."""
+    """Checksums of the parameters' bits, as whole numbers, each with the name of its parameter, which may have several.
+    They stay on the parameters' device, so that training does not wait for them before it returns to the script."""
 
     names: tuple[str, ...]
     numbers: torch.Tensor
@@ -209,12 +208,12 @@ class _Sums:
 
 
 class _Words:
-    """The memory of ``parameters`` as whole numbers: what is written by way of `.data` has no version.
+    """The memory of ``parameters`` as whole numbers: writes by way of `.data` leave no version.
 
-    A processor adds up 64 bits at a time five times as fast as shorter numbers, which torch widens first. But the
-    exponents of numbers that are all doubled have grown by a power of two, of which 4096 come round to nothing: so in
-    short rows. Small parameters are copied beside each other first, each from the beginning of a row: two calls of
-    torch for all of them, in the place of two for each.
+    A processor adds up 64 bits at a time five times as fast as shorter numbers, which torch widens first. But doubling
+    all numbers adds a power of two to each word, and 4096 of these overflow to zero: hence short rows. Small parameters
+    are first copied side by side, each from the beginning of a row: two torch calls for all of them, instead of two for
+    each.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -238,7 +237,7 @@ class _Words:
         return self._places == _places(parameters)
 
     def sums(self) -> _Sums:
-        # Of a row's sum, which has 64 bits, both halves count.
+        # Both halves of a row's 64-bit sum count.
         large = [words.sum(1).view(torch.int32).sum() if in_rows else words.sum() for words, in_rows in self._large]
         if self._small:
             torch._foreach_copy_(self._slots, self._small)
@@ -251,14 +250,14 @@ def _places(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, int, tuple[i
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """As whole numbers of the same size."""
+    """``tensor`` as whole numbers of the same size."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_WORDS[tensor.element_size()])
 
 
 def _first_of(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those that are copied beside each other: as many as there is room for, on one device."""
+    """The views that are copied side by side: as many as there is room for, on one device."""
     found: dict[str, torch.Tensor] = {}
     room = _BESIDE
     for name, view in views.items():
@@ -269,7 +268,7 @@ def _first_of(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _in_rows(words: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """And whether they are in rows of 64 bits each."""
+    """``words``, if possible in rows of 64-bit words, and whether they are."""
     if words.is_contiguous():
         flat = words.view(-1)
         if flat.nbytes % (8 * _ROW) == 0 and flat.storage_offset() * flat.element_size() % 8 == 0 and flat.nbytes:
@@ -281,7 +280,7 @@ def _in_rows(words: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two trees of dicts, lists, tuples, numbers and tensors are alike; other objects if they are one."""
+    """Whether two trees of dicts, lists, tuples, numbers and tensors are alike; other objects: by ``==``."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -299,12 +298,12 @@ def same(one: Any, other: Any) -> bool:
 
 
 def copied(tree: Any) -> Any:
-    """`copy.deepcopy`, which takes its time over trees of dicts, lists, tuples and numbers."""
+    """`copy.deepcopy`, but fast for trees of dicts, lists, tuples and numbers."""
     return _copied(tree, {})
 
 
 def _copied(tree: Any, known: dict[int, Any]) -> Any:
-    """``known``: copies by the originals' `id`, as `copy.deepcopy` has them: what is in two places stays one thing."""
+    """``known``: copies by the originals' `id`, as in `copy.deepcopy`, so that shared objects stay shared."""
     kind = type(tree)
     if kind in _ATOMS:
         return tree
@@ -325,7 +324,7 @@ def _copied(tree: Any, known: dict[int, Any]) -> Any:
 
 
 def merged(before: Any, edited: Any, now: Any) -> Any:
-    """``now`` with what differs between ``before`` and ``edited`` as in ``edited``; all are trees as for `same`."""
+    """``now`` with the changes from ``before`` to ``edited``; all are trees as for `same`."""
     if same(before, edited):
         return now
     if isinstance(edited, Mapping) and isinstance(before, Mapping) and isinstance(now, Mapping):

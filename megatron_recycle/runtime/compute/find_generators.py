@@ -1,4 +1,4 @@
-"""Generators of random numbers that models, datasets and modules keep for themselves."""
+"""Random generators that models, datasets and modules keep for themselves."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from torch import nn
 from megatron_recycle.observe.log import get_logger
 
 Found = tuple[str, Any]
-"""Where it was found, and the generator."""
+"""Path of the generator, and the generator."""
 
 _DEPTH = 6  # attributes of attributes
-_LONGEST = 1000  # elements of a container that is looked into: samples lie in longer ones
-_MOST = 100_000  # objects that are looked at
+_LONGEST = 1000  # elements of a container that is searched: samples lie in longer ones
+_MOST = 100_000  # objects that are searched
 _LISTS = (list, tuple, set, frozenset, deque, UserList)
 _DICTS = (dict, UserDict)
 _OPEN = (*_LISTS, *_DICTS, functools.partial, MethodType, FunctionType, argparse.Namespace, SimpleNamespace)
-"""Types of libraries whose instances hold what the script has put there."""
+"""Types of libraries whose instances hold objects of the script."""
 _NOTHING = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, ModuleType)
 _LIBRARIES = {"megatron_recycle", "torch", "numpy", "deepspeed", *sys.stdlib_module_names}
 _WITHOUT_TRACKERS = {"torch", "numpy", "sympy"}
@@ -35,8 +35,8 @@ _WITHOUT_TRACKERS = {"torch", "numpy", "sympy"}
 def generators_in(holder: Any) -> Iterator[Found]:
     """Generators of torch, Python and numpy that ``holder``, its parts or the functions of either keep or name.
 
-    The search goes through attributes, short containers, and what functions and methods name: globals and closures, and
-    what modules of the script's have by these names. It leaves out torch, numpy, Python and the frameworks themselves.
+    The search covers attributes, short containers, and names in functions and methods: globals and closures, and
+    attributes by these names of the script's modules. It leaves out torch, numpy, Python and the frameworks themselves.
     """
     seen: set[int] = set()
     left: list[tuple[str, Any, int]] = [("", holder, 0)]
@@ -53,14 +53,14 @@ def generators_in(holder: Any) -> Iterator[Found]:
             yield path or type(thing).__name__, thing
         elif depth < _DEPTH:
             inside = 1 if isinstance(thing, nn.Module) else depth + 1  # models may be deeper than that
-            with suppress(Exception):  # whatever a user's objects do when they are looked at
+            with suppress(Exception):  # a user's objects may do anything when inspected
                 left += [(f"{path}.{name}" if path else name, part, inside) for name, part in _parts(thing)
                          if not isinstance(part, _NOTHING) and not (isinstance(part, (*_LISTS, *_DICTS)) and not part)]
 
 
 def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:
-    """Objects with `get_states`, `set_states` and `fork`, as Megatron's RNG tracker, that modules keep; torch, numpy
-    and sympy, which have the most names, are left out."""
+    """Objects in modules that have `get_states`, `set_states` and `fork`, as Megatron's RNG tracker; torch, numpy and
+    sympy, which have the most names, are left out."""
     known: set[type] = set()
     trackers: set[type] = set()
     for module_name, module in list(modules.items()):
@@ -81,7 +81,7 @@ def _is_generator(thing: Any) -> bool:
 
 @functools.lru_cache(maxsize=1000)
 def _generates(kind: type) -> bool:
-    """Asked once for each class: torch's own answers in Python."""
+    """Whether ``kind`` is a class of generators; cached by class, since torch's own check runs in Python."""
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy is not None else ()))
     return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
@@ -108,7 +108,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _named(key: Any, index: int) -> str:
-    """A dictionary's key by itself where it is short; a parameter's text would be all of its numbers."""
+    """A dictionary's key if it is short; the text of a parameter would be all of its numbers."""
     return str(key) if isinstance(key, (str, int, float)) else f"{type(key).__name__} {index}"
 
 
@@ -134,8 +134,8 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _named_in(values: Mapping[str, Any], names: Collection[str], known: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """What ``values`` has by these ``names``, and in turn modules of the script's among that; ``known``: of those, the
-    ones that are under way."""
+    """The values of these ``names`` in ``values``, and recursively in the script's modules among them; ``known``:
+    modules being searched already."""
     for name in names:
         value = values.get(name)
         if isinstance(value, ModuleType):
@@ -169,7 +169,7 @@ def _of_object(thing: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=1000)
 def _is_installed(module: str) -> bool:
-    """Whether it is of a package that somebody has installed, and not of the script's own code."""
+    """Whether ``module`` is of an installed package, and not of the script's own code."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "site-packages" in file or "dist-packages" in file
 

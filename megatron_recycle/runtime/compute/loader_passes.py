@@ -1,7 +1,7 @@
-"""What torch's data loaders read, and where a script's iterator has got an item from.
+"""Reads of torch's data loaders, and the origin of each item that a script's iterator gives.
 
 A script's iterator may be anything that reads a loader in the end: `itertools.cycle`, a generator, DeepSpeed's
-RepeatingLoader. What it hides shows when an item is taken from it: some loader's iterator is asked for its next batch.
+RepeatingLoader. The hidden loader shows when an item is taken: its iterator gets a call for the next batch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _DatasetKind
 
 _PIPELINE = ("data_parallel_rank", "rank")
-"""A sampler's attribute that says for which pipeline it samples: Megatron's samplers; torch's DistributedSampler,
-gpt-neox's DistributedBatchSampler."""
+"""A sampler's attribute that names its pipeline: Megatron's samplers; torch's DistributedSampler, gpt-neox's
+DistributedBatchSampler."""
 _INSIDE = ("sampler", "batch_sampler")
 """Attributes in which a sampler keeps another one."""
 _DEPTH = 3
@@ -27,7 +27,7 @@ _PASS = "_recycle_pass"
 
 
 class OneOnly(Exception):
-    """A loader's sampler cannot be made to sample for another pipeline; says why, in words for the user."""
+    """A loader's sampler cannot be made to sample for another pipeline; gives the reason, in words for the user."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,8 @@ class Pass:
     Attributes:
         dataset: map-style or not.
         collate: list of samples -> batch.
-        sampler: a copy of the one that gives each batch's indices, as it was when the pass began; None: batches are
-            not made of samples.
+        sampler: a copy of the sampler of each batch's indices, as of the start of the pass; None: batches are not made
+            of samples.
     """
 
     dataset: Any
@@ -46,7 +46,7 @@ class Pass:
     sampler: Any
 
     def sampler_of(self, pipeline: int, own: int) -> Any:
-        """A sampler of the same pass for another pipeline than ``own``, whose this one is. Raises OneOnly."""
+        """A sampler of the same pass for another pipeline than ``own``, this one's. Raises OneOnly."""
         sampler = _copied(self.sampler, _DEPTH)
         if pipeline == own:
             return sampler
@@ -67,18 +67,18 @@ class Pass:
 
 @dataclass(frozen=True)
 class Read:
-    """A batch that a loader has given: the ``position``-th (from 0) of a pass."""
+    """A loader's batch: the ``position``-th (from 0) of a pass."""
 
     of: Pass
     position: int
 
 
 Reads = list[tuple[Any, Read]]
-"""Batches and where they have come from, in the order in which they were read."""
+"""Batches and their origins, in the order of reading."""
 
 
 def watch_loaders() -> None:
-    """From now on each pass over a `DataLoader` notes how it begins. Again: no effect."""
+    """From now on each pass over a `DataLoader` records its start. Idempotent."""
     if hasattr(_BaseDataLoaderIter.__init__, "recycle"):
         return
     init, reset = _BaseDataLoaderIter.__init__, _BaseDataLoaderIter._reset
@@ -99,10 +99,10 @@ def watch_loaders() -> None:
 
 @contextmanager
 def noting_reads(before: Callable[[Pass], None]) -> Iterator[Reads]:
-    """A block in which this thread takes an item from a script's iterator: gives a list of what loaders gave for it.
+    """A block in which this thread takes an item from a script's iterator; gives a list of the loaders' batches for it.
 
     ``before`` is called with the pass that a batch is about to be read in. A pass that begins there draws no random
-    numbers of torch's, which a copy would not draw.
+    numbers of torch's, since a copy would not draw them.
     """
     found: Reads = []
     thread, stock, init = threading.get_ident(), _BaseDataLoaderIter.__next__, _BaseDataLoaderIter.__init__
@@ -135,7 +135,7 @@ def _pass_of(loader: DataLoader) -> Pass:
 
 
 def _copied(sampler: Any, depth: int) -> Any:
-    """A copy that samples without moving the original on. Its dataset is the same one."""
+    """A copy that samples without advancing the original. Its dataset is the same one."""
     made = copy.copy(sampler)
     for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
         if isinstance(value, torch.Generator):

@@ -1,10 +1,10 @@
-"""Micro-batches of all pipelines from the iterator over one pipeline's that a script gives to its framework.
+"""Micro-batches of all pipelines, from the one-pipeline iterator that a script gives to its framework.
 
 A worker's own pipeline is read from the script's iterator itself, as in stock, loader processes included. The other
 pipelines are read by copies of the loader's sampler that name another pipeline, at the same position of the same pass
-over the loader. That this gives what the others' iterators give is proved, not believed: a copy for the own pipeline
-must give what the script's iterator gives, at the first micro-batch and at the first of each further pass, and all
-workers compare what each pipeline begins with (`LoaderSource.check`).
+over the loader. Equality with the others' iterators is checked: a copy for the own pipeline must give the script's own
+micro-batches, at the first one and at the first of each further pass, and all workers compare the first micro-batch of
+each pipeline (`LoaderSource.check`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REMEDY = (
     "micro-batches in the same order each time it is called")
 
 _AHEAD = 64
-"""Batches that an iterator may read before it gives them."""
+"""Batches that an iterator may read ahead."""
 _RUNS = 256
 """Passes, or parts of passes, whose micro-batches can be read again."""
 _PASSES = 8
@@ -39,17 +39,17 @@ _PASSES = 8
 class _Item:
     batch: Batch
     at: Read | DataError
-    """Where it comes from, or why nobody but this worker can read it."""
+    """The micro-batch's origin, or why only this worker can read it."""
 
 
 class LoaderSource:
     """Micro-batches from a script's iterator over a torch `DataLoader`.
 
     Args:
-        pipeline: whose micro-batches the script's iterator gives.
-        seeds: what random numbers they are read with.
+        pipeline: the pipeline of the script's iterator.
+        seeds: set the random numbers for reading.
         part: tensor-parallel rank; others than the first may have no iterator, and read nothing then.
-        anything: whether it may be an iterator over something else: what that gives, only this worker can read.
+        anything: whether the iterator may be over something else; only this worker can read its micro-batches then.
     """
 
     follows_script = True
@@ -68,8 +68,8 @@ class LoaderSource:
 
     @property
     def since(self) -> int:
-        """As `DataSource`'s. An iterator is read once; what it has given before is read again by a copy of its sampler,
-        which has been proved to give the same."""
+        """As in `DataSource`. An iterator is read once; earlier micro-batches are read again by a copy of its sampler,
+        which has been checked to give the same."""
         if self.first is None:
             return 0
         return self.first if self._own is None else self._past.since
@@ -80,14 +80,14 @@ class LoaderSource:
         return self._given[0][0] if self._given else None
 
     def give(self, iterator: Iterator[Batch], number: int) -> None:
-        """Micro-batches from ``number`` on come of ``iterator``."""
+        """Take micro-batches from ``number`` on from ``iterator``."""
         if self._given and self._given[-1][1] is iterator:
             return
         if self._given and self._given[-1][0] == number:
             self._given.pop()
         self._turns |= any(iterator is known for _, known in self._given)
         self._given.append((number, iterator))
-        if self._own is None and not self._turns:  # a worker that has come in goes through its loop, and reads nothing
+        if self._own is None and not self._turns:  # a joiner goes through its loop without reading
             del self._given[:-_PASSES]
 
     def batch(self, pipeline: int, number: int) -> Batch:
@@ -110,7 +110,7 @@ class LoaderSource:
         if not any(isinstance(iterator, itertools.cycle) for _, iterator in self._given):  # it gives them again
             for known in self._copies.values():
                 known.forget(before)
-        # An older pass is read again only where an iteration that is not final is made again.
+        # An older pass is read again only if an iteration that is not final is repeated.
         for key in [key for key, known in self._copies.items() if known.last < before][:-_PASSES]:
             del self._copies[key]
 
@@ -119,8 +119,8 @@ class LoaderSource:
         return digest(self._item(number).batch)
 
     def check(self, number: int, told: Sequence[int | None]) -> None:
-        """Whether this worker reads for every pipeline's micro-batch ``number`` what a worker of that pipeline reads,
-        whose checksum (`own_digest`) is in ``told``. Raises DataError."""
+        """Check that this worker reads each pipeline's micro-batch ``number`` as that pipeline's workers do, whose
+        checksums (`own_digest`) are in ``told``. Raises DataError."""
         for pipeline, theirs in enumerate(told):
             if theirs is not None and digest(self.batch(pipeline, number)) != theirs:
                 raise DataError(
@@ -129,18 +129,18 @@ class LoaderSource:
                     f"their sampler. {_REMEDY}")
 
     def iterator_at(self, number: int) -> tuple[int, Iterator[Batch]]:
-        """The number that the script's iterator for micro-batch ``number`` begins with, and that iterator."""
+        """The number at which the script's iterator for micro-batch ``number`` begins, and that iterator."""
         return next((begin, iterator) for begin, iterator in reversed(self._given) if begin <= number)
 
     def seed(self, number: int, of: Pass | None = None) -> None:
-        """Micro-batch ``number`` of the own pipeline is read, in the pass ``of``: with its random numbers."""
+        """Set the random numbers for reading micro-batch ``number`` of the own pipeline, in the pass ``of``."""
         if of is not None and of is not self._reading:
             self._reading = of
             self._seeds.generators.adopt("the data", of.dataset, of.collate)
         self._seeds.set(self._pipeline, number)
 
     def prove(self, item: _Item, number: int) -> None:
-        """Whether a copy for the own pipeline gives what the script's iterator has given. Raises DataError."""
+        """Check that a copy for the own pipeline gives the script's own micro-batch. Raises DataError."""
         assert not isinstance(item.at, DataError)
         copies = self._copies_of(item.at.of)
         if digest(copies.batch(self._pipeline, item.at.position, number)) != digest(item.batch):
@@ -155,13 +155,13 @@ class LoaderSource:
             raise NotReadHere(f"train_batch() got no data iterator on this worker. {_REMEDY}")
         if self._own is None:
             self._own = self._begin(number)
-        if number < self._past.final and (at := self._past.at(number)) is not None:  # all go back behind it
+        if number < self._past.final and (at := self._past.at(number)) is not None:  # all roll back behind it
             return _Item(self._copies_of(at.of).batch(self._pipeline, at.position, number), at)
         return self._own.item(self._pipeline, number - self.first)
 
     def _begin(self, number: int) -> Replayable[_Item]:
-        """Micro-batch ``number`` is the first that is read, of the newest iterator for it, which is at its beginning,
-        unless iterators take turns."""
+        """Begin with micro-batch ``number``, of the newest iterator for it, which is at its beginning, unless iterators
+        take turns."""
         if not self._turns:
             begin, _ = self.iterator_at(number)
             self._given = [given for given in self._given if given[0] >= begin]
@@ -173,7 +173,7 @@ class LoaderSource:
         return own
 
     def note(self, number: int, at: Read | DataError) -> None:
-        """The own pipeline's micro-batch ``number`` has come from there."""
+        """Record the origin of the own pipeline's micro-batch ``number``."""
         self._past.note(number, at)
 
     def _copies_of(self, of: Pass) -> _Copies:
@@ -181,7 +181,7 @@ class LoaderSource:
 
 
 class _Stream:
-    """The script's iterators, one after another, as one: what they give and where it has come from."""
+    """The script's iterators, one after another, as one: their micro-batches and the origins of these."""
 
     def __init__(self, source: LoaderSource) -> None:
         self._source = source
@@ -189,9 +189,9 @@ class _Stream:
         self._number = source.first
         self._proved: Pass | None = None
         self._ahead: Reads = []
-        """What was read and not given yet, the last few."""
+        """The last few batches that were read and not given yet."""
         self._round: list[Read] = []
-        """What an `itertools.cycle` has read; it then gives that again, without reading."""
+        """The batches that an `itertools.cycle` has read; it then gives them again, without reading."""
 
     def __iter__(self) -> _Stream:
         return self
@@ -242,8 +242,8 @@ class _Stream:
 
 
 class _Past:
-    """Where micro-batches have come from that are not kept any more: of consecutive ones of a pass, the first. Those
-    before ``final`` are not."""
+    """Origins of micro-batches that are not kept any more: for each run of consecutive ones of a pass, the first.
+    Micro-batches before ``final`` are not kept."""
 
     def __init__(self) -> None:
         self.final = 0
@@ -251,7 +251,7 @@ class _Past:
         self._next = 0
 
     def note(self, number: int, at: Read | DataError) -> None:
-        """Of the micro-batch after the last one that was told."""
+        """Record the origin of the next micro-batch."""
         if isinstance(at, DataError):
             self._runs.clear()
             return
@@ -266,11 +266,11 @@ class _Past:
 
     @property
     def since(self) -> int:
-        """The first micro-batch that is known, or kept."""
+        """The first micro-batch whose origin is known, or that is kept."""
         return self._runs[0][0] if self._runs else self.final
 
     def at(self, number: int) -> Read | None:
-        """Where that micro-batch has come from; None: that is not known."""
+        """The origin of that micro-batch; None: unknown."""
         run = next((run for run in reversed(self._runs) if run[0] <= number < self._next), None)
         return None if run is None else Read(run[1].of, run[1].position + number - run[0])
 
@@ -290,7 +290,7 @@ class _Copies:
 
     @property
     def last(self) -> int:
-        """The highest number of a micro-batch that was read here and may be again."""
+        """The highest number of a micro-batch that was read here and may be needed again."""
         return max(self._positions, default=-1)
 
     def batch(self, pipeline: int, position: int, number: int) -> Batch:

@@ -1,10 +1,10 @@
 """Bytes that a worker's micro-batches hold, measured, and what it keeps besides (promise P7).
 
-A micro-batch holds its activations from its F to its B, and from there to its W what the delayed weight gradients
-need. The first are measured on early micro-batches: all have the same shapes, until the script says otherwise. On a
-GPU the allocator counts them. On a CPU nobody counts: there every tensor that the forward made is watched, and those
-that are still alive when the backward begins are what it held, whoever holds them (autograd, a checkpoint, a module of
-the user's).
+A micro-batch holds its activations from its F to its B, and from its B to its W the operands of the delayed weight
+gradients. The former are measured on early micro-batches: all have the same shapes, until the script says otherwise. On
+a GPU the allocator counts them. On a CPU there is no such count: every tensor that the forward allocates is watched,
+and those alive when the backward begins are counted, whatever holds them (autograd, a checkpoint, a module of the
+user's).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.compute.split import WeightQueue
 
 _MEASURED = range(1, 3)
-"""Which of this worker's forwards of a chunk are measured: not the first, which also fills caches that stay."""
+"""Measured forwards of this worker in a chunk: not the first, which also fills caches that stay."""
 
 Item = tuple[int, ...]
-"""Pipeline and micro-batch; where its stage has several chunks, which of these."""
+"""Pipeline and micro-batch; if the stage has several chunks, also the chunk."""
 
 
 class Held(NamedTuple):
     """Bytes of a micro-batch in one chunk.
 
     Attributes:
-        before_b: held from its F to its B; 0 until they are measured.
-        after_b: most that one has held from its B to its W.
-        message: of the largest message that one gets from another stage.
+        before_b: held from its F to its B; 0 until measured.
+        after_b: maximum held from its B to its W.
+        message: size of the largest message from another stage.
     """
 
     before_b: int
@@ -47,10 +47,10 @@ class ActivationMemory:
     """Bytes that this worker's micro-batches hold, as a running count, and in each chunk of its stage.
 
     Args:
-        device: where they live.
+        device: of the tensors.
 
     Attributes:
-        peak: most bytes held at a time in the last complete iteration.
+        peak: maximum held at a time in the last complete iteration.
     """
 
     def __init__(self, device: Device) -> None:
@@ -65,7 +65,7 @@ class ActivationMemory:
         self._peak = self.peak = 0
 
     def held(self, chunk: int = 0) -> Held:
-        """What a micro-batch holds in a chunk of the stage, as far as that is measured."""
+        """Bytes that a micro-batch holds in a chunk of the stage, as far as measured."""
         return Held(self._before[chunk], self._after[chunk], self._messages[chunk])
 
     @property
@@ -118,7 +118,7 @@ class ActivationMemory:
         self._passed(microbatch, nbytes(gradients))
         if microbatch in self._watched:
             received, watched = self._watched.pop(microbatch)
-            # A storage that nobody refers to any more has given its memory back.
+            # A storage without references has given its memory back.
             held = sum(one if isinstance(one, int) else _size(one) for one in watched)
             self._before[_chunk(microbatch)] = received + held
             self._count()
@@ -155,7 +155,7 @@ def _chunk(item: Item) -> int:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every piece of memory that is taken for a tensor; views and in-place results take none."""
+    """Records every allocation of a tensor's memory; views and in-place results make none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Code that torch.compile() has compiled runs compiled, as in all other forwards: its bits may be others."""
+        """Let code compiled by torch.compile() run compiled, as in all other forwards: its bits may differ."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,6 +188,6 @@ def _size(reference: StorageWeakRef) -> int:
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory that ``tensors`` lie in, shared memory counted once."""
+    """Bytes of the memory of ``tensors``, with shared memory counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

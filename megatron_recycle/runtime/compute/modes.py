@@ -1,7 +1,7 @@
-"""How the script trains: with gradients, which parameters, and with which modules in training mode.
+"""Modes of the script's training: with gradients, which parameters, and with which modules in training mode.
 
-A failure may undo a step that `train()` has returned from, and the script may have turned to evaluation since (dropout
-off, no gradients), or have frozen parameters, when the iteration is run again.
+A failure may undo a step that `train()` has returned from. By the time that iteration is run again, the script may have
+switched to evaluation (dropout off, no gradients), or frozen parameters.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ class Modes:
         self._training = self._next = _Mode.of(self._tree.parts)
 
     def look(self) -> bool:
-        """An iteration is about to be trained: whether they are otherwise now than in the last one."""
+        """An iteration is about to be trained: whether its modes differ from the last one's."""
         self._next = _Mode.of(self._tree.parts)
         return not self._training.same(self._next)
 
     def gone(self) -> bool:
-        """Whether there are parameters, of those in the last iteration, that `look` has not found any more."""
+        """Whether parameters of the last iteration are missing in the modes found by `look`."""
         return not set(self._training.identities()[1]) <= set(self._next.identities()[1])
 
     def remember(self) -> None:
-        """It is trained as `look` has found them."""
+        """The iteration is trained with the modes found by `look`."""
         self._training = self._next
 
     @contextmanager
     def of_training(self) -> Iterator[None]:
-        """Inside the block everything is as it was when an iteration was last trained."""
+        """Inside the block all modes are as in the last trained iteration."""
         before = _Mode.of(self._tree.parts)
         self._training.use()
         try:

@@ -1,7 +1,7 @@
-"""The modules and parameters of a model, walked anew only when there are others.
+"""The modules and parameters of a model, walked again only after a change.
 
-Several look at them before every iteration, and walking a tree in Python takes longer than what they look for. So what
-the modules hold is kept in one flat list, and compared with what they hold now: a few microseconds.
+They are needed in several places before every iteration, and walking a tree in Python takes longer than the look-ups.
+So the modules' contents are kept in one flat list, and compared with the present ones: a few microseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Parts:
 
 
 class ModuleTree:
-    """A model whose parts may be taken out, put in and replaced.
+    """A model whose parts may be removed, added and replaced.
 
     Neither the model's own `named_parameters()` nor its `named_modules()` is called: a backend may watch those.
 
@@ -43,7 +43,7 @@ class ModuleTree:
 
     @property
     def parts(self) -> Parts:
-        """The present ones: the same object for as long as none has been replaced."""
+        """The present parts: the same object for as long as none has been replaced."""
         names, things = self._held
         names_now, things_now = _held_by(self._parts.modules)
         if names_now != names or not all(map(operator.is_, things_now, things)):
@@ -64,7 +64,7 @@ class ModuleTree:
 
 
 def _held_by(modules: Sequence[nn.Module]) -> tuple[list[str], list[Any]]:
-    """All names in ``modules``, and what goes by them."""
+    """All names in ``modules``, and the objects that they name."""
     spaces = [space for module in modules for space in (module._parameters, module._modules)]
     return list(chain.from_iterable(spaces)), list(chain.from_iterable(map(dict.values, spaces)))
 

@@ -1,4 +1,4 @@
-"""A stage's parameters and what a torch optimizer keeps of them, by name: what a step changes.
+"""A stage's parameters and their torch optimizer state, by name: everything that a step changes.
 
 The name of a tensor is ``KEY NAME``. NAME is the parameter's in the module; KEY is ``parameter`` for the parameter
 itself, ``master`` for the fp32 copy that is stepped in its place, and else the optimizer's own (``exp_avg``). Every
@@ -25,7 +25,7 @@ _CANNOT = "a worker cannot come back to this job"
 
 
 class Optimizer(Protocol):
-    """A torch optimizer, or one that wraps it and shows its state."""
+    """A torch optimizer, or a wrapper that shows its state."""
 
     @property
     def state(self) -> Any: ...
@@ -35,13 +35,13 @@ class Optimizer(Protocol):
 
 
 class OptimizerState:
-    """Gives, takes and compares it, whichever framework has built the optimizer.
+    """Reads, loads and resets this state, whichever framework has built the optimizer.
 
     Args:
         module: the stage's part of the model; its parameters may be frozen, added and replaced later.
         optimizer: steps them.
-        masters: fp32 copies that it steps in the place of parameters of 16 bits.
-        own: keys of parameter groups that every worker's script sets for itself: they are not part of the state.
+        masters: fp32 copies that it steps in place of 16-bit parameters.
+        own: keys of parameter groups that every worker's script sets for itself; they are not part of the state.
 
     Attributes:
         trained: the parameters that get gradients, by name.
@@ -57,34 +57,34 @@ class OptimizerState:
         self.trained: Mapping[str, nn.Parameter] = {}
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """All of the module's, trained and frozen, by name."""
+        """All parameters of the module, trained and frozen, by name."""
         return self._tree.parts.parameters
 
     def train(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on these get gradients, and no others."""
+        """From now on only ``parameters`` get gradients."""
         name_of = {id(parameter): name for name, parameter in self.parameters().items()}
         self.trained = {name_of[id(parameter)]: parameter for parameter in parameters}
 
     # ---- tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that a step changes. The parameters' own memory, with the versions that show who has written to
+        """The tensors that a step changes. They share the parameters' memory, and the versions that count writes to
         it."""
         return self._of(self.trained)
 
     def fixed(self) -> dict[str, torch.Tensor]:
-        """Tensors that a step leaves alone and results depend on: parameters that are not trained, with the optimizer's
-        state from when they were, and buffers."""
+        """Tensors that a step does not change but results depend on: parameters that are not trained, with their
+        earlier optimizer state, and buffers."""
         trained = set(map(id, self.trained.values()))
         frozen = {name: parameter for name, parameter in self.parameters().items() if id(parameter) not in trained}
         return {**self._of(frozen), **{f"{BUFFER} {name}": value for name, value in self._module.named_buffers()}}
 
     def reset(self, names: Collection[str]) -> None:
-        """Make `tensors` have these names only: optimizers make their state at the first step."""
+        """Drop all `tensors` but these names: optimizers make their state at the first step."""
         self._drop(names, self.trained)
 
     def load(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
-        """Become what a peer has whose `tensors` and `fixed` are ``tensors``, and whose `counters` these.
+        """Load a peer's state: its `tensors` and `fixed` as ``tensors``, and its `counters`.
 
         Raises TransferError if this process has built another model or optimizer.
         """
@@ -92,7 +92,7 @@ class OptimizerState:
         if not set(counters["trained"]) <= set(named):
             raise TransferError("the job trains parameters by now that the model which this worker has built has not: "
                                 f"{_CANNOT}")
-        # What the giver trained last; what this worker's script has frozen or not is looked at before it trains.
+        # The giver's last trained parameters; this worker's own frozen ones are determined before it trains.
         self.trained = {name: named[name] for name in counters["trained"]}
         self._drop(tensors.keys(), named)
         own = {**self.tensors(), **self.fixed()}
@@ -109,7 +109,7 @@ class OptimizerState:
         self.set_counters(counters)
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The tensor that the optimizer steps in the place of ``parameter``."""
+        """The tensor that the optimizer steps in place of ``parameter``."""
         return self._masters.get(parameter, parameter) if self._masters else parameter
 
     def _of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ class OptimizerState:
         return tensors
 
     def _drop(self, names: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Forget the optimizer's tensors of ``parameters`` that are not among ``names``."""
+        """Drop the optimizer's tensors of ``parameters`` that are not among ``names``."""
         states = self._optimizer.state
         for name, parameter in parameters.items():
             stepped = self._stepped(parameter)
@@ -135,15 +135,15 @@ class OptimizerState:
             for key in [key for key, value in kept.items()
                         if isinstance(value, torch.Tensor) and f"{key} {name}" not in names]:
                 del kept[key]
-            # Optimizers make their state where there is none at all; numbers are put back with the counters.
+            # Optimizers make their state where there is none at all; numbers are restored with the counters.
             if not any(isinstance(value, torch.Tensor) for value in kept.values()):
                 states.pop(stepped, None)
 
     # ---- counters
 
     def counters(self) -> dict[str, Any]:
-        """A copy of what a step changes besides tensors: numbers that the optimizer keeps of a parameter or a group of
-        parameters; and which parameters are trained."""
+        """A copy of the rest that a step changes: the optimizer's numbers for each parameter or group of parameters;
+        and the names of the trained parameters."""
         states, masters, numbers = self._optimizer.state, self._masters, {}
         for name, parameter in self.parameters().items():
             stepped = masters.get(parameter, parameter) if masters else parameter
@@ -156,7 +156,7 @@ class OptimizerState:
         return copied({"numbers": numbers, "groups": groups, "trained": list(self.trained)})
 
     def set_counters(self, counters: Any, only: Collection[str] | None = None) -> None:
-        """Put back what `counters` gave; of the groups only these keys, where some are named.
+        """Restore `counters`; of the groups only the keys ``only``, if given.
 
         Raises TransferError if there are other groups.
         """

@@ -1,7 +1,7 @@
 """Randomness that depends on what is computed, not on where (promise P4).
 
 All generators that a user's code may draw from are set before each piece of work, from the job's seed and the work's
-place, and put back when the script's own code goes on.
+place, and restored when the script's own code goes on.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.find_generators import Found, generators_in, trackers_in
 
-_ALIKE = "data-parallel-rng"  # Megatron's name for what tensor-parallel parts draw alike
+_ALIKE = "data-parallel-rng"  # Megatron's name of the generator that is the same on tensor-parallel parts
 
 
 def seed_of(seed: int, *place: int | str) -> int:
-    """A 63-bit seed for the work at ``place``: of a forward (iteration, pipeline, micro-batch, stage)."""
+    """A 63-bit seed for the work at ``place``; for a forward that is (iteration, pipeline, micro-batch, stage)."""
     key = ":".join(map(str, (seed, *place))).encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 class Generators:
-    """Everything that the user's code may draw random numbers from on this worker.
+    """All random generators that the user's code may draw from on this worker.
 
-    These are torch's generators of the CPU and of ``device``, Python's and numpy's global ones, and those that `adopt`
-    and `adopt_trackers` have found.
+    These are torch's generators of the CPU and of ``device``, Python's and numpy's global ones, and those found by
+    `adopt` and `adopt_trackers`.
 
     Args:
         device: the worker's.
@@ -52,12 +52,12 @@ class Generators:
         self._outside: list[tuple[_Source, Any]] = []
 
     def adopt(self, name: str, *holders: Any) -> None:
-        """Generators that ``holders`` keep (a model, a dataset, a function) are set as well; messages name them by
+        """Also set the generators that ``holders`` keep (a model, a dataset, a function); messages name them by
         ``name`` and where they were found. Raises UnsupportedError if one cannot be set."""
         self._take((f"{name}: {path}", generator) for holder in holders for path, generator in generators_in(holder))
 
     def adopt_trackers(self) -> None:
-        """Named generators as Megatron, and what descends from it, keeps in modules are set as well, if there are any.
+        """Also set named generators that Megatron, or a derived project, keeps in modules, if there are any.
 
         Raises UnsupportedError if one cannot be set.
         """
@@ -74,8 +74,8 @@ class Generators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """After the block they are as they were before it; of blocks inside of each other, after the outermost, since
-        whatever is run in there sets them for itself."""
+        """Restore the generators after the block; with nested blocks, after the outermost, since code inside sets them
+        for itself."""
         if self._outside:
             yield
             return
@@ -87,7 +87,7 @@ class Generators:
 
     @contextmanager
     def of_script(self) -> Iterator[None]:
-        """Inside the block they are as they were before all blocks of `kept`: as the script has left them."""
+        """Inside the block they are as before all blocks of `kept`: as the script has left them."""
         with self._put_back():
             for source, state in self._outside:
                 source.restore(state)
@@ -104,7 +104,7 @@ class Generators:
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Run the block with all of them set to ``number``; put them back afterwards, as `kept` does."""
+        """Run the block with all of them set to ``number``; restore them afterwards, as `kept` does."""
         with self.kept():
             self.seed(number)
             yield
@@ -134,7 +134,7 @@ class Seeds:
     Args:
         generators: of the worker.
         seed: of the job.
-        purpose: keeps what is read for training apart from what is read for evaluation.
+        purpose: keeps random numbers of training apart from those of evaluation.
     """
 
     def __init__(self, generators: Generators, seed: int, purpose: str = "data") -> None:
@@ -143,12 +143,12 @@ class Seeds:
         self._purpose = purpose
 
     def set(self, pipeline: int, number: int) -> None:
-        """For micro-batch ``number`` of ``pipeline``, counted from the start of training; -1: before the first."""
+        """Set them for micro-batch ``number`` of ``pipeline``, counted from training's start; -1: before the first."""
         self.generators.seed(seed_of(self._seed, self._purpose, pipeline, number))
 
 
 class _Source(NamedTuple):
-    """One generator, or a set of them: how its state is read and put back, and how it is set to a number."""
+    """One generator, or a set of them: functions that read its state, restore it, and set it to a number."""
 
     state: Callable[[], Any]
     restore: Callable[[Any], object]
@@ -160,12 +160,12 @@ def _torch(generator: torch.Generator) -> _Source:
 
 
 def _python(generator: Any) -> _Source:
-    """Of a random.Random, or of the module, which has the same functions for the global one."""
+    """Source of a random.Random, or of the module, which has the same functions for the global one."""
     return _Source(generator.getstate, generator.setstate, generator.seed)
 
 
 def _numpy(generator: Any) -> _Source:
-    """Of a numpy.random.Generator or RandomState, of any kind of bits."""
+    """Source of a numpy.random.Generator or RandomState, with any bit generator."""
     bits = generator.bit_generator
 
     def restore(state: Any) -> None:
@@ -175,8 +175,8 @@ def _numpy(generator: Any) -> _Source:
 
 
 def _legacy_numpy(find: Callable[[], Any]) -> _Source:
-    """Of a RandomState, or of numpy.random, which has the same functions for the global one: it also keeps every second
-    normal number for the next time. ``find()``: it, or None as long as it is not loaded."""
+    """Source of a RandomState, or of numpy.random, which has the same functions for the global one: it also keeps every
+    second normal number for the next time. ``find()``: it, or None until it is loaded."""
     def state() -> Any:
         generator = find()
         return None if generator is None else generator.get_state(legacy=False)
@@ -190,7 +190,7 @@ def _legacy_numpy(find: Callable[[], Any]) -> _Source:
             return
         try:
             generator.seed(number % 2**32)
-        except TypeError:  # of other bits than the usual ones
+        except TypeError:  # another bit generator than the usual one
             kind = getattr(sys.modules["numpy.random"], state()["bit_generator"])
             restore({**kind(number).state, "has_gauss": 0, "gauss": 0.0})
 
@@ -209,7 +209,7 @@ class _Tracker:
         return {name: _state_of(state) for name, state in self._tracker.get_states().items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        # Not tracker.add(), which takes the state of the device's generator away and back for each name.
+        # Not tracker.add(), which saves and restores the device generator's state for each name.
         now, plain = self._tracker.get_states(), {}
         for name, state in states.items():
             if isinstance(now.get(name), torch.Generator):

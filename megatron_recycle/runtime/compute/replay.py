@@ -1,4 +1,4 @@
-"""Iterators that are read once and whose items can be had again until the iterations that they belong to are final."""
+"""Iterators read once, whose items can be replayed until their iterations are final."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 
 
 class _Stream(Generic[Item]):
-    """One pipeline's iterator, begun when its first item is asked for."""
+    """One pipeline's iterator, begun when its first item is requested."""
 
     def __init__(self) -> None:
         self.items: Iterator[Item] | None = None
@@ -23,15 +23,15 @@ class _Stream(Generic[Item]):
 
 
 class Replayable(Generic[Item]):
-    """The items of one iterator per pipeline, by place: an item is kept from when it is read until it is forgotten.
+    """The items of one iterator per pipeline, by place; an item is kept from when it is read until it is forgotten.
 
     Args:
         begin: pipeline -> its iterator.
-        seeds: what random numbers an iterator is begun and each item is read with; None: nobody's business.
-        once: whether it cannot be begun again for items that were forgotten.
+        seeds: set the random numbers for an iterator's start and each item; None: they are left alone.
+        once: whether it cannot be restarted for forgotten items.
         name: of an iterator, in messages.
-        ended: what to do about one that ends too early.
-        failed: what to do about one that fails.
+        ended: remedy for an iterator that ends too early, for messages.
+        failed: remedy for an iterator that fails.
     """
 
     def __init__(self, begin: Callable[[int], Iterator[Item]], seeds: Seeds | None, *, name: str, ended: str,
@@ -45,10 +45,10 @@ class Replayable(Generic[Item]):
         self._streams: dict[int, _Stream[Item]] = {}
 
     def item(self, pipeline: int, number: int) -> Item:
-        """Item ``number`` (from 0) of ``pipeline``. Items before it are read too, and kept: they may be asked for later
-        in the same iteration. For one that was forgotten the iterator is begun anew.
+        """Item ``number`` (from 0) of ``pipeline``. Items before it are read too, and kept: they may be needed later in
+        the same iteration. For a forgotten item the iterator is restarted.
 
-        Raises DataError if the iterator ends before it, or has failed before; the first time, what it fails with.
+        Raises DataError if the iterator ends before it, or has failed before; at its first failure, its own error.
         """
         stream = self._streams.setdefault(pipeline, _Stream())
         if number not in stream.kept:
@@ -56,8 +56,8 @@ class Replayable(Generic[Item]):
         return stream.kept[number]
 
     def forget(self, pipeline: int, before: int) -> None:
-        """Items of ``pipeline`` before ``before`` will not be asked for again: they are neither kept nor, if they are
-        still to be read, kept then."""
+        """Items of ``pipeline`` before ``before`` will not be requested again: drop them now, or as soon as they are
+        read."""
         stream = self._streams.setdefault(pipeline, _Stream())
         stream.floor = before
         for number in [number for number in stream.kept if number < before]:
@@ -70,7 +70,7 @@ class Replayable(Generic[Item]):
                             f"{self._failed}")
         if number < stream.next and not self._once:
             stream.items, stream.next, stream.kept = None, 0, {}
-        if number < stream.floor and not self._once:  # it was thought not to be asked for again
+        if number < stream.floor and not self._once:  # it was not expected to be requested again
             stream.floor = number
         if stream.items is None:
             self._seed(pipeline, -1)

@@ -1,9 +1,8 @@
-"""An optimizer whose state is cut into shards, of which this worker has some.
+"""An optimizer whose state is cut into shards, some of them on this worker.
 
-The cuts are the framework's, and stay where they are for the job's life. Each shard is one or several slots, flat fp32
-parameters, which the framework's own optimizer steps in the place of the model's: element by element, so that twins
-have the same bits. The model gets the stepped values of the worker's own shards; those of others come from their
-holders.
+The cuts are the framework's, and stay fixed for the job's life. Each shard is one or several slots, flat fp32
+parameters, which the framework's own optimizer steps in place of the model's: element by element, so that twins have
+the same bits. The model gets the stepped values of the worker's own shards; those of others come from their holders.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ ELEMENTWISE: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "SGD": lambda group: 4 * bool(group.get("momentum")),
     "RMSprop": lambda group: 4 * (1 + bool(group.get("momentum")) + bool(group.get("centered"))),
     **dict.fromkeys(("Adam8bit", "AdamW8bit"), lambda group: 3)}
-"""Optimizers whose step of an element takes no notice of others, or of those in its block of a slot alone
-(bitsandbytes' of 8 bits); how many bytes they keep of each in a group with these settings."""
+"""Optimizers that step an element without regard to others, or only to those in its block of a slot (bitsandbytes' of 8
+bits), and their bytes of state per element in a group with these settings."""
 
 
 class Piece(NamedTuple):
@@ -40,8 +39,8 @@ class Piece(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A flat fp32 parameter of ``size`` numbers in the optimizer's group ``group``; ``pieces`` lie in it end to end,
-    and what they leave free is padding."""
+    """A flat fp32 parameter of ``size`` elements in the optimizer's group ``group``; ``pieces`` lie in it end to end,
+    and the rest is padding."""
 
     group: int
     size: int
@@ -59,13 +58,13 @@ def trained(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
 
 
 def piece_of(numel: int, count: int) -> int:
-    """The length of each of ``count`` equal pieces of ``numel`` numbers and their padding, as ZeRO-1 cuts them."""
+    """The length of each of ``count`` equal pieces of ``numel`` elements and their padding, as ZeRO-1 cuts them."""
     return -(-numel // (ALIGNMENT * count)) * ALIGNMENT
 
 
 def even(groups: Sequence[Sequence[nn.Parameter]], count: int) -> Cut:
-    """ZeRO-1's: the parameters of each group, laid end to end and padded, in ``count`` equal pieces; shard k is piece k
-    of every group."""
+    """ZeRO-1's cut: the parameters of each group, laid end to end and padded, in ``count`` equal pieces; shard k is
+    piece k of every group."""
     sizes = [piece_of(sum(parameter.numel() for parameter in group), count) for group in groups]
     found: list[list[list[Piece]]] = [[[] for _ in groups] for _ in range(count)]
     for number, (group, size) in enumerate(zip(groups, sizes)):
@@ -86,17 +85,17 @@ class ShardedOptimizer:
     Args:
         optimizer: a torch optimizer that has not stepped yet.
         cut: its shards.
-        own: the shards that this worker has to begin with.
+        own: the worker's initial shards.
         wire: the type in which gradients travel and are added up; None: that in which they are summed.
-        least: workers that are to have each shard, whatever `state_copies` says.
-        in_place: whether a slot that is a part of one fp32 parameter is that parameter's own memory: what a script
-            writes there counts.
-        rounded: of masters' values, those that parameters of a type get; None: as torch rounds.
-        state_bytes: that the optimizer keeps of each number; None: 4 for each of those that it is known to keep.
+        least: minimum number of holders of each shard, whatever `state_copies` says.
+        in_place: whether a slot that is a part of one fp32 parameter is that parameter's own memory, so that a script's
+            writes there count.
+        rounded: rounds masters' values to a parameter's type; None: as torch rounds.
+        state_bytes: bytes of optimizer state per element; None: as in `ELEMENTWISE`.
 
     Attributes:
         count: number of shards.
-        parameters: the model's that are in them.
+        parameters: the model's parameters in the shards.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, cut: Cut, own: Iterable[int],
@@ -121,15 +120,15 @@ class ShardedOptimizer:
         self._masters: dict[int, list[nn.Parameter]] = {}
         self.add(own)
 
-    # ---- what a shard is
+    # ---- a shard's contents
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The shards that this worker has."""
+        """The shards of this worker."""
         return tuple(sorted(self._masters))
 
     def masters(self, shard: int) -> Sequence[nn.Parameter]:
-        """The flat fp32 parameters of a shard that this worker has, by slot; the last ones end in padding."""
+        """The flat fp32 parameters of a shard of this worker, by slot; the last ones end in padding."""
         return self._masters[shard]
 
     def pieces(self, shard: int) -> list[Piece]:
@@ -137,7 +136,7 @@ class ShardedOptimizer:
         return [piece for slot in self._cut[shard] for piece in slot.pieces]
 
     def spans(self, shard: int, start_of: Mapping[int, int]) -> list[tuple[int, int]]:
-        """The ranges of a flat buffer that belong to a shard, if a parameter begins at ``start_of`` its `id` there."""
+        """The ranges of a shard in a flat buffer; ``start_of``: the start of each parameter there, by its `id`."""
         spans: list[tuple[int, int]] = []
         for piece in self.pieces(shard):
             begin = start_of[id(piece.parameter)] + piece.start
@@ -154,29 +153,28 @@ class ShardedOptimizer:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def length(self, shard: int) -> int:
-        """How many `values` there are."""
+        """The number of `values`."""
         return sum(piece.end - piece.start for piece in self.pieces(shard))
 
     def set_values(self, shard: int, values: torch.Tensor) -> None:
-        """Put the `values` of a shard into the model."""
+        """Write the `values` of a shard to the model."""
         for piece, part in zip(self.pieces(shard), self.parts(shard, values)):
             _flat(piece).copy_(part)
 
     def slots(self, shard: int) -> Sequence[Slot]:
-        """The slots of a shard, whether this worker has it or not."""
+        """The slots of a shard, whether or not this worker has it."""
         return self._cut[shard]
 
     @torch.no_grad()
     def refresh(self, shard: int) -> None:
-        """Make the masters of a shard what the model's parameters are."""
+        """Set the masters of a shard to the model's parameters."""
         for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
             for piece in slot.pieces:
                 master.data[piece.offset:][:piece.end - piece.start] = _flat(piece)
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a shard takes for each of its parameters: a master, unless that is the model's memory, and what
-        the optimizer keeps."""
+        """Bytes per parameter of a shard: a master, unless that is the model's memory, and the optimizer's state."""
         of_group = ELEMENTWISE[type(self.optimizer).__name__]
         in_model = self._in_place and all(parameter.dtype == torch.float32 for parameter in self.parameters)
         kept = self._state_bytes or max(map(of_group, self.optimizer.param_groups), default=0)
@@ -185,16 +183,16 @@ class ShardedOptimizer:
     # ---- a step
 
     def split(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """What lies in ``packed`` of each shard that this worker has, in order."""
+        """The part of ``packed`` for each shard of this worker, in order."""
         return list(packed.split([self.length(shard) for shard in self.held])) if self.held else []
 
     def parts(self, shard: int, values: torch.Tensor) -> list[torch.Tensor]:
-        """Those of a shard's ``values`` that are of each of its `pieces`."""
+        """The part of a shard's ``values`` for each of its `pieces`."""
         return list(values.split([piece.end - piece.start for piece in self.pieces(shard)])) if values.numel() else []
 
     def load(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        """Give each shard that this worker has its gradient, one after the other, times ``factor``. They are not
-        copied where that can be helped, nor changed."""
+        """Give each shard of this worker its gradient, one after the other, times ``factor``. The gradients are not
+        changed, and not copied if possible."""
         for shard, values in zip(self.held, gradients, strict=True):
             values, begin = values.float(), 0
             for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
@@ -206,7 +204,7 @@ class ShardedOptimizer:
                 begin = end
 
     def step(self) -> None:
-        """One update of the shards that this worker has, with what `load` has given, and of their part of the model."""
+        """Update this worker's shards with the gradients of `load`, and their part of the model."""
         self.optimizer.step()
         for shard in self.held:
             self.copy_to_model(shard)
@@ -215,7 +213,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def copy_to_model(self, shard: int) -> None:
-        """Make the model's parameters what this worker's masters are."""
+        """Set the model's parameters to this worker's masters."""
         for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
             for piece in slot.pieces:
                 values = master.data[piece.offset:][:piece.end - piece.start]
@@ -233,19 +231,19 @@ class ShardedOptimizer:
         return found
 
     def numbers(self, shard: int) -> list[dict[str, Any]]:
-        """By slot, what else the optimizer keeps of a shard."""
+        """By slot, the optimizer's other values of a shard."""
         return [copy.deepcopy({key: value for key, value in self.optimizer.state.get(master, {}).items()
                         if not isinstance(value, torch.Tensor)}) for master in self._masters[shard]]
 
     def add(self, own: Iterable[int]) -> None:
-        """Have these shards from now on, as they begin: with the model's parameters."""
+        """Hold shards ``own`` from now on, initialised from the model's parameters."""
         for shard in own:
             self._make(shard)
             self.refresh(shard)
         self._point()
 
     def take(self, shard: int, tensors: Mapping[str, torch.Tensor], numbers: Sequence[Mapping[str, Any]]) -> None:
-        """Have a shard from now on, with a twin's state; the tensors may be kept."""
+        """Hold a shard from now on, with a twin's state; the tensors may be kept."""
         if shard not in self._masters:
             self._make(shard)
         states: list[dict[str, Any]] = [dict(own) for own in numbers]
@@ -261,7 +259,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def restore(self, shard: int, tensors: Mapping[str, torch.Tensor], numbers: Sequence[Mapping[str, Any]]) -> None:
-        """Put a shard that this worker has back to what `tensors` and `numbers` were, and the model's part of it."""
+        """Restore a shard of this worker to earlier `tensors` and `numbers`, and the model's part of it."""
         for number, (master, own) in enumerate(zip(self._masters[shard], numbers, strict=True)):
             master.data.copy_(tensors[f"{MASTER} {number}"])
             state = self.optimizer.state.pop(master, {})  # optimizers make theirs at the first step
@@ -272,7 +270,7 @@ class ShardedOptimizer:
         self.copy_to_model(shard)
 
     def drop(self, shard: int) -> None:
-        """Have a shard no longer."""
+        """Stop holding a shard."""
         for master in self._masters.pop(shard):
             self.optimizer.state.pop(master, None)
         self._point()
@@ -289,7 +287,7 @@ class ShardedOptimizer:
         return torch.zeros(slot.size, dtype=torch.float32, device=device)
 
     def _point(self) -> None:
-        """Let the optimizer step what is there."""
+        """Let the optimizer step all present shards."""
         for number, group in enumerate(self.optimizer.param_groups):
             group["params"] = [master for shard in self.held for slot, master in
                                zip(self._cut[shard], self._masters[shard]) if slot.group == number]

@@ -1,4 +1,4 @@
-"""What shards of an optimizer's state cost a worker in memory: bytes per parameter, in words."""
+"""Memory cost of a sharded optimizer state for a worker: bytes per parameter, in words."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 
 class Bytes(NamedTuple):
-    """Bytes that one parameter takes: by itself, summed as a gradient, and as state of the optimizer (a master where
-    that is another tensor, and moments)."""
+    """Bytes per parameter: of itself, of its summed gradient, and of the optimizer's state (a master if that is another
+    tensor, and moments)."""
 
     parameter: int
     gradient: int
     state: int
 
     def kept(self, copies: int, shards: int, staggered: bool) -> float:
-        """On a worker, where each of ``shards`` is held ``copies`` times: parameters and sums are whole; with
-        ``staggered`` steps what a step changes of shards is there twice, and their reduced gradient while the next one
-        is summed up."""
+        """On a worker, with each of ``shards`` held ``copies`` times. Parameters and sums are whole; with ``staggered``
+        steps the state of shards that a step changes is there twice, and their reduced gradient while the next one is
+        summed up."""
         of_shards = self.state + (self.state + self.gradient if staggered else 0)
         return self.parameter + self.gradient + of_shards * min(copies, shards) / shards
 
@@ -26,7 +26,7 @@ class Bytes(NamedTuple):
 
 
 def described(each: Bytes, copies: int, shards: int, staggered: bool) -> str:
-    """One line: what ``copies`` and ``staggered`` cost, what others would, and the framework's own sharded
+    """One line: the cost of ``copies`` and ``staggered``, of other choices, and of the framework's own sharded
     optimizer."""
     numbers = sorted({1, min(2, shards), min(copies, shards), shards})
     names = ["all" if number == shards else str(number) for number in numbers]

@@ -1,8 +1,8 @@
 """Split backward: input gradients at once (B), weight gradients of linear layers later (W).
 
 A linear layer's backward normally computes both gradients. Here it computes the input gradient and, in the runtime's
-own backward, puts what the weight gradient needs into a queue: the layer's input and the gradient of its output. The
-queue of a micro-batch is emptied by that micro-batch's W. In any other backward (see `deferral`) it computes both.
+own backward, queues the operands of the weight gradient: the layer's input and the gradient of its output. The queue of
+a micro-batch is emptied by that micro-batch's W. In any other backward (see `deferral`) it computes both.
 
 The parameter itself is kept on the autograd context, not among the saved tensors: checkpointing replaces
 saved tensors by detached copies, and the gradient would be computed for those.
@@ -29,16 +29,16 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 """(inputs, output gradient, sum), all of two dimensions: adds a weight's gradient to the sum without forming it."""
 
 Contribution = tuple[nn.Parameter, torch.Tensor | AddTo]
-"""A parameter and one micro-batch's gradient for it, as a tensor or as what adds it to a sum."""
+"""A parameter and one micro-batch's gradient for it, as a tensor or as a function that adds it to a sum."""
 
 
 class DeferredLinear(NamedTuple):
     """A linear layer's weight gradient, not computed yet.
 
-    ``inputs`` is (..., in), ``output_gradient`` (..., out); a parameter that needs no gradient is None.
-    ``transposed``: the weight is (in, out), as in GPT-2's Conv1D, and not (out, in). ``fused`` adds the
-    weight's gradient to a sum, if given. ``gather`` makes the layer's whole input of this process's rows, if they are
-    not all (sequence parallelism): when W runs, so that they are not kept.
+    ``inputs`` is (..., in), ``output_gradient`` (..., out); a parameter that needs no gradient is None. ``transposed``:
+    the weight is (in, out), as in GPT-2's Conv1D, and not (out, in). ``fused`` adds the weight's gradient to a sum, if
+    given. ``gather`` makes the layer's whole input from this process's rows, if they are not all (sequence
+    parallelism). It runs in W, so that the whole input is not kept.
     """
 
     inputs: torch.Tensor
@@ -73,7 +73,7 @@ class DeferredLinear(NamedTuple):
         if self.bias is not None:  # first: it reads in the order in which memory lies
             yield self.bias, _cast(gradient.sum(0), self.bias.dtype)
         if self.weight is not None:
-            # Under autocast the layer ran in the gradient's type, whatever its inputs' own.
+            # Under autocast the layer ran in the gradient's type, whatever its inputs' type.
             inputs = _cast(_rows(self.whole_inputs), gradient.dtype)
             product = inputs.t().mm(gradient) if self.transposed else gradient.t().mm(inputs)
             yield self.weight, _cast(product, self.weight.dtype)
@@ -96,7 +96,7 @@ class WeightQueue:
         return all(item.gather is None for item in self.deferred)
 
     def meet(self) -> None:
-        """Meet the worker's other parts, if W needs something of them: what comes first of that is there then."""
+        """Meet the worker's other parts, if W needs data from them, by gathering the first such input now."""
         number = next((number for number, item in enumerate(self.deferred) if item.gather is not None), None)
         if number is not None:
             item = self.deferred[number]
@@ -108,8 +108,8 @@ class WeightQueue:
                 if parameter is not None}
 
     def contributions(self) -> Iterator[Contribution]:
-        """Each parameter once, with the micro-batch's whole gradient for it: as soon as that is formed, while the
-        processor still has it at hand."""
+        """Each parameter once, with the micro-batch's whole gradient for it, as soon as that is formed and still in the
+        processor's cache."""
         uses = Counter(id(parameter) for item in self.deferred for parameter in (item.weight, item.bias))
         sums = {id(parameter): (parameter, gradient) for parameter, gradient in self.formed}
         alone = {key for key, count in uses.items() if count == 1 and key not in sums}
@@ -136,7 +136,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Deferring(Protocol):
-    """The object that makes a framework's linear layers defer, as the runtime needs it.
+    """Interface to the object that makes a framework's linear layers defer.
 
     Attributes:
         deferring_costs: whether a backward takes longer for being split.
@@ -146,15 +146,15 @@ class Deferring(Protocol):
     def deferring_costs(self) -> bool: ...
 
     def adopt(self, module: nn.Module) -> None:
-        """Another module's linear layers, which belong to no stage of this worker, defer as well."""
+        """Make another module's linear layers, which belong to no stage of this worker, defer as well."""
 
     def whole(self) -> AbstractContextManager[None]:
-        """Layers that run inside the block do not defer; it is around both F and B of a micro-batch, for the sake of
-        layers that B runs again. Only asked for where deferring costs."""
+        """Inside the block layers do not defer. It encloses both F and B of a micro-batch, because of layers that B
+        recomputes. Used only where deferring costs."""
 
     def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        """The backward from ``roots`` inside the block puts its weight gradients into ``queue``; None: computes them
-        at once."""
+        """The backward from ``roots`` inside the block puts its weight gradients into ``queue``; None: computes them at
+        once."""
 
 
 class Splitter:
@@ -177,19 +177,19 @@ class Splitter:
         self.adopt(model)
 
     def adopt(self, module: nn.Module) -> None:
-        """Its linear layers defer as well, for as long as they live."""
+        """Make the linear layers of ``module`` defer as well, for as long as they live."""
         for layer in module.modules():
             if _splittable(layer):
                 layer.forward = _Forward(layer, self)
 
     @property
     def deferring_costs(self) -> bool:
-        """Python around each layer; but a kernel that adds up what is deferred is worth more than that."""
+        """Whether the Python around each layer is a net cost: a kernel that adds up deferred gradients saves more."""
         return self.kernel is None
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Layers that run inside the block are stock's."""
+        """Inside the block layers run as in stock."""
         self.stock = True
         try:
             yield
@@ -234,8 +234,8 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 class _Forward:
-    """A linear layer's `forward` that can defer. A copy of the layer, or one that is loaded from a file, has its own
-    class's again: it is no part of the model."""
+    """A linear layer's `forward` that can defer. A copy of the layer, or one loaded from a file, has its own class's
+    again: it is no part of the model."""
 
     def __init__(self, layer: nn.Module, splitter: Splitter) -> None:
         self._layer = layer
@@ -245,9 +245,9 @@ class _Forward:
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         layer, splitter = self._layer, self._splitter
         weight, bias = layer.weight, layer.bias
-        # Under autocast stock would keep a copy of its input in 16 bits, where a split layer keeps none.
+        # Under autocast stock would keep a copy of its input in 16 bits; a split layer keeps none.
         as_stock = splitter.stock and not torch.is_autocast_enabled(inputs.device.type)
-        # Nothing else may decide: a checkpoint that runs this again has to find what it was the first time.
+        # Nothing else may decide: a checkpoint that recomputes this has to make the same choice again.
         if as_stock or not torch.is_grad_enabled() or _transformed() or not _own(weight) or not _own(bias):
             return self._stock(layer, inputs)
         return _SplitLinear.apply(inputs, weight, bias, splitter, self._transposed)
@@ -262,7 +262,7 @@ def _own(parameter: torch.Tensor | None) -> bool:
 
 
 def watched(parameter: nn.Parameter | None) -> bool:
-    """Whether there are hooks on the gradient of a parameter, which autograd runs only if it computes that itself."""
+    """Whether a parameter has gradient hooks, which autograd runs only if it computes the gradient itself."""
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -274,8 +274,8 @@ def _transformed() -> bool:
 
 class _SplitLinear(torch.autograd.Function):
     # A layer that ran as stock on detached parameters, and asked autograd for its output's gradient, would spare the
-    # Python below. But asking skips hooks on that output, checkpoints inside which something else has parameters, and
-    # gradients that the forward itself takes.
+    # Python below. But this would skip hooks on that output, checkpoints that contain other parameters, and gradients
+    # that the forward itself takes.
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,

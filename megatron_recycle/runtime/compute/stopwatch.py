@@ -1,6 +1,6 @@
-"""How long this worker's actions take, for the planner.
+"""Durations of this worker's actions, for the planner.
 
-Waiting for other workers does not count, but for that in a reduction: the peer that comes last waits least.
+Waits for other workers do not count, except those in a reduction: the peer that comes last waits least.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from megatron_recycle.runtime.compute.device import Device, Moment
 
 
 class Stopwatch:
-    """Durations of actions on ``device`` since they were last asked for, at most the latest ``window`` of each kind,
-    and of each chunk where the stage has several.
+    """Durations of actions on ``device`` since the last `take`, at most the latest ``window`` of each kind, and of each
+    chunk where the stage has several.
 
-    They are the device's, and read when they are asked for, so that measuring makes nobody wait.
+    They are the device's, and read by `take`, so that measuring blocks no thread.
 
     Attributes:
         beside: kind -> a block around each action, for a framework's own timers.
-        more: seconds by which the actions last asked for took longer than `take` has said, for layers of other stages.
+        more: seconds that the actions last taken took beyond the result of `take`, for layers of other stages.
     """
 
     def __init__(self, device: Device, window: int = 256) -> None:
@@ -35,8 +35,8 @@ class Stopwatch:
         """Take the time of the block as one action of ``kind``; an interrupted one does not count.
 
         Args:
-            share: of the time of the stage's own layers that it takes, as planned, where it runs more than these, or
-                fewer.
+            share: planned time of the block as a share of that of the stage's own layers, where it runs more than
+                these, or fewer.
             chunk: of the stage, in the order of the model's layers.
         """
         begun = self._device.moment()
@@ -46,8 +46,8 @@ class Stopwatch:
         taken.append((begun, self._device.moment(), share))
 
     def take(self) -> dict[str, list[float]]:
-        """Seconds of each action that has ended since the last call, with the stage's own layers, by kind: "F" of the
-        stage's first chunk, "F/1" of its second."""
+        """Seconds of each action that has ended since the last call, scaled to the stage's own layers, by kind: "F" of
+        the stage's first chunk, "F/1" of its second."""
         found, self.more = {}, 0.0
         for kind, taken in self._taken.items():
             seconds = []

@@ -1,8 +1,8 @@
-"""When messages left and arrived, by this worker's own clock, for the planner's `hop`.
+"""Times at which messages left and arrived, by this worker's own clock, for the planner's `hop`.
 
 Clocks need not agree: the coordinator takes the least lag of each direction between two workers, and their clocks'
-difference cancels in the mean of both (`measure.hops`). A message that was there before its receiver asked for it is
-not counted.
+difference cancels in the mean of both (`measure.hops`). A message that arrived before its receiver waited for it is not
+counted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import NamedTuple
 from megatron_recycle.plan import Message
 
 WAITED = 2e-4
-"""Seconds that a receiver must have waited for a message, so that it was its arrival that ended the wait."""
+"""Seconds that a receiver must have waited for a message, so that the message's arrival has ended the wait."""
 
 Label = tuple[int, int]
 """Iteration and attempt."""
 
 
 class _Times(NamedTuple):
-    """When messages of an iteration's attempt (``of``) left, and came."""
+    """Times at which messages of an iteration's attempt (``of``) left, and came."""
 
     of: Label
     sent: Mapping[str, float]
@@ -37,21 +37,21 @@ class Lags:
         self._before: _Times | None = None
 
     def begin(self, label: Label | None) -> None:
-        """The messages to come are those of ``label``; None: of something that is not to be measured."""
+        """The next messages are those of ``label``; None: they are not to be measured."""
         self._before = self._written()
         self._label, self._sent, self._came = label, {}, {}
 
     def sent(self, message: Message, now: float) -> None:
-        """Its tensors are there to be sent."""
+        """The tensors of ``message`` are there to be sent."""
         self._sent[message] = now
 
     def received(self, message: Message, asked: float, now: float) -> None:
-        """It is there; it was waited for since ``asked``."""
+        """``message`` is there; it was waited for since ``asked``."""
         if now - asked > WAITED:
             self._came[message] = now
 
     def told(self, iteration: int) -> _Times | None:
-        """For the coordinator: what is known of ``iteration``, if that is one of the two."""
+        """The times of ``iteration``, for the coordinator, if it is one of the two."""
         kept = (self._written(), self._before)
         return next((found for found in kept if found is not None and found.of[0] == iteration), None)
 
@@ -62,5 +62,5 @@ class Lags:
 
 
 def _named(times: Mapping[Message, float]) -> dict[str, float]:
-    # Those of a stage's second chunk may go the other way, and would be taken for others' (`measure.hops`).
+    # Messages of a stage's second chunk may go the other way, and would be confused with others' (`measure.hops`).
     return {str(message): round(seconds, 6) for message, seconds in times.items() if not message.chunk}
