@@ -1,8 +1,8 @@
 """Closing an iteration: when a worker may leave it, since its stage has all it needs of it and owes nothing.
 
 A stage is *closed* for an iteration once all its live workers, and all parts of each, hold the reduced gradient, and
-the readers have used all their messages. Then no action of the iteration is repeated at that stage when a worker dies,
-and a script that has left the iteration is not asked for it once more.
+all their messages have been used by the readers. Then no action of the iteration is repeated at that stage when a
+worker dies, and a script that has left the iteration is not asked for it once more.
 """
 
 from __future__ import annotations

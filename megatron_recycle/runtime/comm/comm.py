@@ -152,7 +152,7 @@ class Comm:
 
     @property
     def group(self) -> Any:
-        """torch's own process group. A caller may do anything with it, so the next generation cannot reuse it."""
+        """torch's own process group. A caller may do anything with it, so it does not outlive a failure."""
         self.ledger.lent = True
         return self._group
 

@@ -77,8 +77,8 @@ class Ledger:
 
     def begun(self, size: int, rests: bool) -> str | None:
         """A text of the operations begun among ``size`` members, for `agree`; None: the communicator cannot go on.
-        ``rests``: nothing is known to be under way. Otherwise transfers have to be over, since perhaps only one end has
-        begun them; sums that all members have begun end by themselves."""
+        ``rests``: it is known that nothing is under way. Otherwise transfers have to be over, since perhaps only one
+        end has begun them; sums that all members have begun end by themselves."""
         if self.gone or (not rests and (self.lent or self._open)):
             return None
         met = zlib.crc32(repr(sorted(self.met)).encode())

@@ -1,5 +1,4 @@
-"""Levelling: the parts of a worker report their progress when a generation ends, so that their completed work can
-count.
+"""Levelling: a worker's parts report their progress when a generation ends, so that completed work can count.
 
 A failure elsewhere ends the generation for all parts of a worker, while each of them may be in another place. They are
 all alive, so their common collectives go on until all parts have reported their progress: a part completes its current

@@ -152,7 +152,7 @@ class _Sum:
         self._parts: dict[int, torch.Tensor] = {}
         """Each parameter's part of the buffer: a view costs as much as an addition."""
         self._views: dict[int, torch.Tensor] = {}
-        """Their subset that has a sum."""
+        """The parts that have a sum."""
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._views

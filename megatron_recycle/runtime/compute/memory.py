@@ -1,4 +1,4 @@
-"""Bytes that a worker's micro-batches hold, measured, and what it keeps besides (promise P7).
+"""Measured bytes of a worker's micro-batches: activations, operands of delayed weight gradients, messages (promise P7).
 
 A micro-batch holds its activations from its F to its B, and from its B to its W the operands of the delayed weight
 gradients. The former are measured on early micro-batches: all have the same shapes, until the script says otherwise. On

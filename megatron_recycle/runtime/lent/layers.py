@@ -64,8 +64,8 @@ class Lending(Protocol):
 
 def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple[int, int]:
     """How many of a chunk's first and of its last layers its neighbours may run: an unbroken run of layers that are
-    ``alike``, at most ``most``, so that at least one layer stays. ``first`` and ``last``: the chunk has no neighbour
-    there, or it is the stage's own next chunk."""
+    ``alike``, at most ``most``, so that at least one layer stays. ``first`` and ``last``: no neighbour there, or it is
+    the stage's own next chunk."""
     head = tail = 0
     while head + tail < len(alike) - 1:
         one = head < most and not first and alike[head]

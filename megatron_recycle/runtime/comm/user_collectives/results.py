@@ -92,7 +92,7 @@ class Results:
             part.numpy().tobytes() for _, _, parts in told for part in parts)])
 
     def take(self, told: bytes) -> None:
-        """Replace the rows of the groups that another worker has `told` of by its rows."""
+        """Take the rows that another worker has `told`, in place of this one's for the same groups."""
         table, _, data = told.partition(b"\n")
         start = 0
         for group, large, *lengths in json.loads(table):
