@@ -13,15 +13,15 @@ from megatron_recycle.membership.inputs import Raised
 from megatron_recycle.membership.state import Member, Phase, State
 
 _MOST, _WITHIN = 10, 100
-"""More micro-batches than this are not left out within so many iterations: that is no accident of the data."""
+"""Limit of left out micro-batches within so many iterations: more are no accident of the data."""
 
 
 class BadMicrobatches(Extension):
-    """They are left out, if the job wants that, instead of ending it."""
+    """Bad micro-batches are left out, if the job wants that, instead of ending it."""
 
     def raised(self, state: State, member: Member, happened: Raised, now: float) -> Step | None:
         fault = happened.fault
-        if fault.whole and (fault.iteration, fault.microbatch) in state.script.left_out:  # others have met it before
+        if fault.whole and (fault.iteration, fault.microbatch) in state.script.left_out:  # already left out
             return state, (job_end.answer(member, happened.number),)
         fails_in_recovery = fault.recovery and not fault.refused
         if state.closing is not None or fails_in_recovery or (text := faults.fatal(state, member, fault)) is None:

@@ -1,9 +1,9 @@
-"""A boundary that the members make: processes come in there, and others leave. Pure, like `machine`.
+"""A made boundary, at which processes come in and others leave. Pure, like `machine`.
 
 Once a joiner is ready, or a member has asked to leave, and no recovery is under way, the members are offered a switch:
-like a better plan it is agreed upon with a commit, and they then stand still between two iterations, with nothing in
-flight. When all of them have said so, a new generation is decided, as after a failure: with the joiners in it, and
-without the leavers. A failure meanwhile cancels all of it; it is offered again after the recovery.
+like a better plan it is agreed upon with a commit. They then stand still between two iterations, with nothing in
+flight. When all have reported that, a new generation is decided, as after a failure: with the joiners, and without the
+leavers. A failure meanwhile cancels the switch; it is offered again after the recovery.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def switch(state: State, now: float) -> Step:
 
 
 def entering(state: State) -> dict[str, Member]:
-    """The processes that can be taken in: joiners, and with them the stranded parts of their worker. All parts of a
-    worker come in, or none."""
+    """The processes that can be taken in: joiners, and with them the stranded parts of their worker. A worker comes in
+    with all its parts, or not at all."""
     found = {
         name: member
         for name, member in {**state.absent.stranded, **state.arrivals.joiners}.items()
@@ -69,8 +69,8 @@ def entering(state: State) -> dict[str, Member]:
 
 
 def _going(state: State) -> dict[str, FailureKind]:
-    """The members that leave at the boundary, and whether as asked or because they have moved. A member that is to give
-    its state to a joiner stays until that is done, and one that has a shard alone until others have it."""
+    """The members that leave at the boundary, and whether on request or after a move. A member that a joiner needs as
+    source stays until the copy is done; the sole holder of a shard stays until others have it."""
     wanted = _wanted(state)
     if state.resume is None:
         return wanted
@@ -79,7 +79,7 @@ def _going(state: State) -> dict[str, FailureKind]:
 
 
 def _give_first(state: State) -> bool:
-    """Whether somebody would leave if others had its shards: they get them with the next generation."""
+    """Whether some member would leave if others had its shards, which they get with the next generation."""
     return _going(state).keys() != _wanted(state).keys()
 
 
@@ -96,12 +96,12 @@ def _wanted(state: State) -> dict[str, FailureKind]:
 
 
 def _unasked(state: State) -> dict[str, FailureKind]:
-    """The members that leave without having asked to."""
+    """Members that leave without having asked to."""
     return merged(each.going(state) for each in IN_FORCE)
 
 
 def _stands(state: State, happened: Boundary) -> State:
-    """A member waits at the boundary. A coordinator that has come back meanwhile hears it again."""
+    """A member waits at the boundary. It repeats this to a restarted coordinator."""
     member = state.member(happened.incarnation)
     current = state.phase in (Phase.TRAINING, Phase.RETURNING) and happened.generation == state.generation
     if member is None or not current:

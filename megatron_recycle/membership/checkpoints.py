@@ -1,8 +1,8 @@
-"""The manifest: the newest checkpoints that are whole. Pure, like `machine`.
+"""The manifest: the newest whole checkpoints. Pure, like `machine`.
 
-The members write a checkpoint together. When all parts are there, one of them says so, and waits: only once that is
-noted here is the checkpoint named the newest one. A process that was declared out, and wakes up in the midst of a
-checkpoint, is not heard any more: it names nothing.
+The members write a checkpoint together. When all parts are there, one of them reports it, and waits: the checkpoint is
+named the newest one only after it is noted here. A process that was declared out, and wakes up in the midst of a
+checkpoint, is ignored: it names nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron_recycle.membership.state import State
 
 
 def written(state: State, happened: Written, now: float) -> Step:
-    """All members have written their parts. A journal that cannot take it is no reason to do without a checkpoint: a
-    coordinator that comes back knows of the one before."""
+    """All members have written their parts. If the journal cannot take the record, the checkpoint is kept all the same;
+    a restarted coordinator then knows of the one before."""
     member = state.member(happened.incarnation)
     if member is None or happened.generation != state.generation:
         return state, ()
     goes_on = Tell((member.incarnation,), Noted(state.generation, happened.place))
     checkpoint = Checkpoint(happened.iteration, happened.place, happened.facts)
-    if checkpoint in state.checkpoints[-1:]:  # told again after a reconnect
+    if checkpoint in state.checkpoints[-1:]:  # repeated after a reconnect
         return state, (goes_on,)
     event = {"event": "checkpoint", "t": now, "generation": state.generation,
              "iteration": happened.iteration, "place": happened.place}
@@ -32,8 +32,8 @@ def written(state: State, happened: Written, now: float) -> Step:
 
 
 def unwritten(state: State, happened: Unwritten, now: float) -> Step:
-    """A member cannot write its part, and nobody is at fault: in a new generation with the same members all agree that
-    there is no such checkpoint."""
+    """A member cannot write its part, through no fault of a worker: in a new generation with the same members all agree
+    that there is no such checkpoint."""
     member = state.member(happened.incarnation)
     if member is None or happened.generation != state.generation:
         return state, ()

@@ -1,7 +1,7 @@
-"""Commands to launchers: what each host is to do with its processes. Events only tell what has happened.
+"""Commands to launchers: what each host must do with its processes. Events, in contrast, only inform.
 
-A command names a process by rank and pid, so that the launcher which has it obeys and all others do not. Obeying twice
-does no harm: a launcher that has lost its connection gets all that still hold, from the state (`in_force`).
+A command names a process by rank and pid; only the launcher that has it obeys. Obeying is idempotent: a launcher that
+has lost its connection gets all commands that still hold, from the state (`in_force`).
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from megatron_recycle.membership.state import Member, State
 
 
 def begun(state: State) -> Command:
-    """Training has begun: how often a process that has failed is started again, and the seconds that the whole job has
-    to save and end once it is told to go (None: it goes at once)."""
+    """Training has begun: limits on restarts of a failed process and on failures of a host, and the seconds that the
+    whole job has to save and end once asked to leave (None: it ends at once)."""
     job = state.job
     saves = job.on_leave == "checkpoint" and job.emergency
     return Command(Begun(job.max_restarts, job.leave_timeout if saves else None, job.max_failures_per_host))
 
 
 def terminate(seconds: float) -> Command:
-    """The job is asked to end by SIGTERM, and scripts handle that themselves: all workers get it, and have so long."""
+    """SIGTERM for all workers, which have ``seconds`` to end: their scripts handle the signal themselves."""
     return Command(Terminate(seconds))
 
 
 def out(member: Member, kind: FailureKind, fault: Fault | None) -> Out:
-    """A process was declared out: it is to end, and its launcher may start another one."""
+    """A process was declared out: it must end, and its launcher may start another one."""
     error = "" if fault is None else f"{fault} {fault.where}"
     return Out(member.rank, member.pid, kind, error)
 
 
 def joined(member: Member) -> Command:
-    """A process that came in takes part in the training: what happened to its rank before is forgotten."""
+    """A joiner takes part in training: earlier failures of its rank are forgotten."""
     return Command(Joined(member.rank, member.pid))
 
 
@@ -48,12 +48,12 @@ def drop(rank: int, move: int) -> Command:
 
 
 def progress() -> Command:
-    """An iteration was committed: services that have died before may die again."""
+    """An iteration was committed: services regain their restarts."""
     return Command(Progress())
 
 
 def in_force(state: State, host: str) -> list[Command]:
-    """All commands that a launcher which has just come has to know."""
+    """All commands that a newly connected launcher needs."""
     if state.description is None:
         return []
     here = [member for member in state.proven.values() if member.host == host]

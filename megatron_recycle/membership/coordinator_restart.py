@@ -1,4 +1,4 @@
-"""Coming back: a member that has lost its connection, or a coordinator that has died. Pure, like `machine`."""
+"""Reconnects: of a member that has lost its connection, or after a coordinator restart. Pure, like `machine`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_recycle.membership.state import Phase, State
 
 
 def member(state: State, happened: Hello, now: float) -> Step:
-    """A member has a new connection. All that it may have missed is told again; hearing it twice does no harm."""
+    """A member has a new connection. All messages that it may have missed are repeated; they are idempotent."""
     if happened.generation > state.generation:
-        # The journal has lost its end: start above what was announced.
+        # The journal has lost its end: start above the announced generation.
         return failing.next_generation(state.with_(generation=happened.generation), {}, now, now)
     if state.phase is Phase.RETURNING:
         return _returned(state, happened, now)
@@ -30,20 +30,20 @@ def member(state: State, happened: Hello, now: float) -> Step:
 
 
 def coordinator(state: State, happened: Restarted, now: float) -> Step:
-    """Nothing is decided before the members have said where they stand, or have been silent for too long."""
+    """A restarted coordinator decides nothing before the members have reported, or have been silent for too long."""
     if state.phase is not Phase.RETURNING:
         return state, ()
     restarted = Emit({"event": "restarted", "t": now, "generation": state.generation})
     text = None if any(each.may_return(state) for each in IN_FORCE) else failing.stage_gone(state)
-    if text is not None:  # decided, but the end was not written down any more
+    if text is not None:  # decided, but the end was not recorded
         state, ending = job_end.end(state, 1, text, now, again=True)
         return state, (restarted, *ending)
     return state, (restarted,) if state.closing is None else (restarted, AwaitSaved(state.generation))
 
 
 def _returned(state: State, happened: Hello, now: float) -> Step:
-    """If all members were told to go in the last generation, training has never stopped. If one was not, its
-    recovery was half done and is begun again."""
+    """If all members have received the last generation's go, training has never stopped. If one has not, its recovery
+    was incomplete and is begun again."""
     if happened.generation < state.generation:
         return failing.next_generation(state, {}, now, now)
     state = state.with_(returned=state.round.returned | {happened.member.worker})

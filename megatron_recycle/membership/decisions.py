@@ -1,4 +1,4 @@
-"""Decisions of the membership machine, to be carried out in the order in which they are given.
+"""Decisions of the membership machine, carried out in the given order.
 
 All of them are frozen. Times are Unix seconds.
 """
@@ -17,10 +17,10 @@ from megatron_recycle.plan.plan_file import PlanFile
 
 @dataclass(frozen=True)
 class Record:
-    """Put this record on disk before anything that follows is done.
+    """Put this record on disk before all that follows.
 
-    If the record cannot be written, the decision must not be carried out. A record that is not `needed` may be left
-    out: then a coordinator that comes back knows less, and is right all the same.
+    If that fails, the decision must not be carried out. A record that is not `needed` may be omitted: a restarted
+    coordinator then knows less, and is still right.
     """
 
     record: AnyLine
@@ -29,14 +29,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Note:
-    """Keep this where a coordinator that comes back finds it; it replaces the note before."""
+    """Keep this for a restarted coordinator; it replaces the note before."""
 
     record: AnyLine
 
 
 class StopAll(Message, frozen=True, tag="stop"):
-    """The end of all generations before this one, with its members and who is out: it travels as a `Stop` of each
-    one's own (`messages.wire_forms`)."""
+    """The end of all generations before this one, with its members and the workers that are out. Each process gets its
+    own `Stop` (`messages.wire_forms`)."""
 
     generation: int
     members: Mapping[str, str]
@@ -53,7 +53,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class Command:
-    """Tell all launchers; see `commands`."""
+    """Send to all launchers; see `commands`."""
 
     message: Ordered
 
@@ -67,7 +67,7 @@ class Await:
 
 @dataclass(frozen=True)
 class AwaitLoss:
-    """Feed `NoLoss` when any failure that explains a hint given at `since` would have been found."""
+    """Feed `NoLoss` when a failure behind a hint at `since` would have been found."""
 
     generation: int
     since: float
@@ -75,8 +75,8 @@ class AwaitLoss:
 
 @dataclass(frozen=True)
 class AwaitSaved:
-    """Feed `SavedLate(generation)` when the time for a last checkpoint is over; `limit`: seconds, if it is a special
-    one."""
+    """Feed `SavedLate(generation)` when the time for a last checkpoint is over; `limit`: seconds, in place of the
+    usual."""
 
     generation: int
     limit: float | None = None
@@ -98,8 +98,8 @@ class AwaitPlace:
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Make a plan at once for the grid without `failed`, by another `policy` than the job's if one is named, and feed
-    `Planned` or `PlanFailed`."""
+    """Make a plan at once for the grid without `failed`, by `policy` if given, else by the job's, and feed `Planned` or
+    `PlanFailed`."""
 
     generation: int
     failed: frozenset[str]
@@ -108,13 +108,13 @@ class MakePlan:
 
 @dataclass(frozen=True)
 class MakeRedo:
-    """Plan the rest of an iteration that a failure has interrupted, and feed `Redone`.
+    """Plan the rest of an interrupted iteration, and feed `Redone`.
 
-    `plan` is the generation's; `done` has the actions that each live worker has done of the iteration, in its order.
-    Nothing of the stages that are `closed` is to be run again. `size`: the micro-batches of each of the iteration's
-    pipelines, which the script may have changed, and those of a block of its exact reduction. `lent`: digest of the
-    plan by which they were done, where that lends layers. `ahead`: the same of the iteration after it, which workers of
-    closed stages may have begun; None: nobody has.
+    `plan` is the generation's; `done` has each live worker's finished actions of the iteration, in its order. `closed`
+    stages run nothing again. `size`: the micro-batches of each of the iteration's pipelines, which the script may have
+    changed, and those of a block of its exact reduction. `lent`: digest of the plan of the finished actions, where that
+    lends layers. `ahead`: the same for the iteration after it, which workers of closed stages may have begun; None:
+    none has.
     """
 
     generation: int
@@ -128,7 +128,7 @@ class MakeRedo:
 
 @dataclass(frozen=True)
 class Improve:
-    """Look for a better plan in the background, and feed `Improved` if there is one."""
+    """Search for a better plan in the background, and feed `Improved` if there is one."""
 
     generation: int
     failed: frozenset[str]
@@ -137,8 +137,8 @@ class Improve:
 
 @dataclass(frozen=True)
 class FindMoves:
-    """Ask the planner which healthy workers had better change their stage, and feed `MovesFound` if some. Where it
-    finds none that pay, those `wanted` for another reason: the empty position by mover."""
+    """Ask the planner which healthy workers should change their stage, and feed `MovesFound` if some should. If it
+    finds no paying moves: those `wanted` for another reason, as (mover, empty position)."""
 
     generation: int
     failed: frozenset[str]
@@ -154,8 +154,7 @@ class Emit:
 
 @dataclass(frozen=True)
 class End:
-    """The job is over; `status` is the launcher's exit status. `again`: the script may do better if it is started
-    again."""
+    """The job is over; `status` is the launcher's exit status. `again`: a restart of the script may do better."""
 
     status: int
     message: str

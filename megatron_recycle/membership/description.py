@@ -1,4 +1,4 @@
-"""A worker's description of its job, which all must have alike; and the job as the coordinator plans by it."""
+"""A worker's description of its job, which must be the same on all; and the job as the coordinator plans by it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from megatron_recycle.policy import DEFAULT, POLICIES, Policy, PolicyName
 
 
 class Lendable(Value, frozen=True):
-    """Layers of one chunk that may be lent: how many of its first (`head`) and of its last (`tail`) ones; how many are
-    alike (`layers`, with a number in `like` that is the same for all of these); of one of them the `share` of the
-    chunk's work and its `bytes` of parameters."""
+    """Lendable layers of one chunk: how many of its first (`head`) and last (`tail`) layers; the number of
+    interchangeable `layers`, with a number in `like` that is the same for all of these; for one of them the `share` of
+    the chunk's work and its `bytes` of parameters."""
 
     head: int = 0
     tail: int = 0
@@ -27,8 +27,8 @@ class Lendable(Value, frozen=True):
 
 
 class Lending(Value, frozen=True):
-    """Layers that a job may lend: by chunk how many are alike, the share of the chunk's work that one of them takes,
-    its bytes of parameters; by boundary how many may be lent (to the later chunk's stage, to the earlier one's)."""
+    """Lendable layers of a job: by chunk the number of interchangeable ones, one's share of the chunk's work, its bytes
+    of parameters; by boundary how many may be lent (to the later chunk's stage, to the earlier one's)."""
 
     lend: tuple[tuple[int, int], ...]
     layers: tuple[int, ...]
@@ -37,8 +37,8 @@ class Lending(Value, frozen=True):
 
 
 class Shared(Value, frozen=True, kw_only=True):
-    """Facts that all workers must have alike: settings, by their names in `RecycleConfig`, and what follows from the
-    framework and its grid. Defaults are what older workers, and tests, leave out.
+    """Facts that must be equal on all workers: settings, by their names in `RecycleConfig`, and facts of the framework
+    and its grid. Defaults stand for fields that older workers, and tests, leave out.
 
     Attributes:
         grid: stages and micro-batches.
@@ -47,13 +47,13 @@ class Shared(Value, frozen=True, kw_only=True):
         block: micro-batches of a block; 0: their order does not count.
         cap: micro-batches that each worker may hold, or each by name; nothing: twice as many as with 1F1B.
         tied: stages that step together.
-        compared: whether peers are compared after a recovery: those of a closed stage before the next iteration.
-        costs: as the user gives them, in the form of a plan file; None: they are measured.
+        compared: whether peers are compared after a recovery; those of a closed stage are before the next iteration.
+        costs: the user's, in the form of a plan file; None: they are measured.
         objective: "period" or "makespan".
         partner_cost: seconds that a new pair of workers takes.
-        emergency: whether a last checkpoint is written; None: nobody can.
-        survivors: whether survivors save what they hold of a job that has lost a stage.
-        settings: of the framework's loop, by the names that its users know.
+        emergency: whether a last checkpoint is written; None: no worker can.
+        survivors: whether survivors of a job that has lost a stage save their state.
+        settings: of the framework's loop, by its users' names.
     """
 
     grid: Grid
@@ -104,13 +104,13 @@ class Shared(Value, frozen=True, kw_only=True):
 
 
 class Model(Value, frozen=True, kw_only=True):
-    """Facts that processes with the same part of the model must have alike.
+    """Facts that must be equal on processes with the same part of the model.
 
     Attributes:
         model: a digest of its parameters' shapes.
         full_backward: whether it may run B and W in one.
-        lendable: by chunk the layers that may be lent; None: that chunk lends none, or none does.
-        ties: of parameters that several stages keep copies of, the number and these stages.
+        lendable: lendable layers by chunk; None: that chunk lends none, or none does.
+        ties: the number of each tied parameter, and the stages that keep copies of it.
     """
 
     model: str = ""
@@ -120,7 +120,7 @@ class Model(Value, frozen=True, kw_only=True):
 
 
 class Description(Shared, frozen=True, kw_only=True):
-    """A process's own: what all have alike, and what processes with the same part of the model have (`Model`)."""
+    """A process's description: the job's facts, and those of its part of the model (`Model`)."""
 
     model: str = ""
     full_backward: bool = False
@@ -137,11 +137,11 @@ class Description(Shared, frozen=True, kw_only=True):
 
 
 class Job(Shared, frozen=True, kw_only=True):
-    """As the coordinator knows it: what all have alike, and what follows from all.
+    """The job as the coordinator knows it: the shared facts, and conclusions from all descriptions.
 
     Attributes:
         full_backward: stages, all of whose processes may run B and W in one.
-        lending: layers that may be lent, if some may.
+        lending: lendable layers, if any.
     """
 
     full_backward: tuple[int, ...] = ()
@@ -162,7 +162,7 @@ def _fields(kind: type[Value], of: Value) -> dict[str, Any]:
 
 
 def difference(one: Value, other: Value) -> tuple[str, str, str] | None:
-    """The first fact, with both values, in which two descriptions differ."""
+    """The first fact in which two descriptions differ, with both values."""
     ours, theirs = dict(_facts(one)), dict(_facts(other))
     for key in sorted({*ours, *theirs}):
         if (mine := ours.get(key, "null")) != (its := theirs.get(key, "null")):

@@ -1,4 +1,4 @@
-"""Suspicions from the clock alone. Fed with times, so that tests need no waiting."""
+"""Failure suspicions from timing alone. Times are arguments, so that tests need no waiting."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Heartbeats(Generic[Key]):
-    """Finds who has been silent for longer than `timeout` seconds.
+    """Finds processes that have been silent for longer than `timeout` seconds.
 
-    The caller ticks at a steady pace. If the caller itself stood still (paused, or starved of processor
-    time), signs of life may wait unread, so all timers start anew before anybody is suspected.
+    The caller ticks at a steady pace. If the caller itself stood still (paused, or starved of processor time),
+    heartbeats may wait unread, so all timers restart before any process is suspected.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -28,7 +28,7 @@ class Heartbeats(Generic[Key]):
         self.restarts = 0
 
     def watch(self, keys: Iterable[Key], now: float) -> None:
-        """Watch exactly these; a newly watched one is as if just heard of."""
+        """Watch exactly these; a newly watched one counts as just heard of."""
         self._seen = {key: self._seen.get(key, now) for key in keys}
 
     @property
@@ -41,7 +41,7 @@ class Heartbeats(Generic[Key]):
             self._seen[key] = now
 
     def last_heard(self, moments: Mapping[Key, float]) -> None:
-        """These were heard of at these moments, and not since."""
+        """Set these as the last times heard of."""
         self._seen.update({key: at for key, at in moments.items() if key in self._seen})
 
     def tick(self, now: float) -> dict[Key, float]:
@@ -55,7 +55,7 @@ class Heartbeats(Generic[Key]):
 
 
 class ThreadState(str, Enum):
-    """The kind of thing that a training thread is in."""
+    """The state of a training thread."""
 
     WORKING = "working"
     WAITING = "waiting"
@@ -70,15 +70,15 @@ class ThreadState(str, Enum):
 
 
 class SignOfLife(Value, frozen=True):
-    """What the coordinator reads of a worker's sign of life: what its training thread is `doing`, and whether its
-    script has a handler of SIGTERM."""
+    """The parts of a worker's heartbeat that the coordinator reads: what its training thread is `doing`, and whether
+    its script has a handler of SIGTERM."""
 
     doing: Any = None
     sigterm: Any = False
 
 
 class Doing(Value, frozen=True):
-    """The work or wait of a training thread, as its worker told it: `for_s` seconds of at most `limit_s` (None: no
+    """The work or wait of a training thread, as its worker reported it: `for_s` seconds of at most `limit_s` (None: no
     limit)."""
 
     state: ThreadState
@@ -92,12 +92,12 @@ class Doing(Value, frozen=True):
 
     @classmethod
     def of(cls, progress: Mapping[str, Any] | None) -> Doing | None:
-        """As a sign of life has it."""
+        """From a heartbeat's progress."""
         return None if progress is None else cls.read(SignOfLife.from_json(progress).doing)
 
     @classmethod
     def read(cls, told: Any) -> Doing | None:
-        """From a sign of life; None if there is nothing in it that could be understood."""
+        """From a heartbeat; None if it cannot be parsed."""
         try:
             return cls.from_json(told)
         except ValueError:
@@ -113,14 +113,13 @@ class Doing(Value, frozen=True):
 
 
 class Stalls(Generic[Key]):
-    """Finds workers that are stuck inside their own work although their heartbeats go on, and the case that
-    everybody waits.
+    """Finds workers stuck inside their own work while their heartbeats go on, and the case that all workers wait.
 
-    A worker that waits for others is never stalled, one in its script's own code neither. Only what a sign of
-    life said counts, never the time since: a missing one is the business of `Heartbeats`.
+    A worker is never stalled while it waits for others or runs the script's own code. Only the contents of heartbeats
+    count, never the time since: missing heartbeats are the business of `Heartbeats`.
 
     Args:
-        interval: seconds between two signs of life.
+        interval: seconds between two heartbeats.
     """
 
     def __init__(self, interval: float) -> None:
@@ -129,11 +128,11 @@ class Stalls(Generic[Key]):
         self._not_before = 0.0
 
     def watch(self, keys: Iterable[Key]) -> None:
-        """Watch exactly these, and forget what was told so far."""
+        """Watch exactly these, and forget all earlier reports."""
         self._told = dict.fromkeys(keys)
 
     def restart(self, now: float) -> None:
-        """The caller stood still: what arrives now may have been waiting unread."""
+        """The caller stood still: arriving messages may have waited unread."""
         self._told = dict.fromkeys(self._told)
         self._not_before = now + 2 * self.interval
 
@@ -142,7 +141,7 @@ class Stalls(Generic[Key]):
             self._told[key] = None if doing is None else (doing, now)
 
     def stalled(self, now: float) -> dict[Key, float]:
-        """The workers that work for too long, and since when."""
+        """Workers past their work's time limit, and since when."""
         return {
             key: at - doing.for_s
             for key, (doing, at) in self._known()
@@ -150,7 +149,7 @@ class Stalls(Generic[Key]):
         }
 
     def all_wait(self, now: float) -> dict[Key, Doing] | None:
-        """The wait of each worker, if all wait for longer than any of them has learnt to be possible."""
+        """The wait of each worker, if all wait for longer than the longest limit of any."""
         found = {key: doing for key, (doing, at) in self._known() if doing.waits and now - at <= 3 * self.interval}
         if len(found) < len(self._told) or not any(doing.state is ThreadState.WAITING for doing in found.values()):
             return None
@@ -164,14 +163,14 @@ class Stalls(Generic[Key]):
 
 
 class Hosts(Generic[Key]):
-    """Tells a lost host from a frozen process: the one makes all its workers silent, and its launcher too.
+    """Distinguishes a lost host from a frozen process: a lost host silences all its workers and its launcher.
 
-    Heartbeats of one host run out a moment apart, so a silent worker's verdict waits for its host mates, at most
-    two heartbeat intervals. A mate (or launcher) that was heard of clearly later than the silent one shows that the
-    host is there.
+    Heartbeats of one host time out a moment apart, so a silent worker's verdict waits for its host mates, at most two
+    heartbeat intervals. A mate (or launcher) heard of clearly later than the silent worker proves that the host is
+    there.
 
     Args:
-        interval: seconds between two signs of life.
+        interval: seconds between two heartbeats.
     """
 
     def __init__(self, interval: float) -> None:
@@ -184,18 +183,18 @@ class Hosts(Generic[Key]):
         self._host = dict(hosts)
 
     def restart(self, now: float) -> None:
-        """The caller stood still: launchers' signs of life may wait unread, as workers' may."""
+        """The caller stood still: launchers' heartbeats may wait unread, as workers' may."""
         self._launchers = dict.fromkeys(self._launchers, now)
 
     def launcher_beat(self, host: str, now: float) -> None:
-        """A sign of life of the host itself."""
+        """A heartbeat of the host's launcher."""
         self._launchers[host] = now
 
     def judge(self, silent: Mapping[Key, float], seen: Mapping[Key, float], timeout: float,
               now: float) -> dict[Key, FailureKind]:
-        """The kind of failure of those of `silent` (key -> when last heard of) that can be told now.
+        """The kind of failure of each of `silent` (key -> when last heard of) that can be judged now.
 
-        `seen` has everybody's last sign of life.
+        `seen` has the last heartbeat of all.
         """
         verdicts: dict[Key, FailureKind] = {}
         for host in {self._host.get(key, "") for key in silent}:
@@ -215,18 +214,18 @@ class Hosts(Generic[Key]):
 
 
 class HangUps(Generic[Key]):
-    """Finds a host that is gone although the network is not: its kernel has closed the connections of its launcher and
-    of all of its workers, and none of them is back within `patience` seconds. A live one tries again within one.
+    """Finds a lost host whose network still works: its kernel has closed the connections of its launcher and all its
+    workers, and none is back within `patience` seconds. A live process reconnects within one second.
 
     The end of a single connection is not judged here: the launcher reports the end of its process. A host without a
-    launcher is not judged, nor is one with a worker that has not been here yet, as when this coordinator has just come
-    back. If the caller stood still, a host that came back meanwhile may wait unread, so all timers start anew.
+    launcher is not judged, nor is one with a worker that has never connected, as just after a coordinator restart. If
+    the caller stood still, a reconnecting host may wait unread, so all timers restart.
     """
 
     def __init__(self, patience: float = 2.0) -> None:
         self.patience = patience
         self._host: dict[Key, str] = {}
-        self._gone: dict[Key, float | None] = {}  # of all that were ever here; None: they are
+        self._gone: dict[Key, float | None] = {}  # of all that ever connected; None: connected
         self._launchers: dict[str, float | None] = {}
         self._ticked: float | None = None
 
@@ -248,7 +247,7 @@ class HangUps(Generic[Key]):
         self._launchers[host] = now
 
     def tick(self, now: float) -> dict[Key, float]:
-        """The workers of hosts that are gone, and when the last of a host hung up."""
+        """The workers of lost hosts, and when the last connection of each host closed."""
         if self._ticked is not None and now - self._ticked > self.patience / 2:
             self._gone = {key: None if at is None else now for key, at in self._gone.items()}
             self._launchers = {host: None if at is None else now for host, at in self._launchers.items()}
@@ -264,8 +263,8 @@ class HangUps(Generic[Key]):
 
 
 class RateLimit(Generic[Key]):
-    """True at most once per `period` seconds for each key, and for so many `keys`, so that a stranger cannot fill the
-    log. Times only grow."""
+    """Allows each key once per `period` seconds, and at most `keys` keys, so that a stranger cannot fill the log. Times
+    only grow."""
 
     def __init__(self, period: float, keys: int = 1024) -> None:
         self._period = period

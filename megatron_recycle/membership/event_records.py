@@ -1,4 +1,4 @@
-"""What workers say of themselves, as events. Pure, like `machine`."""
+"""Events from workers' own messages. Pure, like `machine`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ _RECORDED: Mapping[type, Mapping[str, Any]] = {
     Healed: {"kind": FailureKind.CORRUPT},
     JoinRefused: {"event": "join_failed"},
 }
-"""Where an event of a worker's is recorded as more than its own words."""
+"""Worker events whose record differs from the worker's words."""
 
 
 def event_of(state: State, incarnation: str, said: WorkerEvent | Hint, now: float) -> dict[str, Any] | None:
-    """The event of a member's words. None: it is no member, and nobody asks for its words. Who has said it, the
-    coordinator knows better."""
+    """The event of a member's message; None if the sender is no member. The coordinator fills in the sender."""
     member = state.member(incarnation)
     if member is None:
         return None

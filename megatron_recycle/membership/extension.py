@@ -1,7 +1,7 @@
-"""What a feature may add to the path of a failure. Pure, like `machine`.
+"""Extensions: additions of a feature to the path of a failure. Pure, like `machine`.
 
 The core is the paper's case: a worker dies, its peers take over, and processes come in at a boundary. It names no
-feature. Where it leaves room for one it asks the extensions in force, in their order; `extensions` lists them all.
+feature. At the places left for features it asks the extensions in force, in order; `extensions` lists them all.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ Answer = TypeVar("Answer")
 
 
 class Extension:
-    """A feature of the coordinator's half. Each method has a neutral answer: the job trains without it.
+    """A feature of the coordinator's half. Each method has a neutral answer: the job trains without the feature.
 
-    All are functions of their arguments alone. What a feature remembers is in fields of `State`.
+    All methods are functions of their arguments alone. A feature's memory is in fields of `State`.
     """
 
     handlers: ClassVar[Mapping[type, Handler]] = MappingProxyType({})
-    """Input -> what follows from it. It may take the place of the core's; an input that nobody handles changes
-    nothing."""
+    """Input -> its handler. It may replace the core's; an input without a handler changes nothing."""
 
     # When the job begins
 
     def described(self, job: Job, told: Mapping[str, Description]) -> Job:
-        """``job`` with what follows for this feature from what all processes have told."""
+        """``job`` with this feature's conclusions from all descriptions."""
         return job
 
     # A process fails
 
     def not_started(self, state: State, happened: Exited, now: float) -> Step:
-        """A process has ended that was never known."""
+        """An unknown process has ended."""
         return state, ()
 
     def raised(self, state: State, member: Member, happened: Raised, now: float) -> Step | None:
-        """The answer to a member's error, in the place of the core's."""
+        """The answer to a member's error, in place of the core's."""
         return None
 
     # The next generation
@@ -61,15 +60,15 @@ class Extension:
         return {}
 
     def plan_by(self, state: State) -> str | None:
-        """The policy that the next plan is made by. None: the job's."""
+        """The policy of the next plan. None: the job's."""
         return None
 
     def fallback(self, state: State) -> str | None:
-        """The policy to plan by where recoveries by the job's have failed. None: there is no other."""
+        """The policy to plan by after failed recoveries. None: there is no other."""
         return None
 
     def may_return(self, state: State) -> bool:
-        """Whether a stage that nobody holds may come back."""
+        """Whether a stage without a holder may come back."""
         return False
 
     def waits(self, state: State) -> bool:
@@ -81,14 +80,14 @@ class Extension:
         return ""
 
     def instead_of_end(self, state: State, text: str, now: float) -> Step | None:
-        """What is done before the job ends with ``text`` for the lack of a stage."""
+        """The step before the job ends with ``text`` for lack of a stage."""
         return None
 
     # The go
 
     def resume(self, state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd | None:
-        """Where training goes on, in the place of what `resume.decide` finds in the reports. With ``closed`` stages,
-        whose scripts have left the iteration that all would have to run again: where all can go back to."""
+        """The resume point, in place of `resume.decide`'s. With ``closed`` stages, whose scripts have left the
+        iteration that all would have to repeat: the way back of all."""
         return None
 
     def leaving(self, state: State) -> Sequence[str]:
@@ -96,8 +95,7 @@ class Extension:
         return ()
 
     def carried(self, state: State, resume: Resume) -> tuple[Resume, Carry] | None:
-        """What goes on where it stood of the iteration that ``resume`` begins, which then counts what is lost of it
-        all the same."""
+        """The kept part of the iteration that ``resume`` begins, and ``resume`` with its number of lost actions."""
         return None
 
     def of_go(self, state: State) -> Mapping[str, Any]:
@@ -105,8 +103,8 @@ class Extension:
         return {}
 
     def went(self, state: State, resume: Resume, now: float) -> tuple[State, Sequence[Event]]:
-        """The state with the go, and the events to be told with it. ``state.go`` and ``state.resume`` are still the
-        last ones."""
+        """The state with the go, and the events to emit with it. ``state.go`` and ``state.resume`` are still the last
+        ones."""
         return state, ()
 
     # Training
@@ -116,7 +114,7 @@ class Extension:
         return True
 
     def seek(self, state: State) -> Sequence[Decision]:
-        """What is looked for once all members train."""
+        """Searches to begin once all members train."""
         return ()
 
     def going(self, state: State) -> Mapping[str, FailureKind]:
@@ -130,20 +128,19 @@ class Extension:
     # Each step
 
     def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-        """The afterthought of a step from ``before`` to ``state``, with its decisions."""
+        """A postprocessing of the step from ``before`` to ``state``, with its decisions."""
         return state, decisions
 
 
 IN_FORCE: list[Extension] = []
-"""The extensions that the core asks, in this order: those of `extensions`, which `machine` puts here. A test takes some
-away."""
+"""The extensions that the core asks, in this order: those of `extensions`, put here by `machine`. Tests remove some."""
 
 
 def first(answers: Iterable[Answer | None]) -> Answer | None:
-    """The first answer that is one."""
+    """The first answer that is not None."""
     return next((answer for answer in answers if answer is not None), None)
 
 
 def merged(fields: Iterable[Mapping[str, Answer]]) -> dict[str, Answer]:
-    """All fields that extensions add; of two of one name that of the later extension."""
+    """All extensions' fields; for a repeated name the later extension's."""
     return {name: value for each in fields for name, value in each.items()}

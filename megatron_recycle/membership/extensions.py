@@ -1,7 +1,7 @@
 """All extensions of the coordinator's half, in the order in which the core asks them. Pure, like `machine`.
 
-Each is a class beside its functions; `extension` says what it may add. An extension that is not in this tuple is not
-there: its settings have no effect, and its inputs change nothing.
+Each is a class beside its functions; `extension` defines the places where it may add to the core. An extension missing
+from this tuple is absent: its settings have no effect, and its inputs change nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_recycle.membership.stage_restore import LostStages
 
 EXTENSIONS: tuple[Extension, ...] = (
     Moves(),  # a worker takes an empty position of another stage
-    LostStages(),  # a stage that nobody holds any more comes back from a copy or a checkpoint
+    LostStages(),  # a lost stage comes back from a copy or a checkpoint
     OtherPolicies(),  # all but reroute
-    LastCopies(),  # copies of a stage's last copy; everybody is told of what is there only once
-    Survivors(),  # survivors of a lost stage save what they hold
-    LentLayers(),  # layers that a script has changed are not lent any more
+    LastCopies(),  # guards of last copies, and warnings about them
+    Survivors(),  # survivors of a lost stage save their state
+    LentLayers(),  # layers changed by a script are no longer lent
     BadMicrobatches(),  # a bad micro-batch is left out (poison: skip)
 )

@@ -1,10 +1,10 @@
-"""The coordinator's half of a failure, top to bottom: who is lost, who can be spared, the next generation, the members'
+"""The coordinator's half of a failure, top to bottom: lost workers, spared workers, the next generation, the members'
 reports, the plan, and the go. Pure, like `machine`.
 
-The other half is `runtime.recovery`, which a worker runs from the stop that `next_generation` tells to the first action
-after the go. The path begins with a verdict of the detectors (`lost`), the end of a process (`exited`), an error in a
-script (`script_errors`), a broken connection between members that all live (`reconnect`), or a boundary at which
-processes come in or leave (`boundary`).
+The other half is `runtime.recovery`, which a worker runs from the stop that `next_generation` announces to the first
+action after the go. The path begins with a verdict of the detectors (`lost`), the end of a process (`exited`), an error
+in a script (`script_errors`), a broken connection between live members (`reconnect`), or a boundary at which processes
+come in or leave (`boundary`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stag
 from megatron_recycle.membership.sole_holders import lost_with
 from megatron_recycle.membership.state import Closing, Event, Member, Phase, State
 
-# Who is lost
+# Lost workers
 
 
 def exited(state: State, happened: Exited, now: float) -> Step:
-    """A process has ended. For a member that is a failure, unless its script had ended well."""
+    """A process has ended. For a member that is a failure, unless its script ended well."""
     member = next((m for m in state.known.values() if (m.rank, m.pid) == (happened.rank, happened.pid)), None)
     if state.phase is Phase.FORMING:
         return forming.exited_early(state, member, happened, now)
@@ -75,7 +75,7 @@ def _not_started(state: State, happened: Exited, now: float) -> Step:
 
 
 def reports_late(state: State, happened: ReportsLate, now: float) -> Step:
-    """The time for reports is over: members that have said nothing are stuck."""
+    """The time for reports is over: members without a report are stuck."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
     missing = [name for name in in_order(state.proven) if name not in state.round.reports]
@@ -85,7 +85,7 @@ def reports_late(state: State, happened: ReportsLate, now: float) -> Step:
 
 
 def lost(state: State, happened: Lost, now: float) -> Step:
-    """These processes are lost together: members, joiners, or parts of a worker without work."""
+    """These processes are lost together: members, joiners, or stranded parts."""
     decisions: tuple[Decision, ...] = ()
     out: dict[str, FailureKind] = {}
     for loss in happened.losses:
@@ -104,7 +104,7 @@ def lost(state: State, happened: Lost, now: float) -> Step:
 
 
 def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float, now: float) -> Step:
-    """Training does not notice, but the launcher has to know that this end was a failure."""
+    """Loss of a stranded process: no new generation, but the launcher must know that this exit was a failure."""
     kept = {name: other for name, other in state.absent.stranded.items() if other != member}
     event = {**suspected(state, member, kind, since, now), "stranded": True}
     command = commands.out(member, kind, faults.said_by(state, member))
@@ -113,15 +113,14 @@ def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float
     return state, (Command(command), Emit(event))
 
 
-# Who can be spared
+# Spared workers
 
 
 def _spare(
     state: State, lost: Mapping[str, FailureKind], since: float, now: float
 ) -> tuple[State, dict[str, FailureKind], tuple[Emit, ...]]:
-    """`lost` without members that live, only too slowly, and without whom a stage would be empty, or a shard of its
-    optimizer's state would have no holder: to remove them would end the job, to wait may not. They are reported, once
-    per generation."""
+    """`lost` without the spared members: alive but slow, and the last of their stage or of an optimizer shard. Removing
+    them would end the job; waiting may not. They are reported, once per generation."""
     kept = [name for alone in lost_with(state, lost, sure=True) for name in alone.by
             if name in lost and lost[name].lives]
     events = tuple(
@@ -148,13 +147,13 @@ def next_generation(
 ) -> Step:
     """Generation g+1 without `lost` and with `joined`: decided, recorded, announced; everything of g is void.
 
-    The other parts of a lost worker are stranded: told of it, and without work until that one is replaced.
+    The other parts of a lost worker are stranded: informed, and without work until the lost part is replaced.
 
     Args:
         since: when the first of `lost` failed.
-        reason: why there is a new generation, if nobody is lost.
+        reason: the reason for a new generation where no worker is lost.
         to_close: the generation is for a last checkpoint.
-        more: events to be told with the decision.
+        more: events to emit with the decision.
     """
     joined = joined or {}
     if state.closing is not None:
@@ -184,7 +183,7 @@ def next_generation(
         closing=to_close,
     )
     events = (*of_each, *more, _decided(state, reason, now))
-    # Survivors learn of it before anything else happens: they hang until their transports are aborted.
+    # Announced first: survivors hang until their transports are aborted.
     announce: list[Decision] = [Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state))]
     if not any(each.waits(state) for each in IN_FORCE):
         plan_by = first(each.plan_by(state) for each in IN_FORCE)
@@ -203,7 +202,7 @@ def next_generation(
 
 def _closed_without(state: State, lost: Mapping[str, FailureKind], since: float, reason: str | None,
                     now: float) -> Step:
-    """A generation for a last checkpoint that cannot be begun again: the job ends without one."""
+    """A final-checkpoint generation that cannot be begun again: the job ends without one."""
     removed = [state.members[name] for name in in_order(lost)]
     told: tuple[Decision, ...] = tuple(map(Command, _told_out(state, removed, lost)))
     told += tuple(Emit(suspected(state, member, lost[member.worker], since, now)) for member in removed)
@@ -218,10 +217,10 @@ def _told_out(state: State, members: Sequence[Member], lost: Mapping[str, Failur
 
 
 def _membership(state: State, lost: Mapping[str, FailureKind], joined: Mapping[str, Member]) -> dict[str, Any]:
-    """Fields of the state that say who is in, who waits and who is out, without `lost` and with `joined`.
+    """Membership fields of the state, without `lost` and with `joined`.
 
-    A process that came in with the last generation and has not acknowledged its state goes back to waiting: that state
-    may be half a copy, or older than what was decided without it.
+    A process that came in with the last generation and has not acknowledged its state goes back to waiting: its state
+    may be an incomplete copy, or older than later decisions.
     """
     idle = siblings(state.members, lost)
     out = {**lost, **dict.fromkeys(idle, FailureKind.STRANDED)}
@@ -244,7 +243,7 @@ def _membership(state: State, lost: Mapping[str, FailureKind], joined: Mapping[s
 
 
 def _as_asked(state: State, member: Member, kind: FailureKind) -> bool:
-    """Whether this is the end of a move, or of a member that has asked to leave."""
+    """Whether this is the end of a move, or a requested leave."""
     return kind is FailureKind.MOVE or (kind.asked_for and member.incarnation in state.absent.leaving)
 
 
@@ -255,7 +254,7 @@ def _sent_back(before: State, after: State) -> tuple[str, ...]:
 
 
 def stage_gone(state: State) -> str | None:
-    """Why the job cannot go on: the first stage that no member holds. None if there is none."""
+    """Why the job cannot go on: the first stage without a member that holds it. None: there is no such stage."""
     stage = next((stage for stage, names in enumerate(by_stage(state.stages, state.proven)) if not names), None)
     if stage is None:
         return None
@@ -269,7 +268,7 @@ def stage_gone(state: State) -> str | None:
 
 
 def end_without(state: State, text: str, now: float) -> Step:
-    """The job is over for the lack of a stage, which may be started again."""
+    """The end of this life for lack of a stage; the script may be started again."""
     answer = first(each.instead_of_end(state, text, now) for each in IN_FORCE)
     return job_end.end(state, 1, text, now, again=True) if answer is None else answer
 
@@ -278,7 +277,7 @@ def end_without(state: State, text: str, now: float) -> Step:
 
 
 def reported(state: State, happened: Reported, now: float) -> Step:
-    """A member stands still and says what it holds. A process that has come in holds nothing and is not waited for."""
+    """A member stands still and reports what it holds. A process that came in holds nothing and is not awaited."""
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
@@ -294,7 +293,7 @@ def reported(state: State, happened: Reported, now: float) -> Step:
 
 
 def planned(state: State, happened: Planned, now: float) -> Step:
-    """The plan for the members that are left."""
+    """The plan for the remaining members."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
     state = state.with_(plan=happened.plan)
@@ -304,7 +303,7 @@ def planned(state: State, happened: Planned, now: float) -> Step:
 
 
 def redone(state: State, happened: Redone, now: float) -> Step:
-    """The plan for the rest of the iteration, or that it begins anew."""
+    """The redo plan, or the answer that the iteration begins anew."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation or state.round.redo is None:
         return state, ()
     later = state.round.redo.ahead
@@ -313,7 +312,7 @@ def redone(state: State, happened: Redone, now: float) -> Step:
 
 
 def plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
-    """Nobody can train without a plan."""
+    """Training is impossible without a plan."""
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
     out = ", ".join(in_order(state.absent.out)) or "nobody"
@@ -326,8 +325,8 @@ def _all_reported(state: State) -> bool:
 
 
 def _go(state: State, now: float) -> Step:
-    """Once reports and plan are there: where training goes on (an extension's answer, or `resume.decide`), recorded and
-    announced. Nowhere where the job has lost a stage for good, and its survivors only save what they hold."""
+    """The go, once reports and plan are there: the resume point (an extension's, or `resume.decide`'s), recorded and
+    announced. Without one where the job has lost a stage for good, and its survivors only save their state."""
     lost_for_good = state.closing is not None and state.closing.missing
     if state.round.plan is None or not _all_reported(state) or lost_for_good:
         return state, ()
@@ -382,14 +381,14 @@ def _go(state: State, now: float) -> Step:
 
 
 def _leaving(state: State) -> list[str]:
-    """Members that will leave, sooner or later."""
+    """Members that will leave, on request or by an extension."""
     asked = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
     return [*asked, *(name for each in IN_FORCE for name in each.leaving(state))]
 
 
 def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
-    """Scripts have left an iteration that cannot be made without them, nor all go back to a checkpoint: the job ends,
-    after a last checkpoint of the iteration before if there can be one."""
+    """An iteration that scripts have left can neither be finished nor undone by going back to a checkpoint: the job
+    ends, after a last checkpoint of the iteration before if possible."""
     text = (f"iteration {iteration} cannot be made to its end: a failure has lost what its rest needs of it, and "
             f"scripts have left it, for which reduction exact does not run it again; {why} {RESTART}")
     if not job_end.possible(state, ()):
@@ -403,7 +402,7 @@ def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
 def suspected(
     state: State, member: Member, kind: FailureKind, since: float, now: float, removed: bool = True
 ) -> dict[str, Any]:
-    """The event of a failure. A member that is not `removed` stays, since its stage would be empty without it."""
+    """The event of a failure. A member that is not `removed` stays: without it, its stage would be empty."""
     event = {
         "event": "suspected",
         "t": now,

@@ -1,4 +1,4 @@
-"""The hosts that a job can lose, judged when it begins, while it can still be started in another way. Pure."""
+"""Failure domains: the hosts that a job can lose, judged when it begins and can still be started differently. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron_recycle.membership.shards import ShardTable
 from megatron_recycle.plan.grid import Worker
 
 _NAMED = 3
-"""Hosts that a sentence names."""
+"""Limit of hosts named in a sentence."""
 
 
 @dataclass(frozen=True)
 class FailureDomains:
     """`fatal` has, for each host whose loss would leave a stage without a worker, or a shard of its optimizer's state
-    without a holder, these stages; `text` says it to people."""
+    without a holder, these stages; `text` is the message for users."""
 
     text: str
     fatal: Mapping[str, list[int]] = field(default_factory=dict)
@@ -28,10 +28,10 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
     """The consequences of losing each host, for these processes.
 
     Args:
-        hosts: where each process is, by its name (see `names`). A worker is lost with any part of it.
-        coordinator: the host that the coordinator is on; empty if nobody knows.
+        hosts: the host of each process, by its name (see `names`). A worker is lost with any part of it.
+        coordinator: the coordinator's host; empty if unknown.
         guarded: whether a copy of a stage with one worker is kept elsewhere.
-        tables: who holds which shard, where the optimizer's state is cut.
+        tables: the holders of shards, where the optimizer's state is cut.
         back: whether the job goes back to a checkpoint of its own where a stage or a shard is lost.
     """
     where = _where(hosts)
@@ -67,7 +67,7 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
 
 
 def exposed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list[int]]:
-    """The hosts that have all workers of a stage ``now``, two or more, and had not ``before``, with these stages."""
+    """By host that has all workers (two or more) of some stages ``now`` and had not ``before``, these stages."""
     where, fatal = _where(now), _fatal(_where(before))
     found = {host: [stage for stage in stages if len(where[stage]) > 1 and stage not in fatal.get(host, [])]
              for host, stages in _fatal(where).items()}
@@ -76,8 +76,8 @@ def exposed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list
 
 def exposed_shards(before: Mapping[str, str], tables_before: Sequence[ShardTable], now: Mapping[str, str],
                    tables: Sequence[ShardTable]) -> dict[str, dict[str, list[int]]]:
-    """The hosts that all holders of a shard, two or more, have a part on ``now`` and had not ``before``: by stage these
-    shards. Not of stages of which a host has all workers, which `exposed` tells."""
+    """By host with a part of all holders (two or more) of a shard ``now`` and not ``before``: by stage these shards.
+    Stages that have all workers on one host are left to `exposed`."""
     where, known = _where(now), _last_holders(_where(before), tables_before)
     whole = {(host, stage) for host, stages in _fatal(where).items() for stage in stages}
     single = {(table.stage, shard) for table in tables for shard, of in enumerate(table.holders) if len(of) < 2}
@@ -109,7 +109,7 @@ def _fatal(where: Where) -> dict[str, list[int]]:
 
 
 def _what(stages: Sequence[int], shards: Mapping[int, Sequence[int]], copies: int) -> list[str]:
-    """The things that a host has alone."""
+    """A host's sole copies, in words."""
     found = [f"all {copies} copies of stage {', '.join(map(str, stages))}"] if stages else []
     return found + [f"a part of each worker that holds shard {', '.join(map(str, of))} of stage {stage}'s optimizer "
                     "state" for stage, of in shards.items()]
@@ -145,7 +145,7 @@ def _order_helps(where: Where, processes: int, hosts: int) -> bool:
 
 
 def _shown(hosts: list[str], among: list[str]) -> str:
-    """As the user knows them: the launcher's number behind a name only where several have that name."""
+    """Host names for users: with the launcher's number only where several share a name."""
     plain = [host.rpartition("/")[0] or host for host in among]
     named = (host.rpartition("/")[0] or host for host in hosts)
     return ", ".join(name if plain.count(name) == 1 else host for name, host in zip(named, hosts))

@@ -1,4 +1,4 @@
-"""Kinds of failures: how a position of the grid comes to be without a worker, and what follows from that."""
+"""Kinds of failures: why a position of the grid is without a worker, and the consequences."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from enum import Enum
 
 
 class FailureKind(str, Enum):
-    """How a worker failed or left. The text is the same on the wire, in the journal and in events.
+    """The way a worker failed or left. The text is the same on the wire, in the journal and in events.
 
     Attributes:
-        lives: the process is there and computes, only too slowly or wrongly. So the last such one of a stage stays: to
-            remove it would end the job, to wait for it may not.
-        refilled: the position is filled again without the planner's doing, by a launcher's restart or by the same
-            process. So no healthy worker moves there while that may still happen.
+        lives: the process is alive and computes, only too slowly or wrongly. So the last such one of a stage stays:
+            removing it would end the job, waiting for it may not.
+        refilled: the position is refilled without the planner, by a launcher's restart or by the same process. So no
+            healthy worker moves there while that may still happen.
         asked_for: nothing has failed.
     """
 
@@ -26,7 +26,7 @@ class FailureKind(str, Enum):
     FROZEN = "frozen"
     """No heartbeat for `heartbeat_timeout`, while its host is there."""
     STALLED = "stalled", True
-    """Heartbeats, and one piece of work that takes far longer than it ever did; or no report in time."""
+    """Heartbeats, but one piece of work takes far longer than ever before; or no report in time."""
     SLOW = "slow", True
     """Slower than its peers by more than `slow_factor_out`."""
     CORRUPT = "corrupt", True
@@ -36,7 +36,7 @@ class FailureKind(str, Enum):
     LEAVE = "leave", False, False, True
     """It has asked to leave, or its script has ended well."""
     MOVE = "move", False, False, True
-    """Another process stands for it at a position of another stage."""
+    """Another process stands for its worker at a position of another stage."""
     STRANDED = "stranded", True
     """It lives without work: another part of its worker (tensor parallelism) is out."""
 
@@ -51,7 +51,7 @@ class FailureKind(str, Enum):
 
 
 def describe_status(status: int | None) -> str:
-    """An exit status in words: ``status 1``, ``signal SIGKILL``; None where nobody could see it."""
+    """An exit status in words: ``status 1``, ``signal SIGKILL``; for None that it is unknown."""
     if status is None:
         return "an unknown status"
     if status >= 0:

@@ -1,8 +1,8 @@
-"""Errors of scripts and data, as the job remembers them: when others can take over, and when whoever did would meet
-the same. Pure, like `machine`.
+"""Errors of scripts and data, as the job remembers them: whether others can take over, or would meet the same error.
+Pure, like `machine`.
 
-The first worker that raises is out, as if it had died: it may be its host, its device, its memory. The same error in
-the same work on a second worker is the work's: it ends the job while the others still live, with what it says.
+The first worker that raises is out, as if it had died: the cause may be its host, device or memory. The same error in
+the same work on a second worker is caused by the work: it ends the job, with its message, while the others still live.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from megatron_recycle.membership.sole_holders import lost_with
 from megatron_recycle.membership.state import Member, Said, State
 
 _REMEMBERED = 64
-"""Errors, the latest ones."""
+"""How many of the latest errors are kept."""
 _MEND = "It would fail there again after a restart: mend the data or the code first."
 
 
 def remembered(state: State, member: Member, fault: Fault, number: int) -> State:
-    """The state that knows of it."""
+    """The state with this error."""
     said = Said(member.worker, member.incarnation, fault, number)
     return state.with_(faults=(*state.script.faults, said)[-_REMEMBERED:])
 
 
 def repeated(state: State, member: Member, number: int) -> bool:
-    """Whether this error is told again, after a reconnect."""
+    """Whether this error is a repetition after a reconnect."""
     return number > 0 and any(
         (said.incarnation, said.number) == (member.incarnation, number) for said in state.script.faults)
 
 
 def said_by(state: State, member: Member) -> Fault | None:
-    """The last error of this process, but for those of recoveries that went well when they were tried again, and of
-    layers that are not lent any more."""
+    """The last error of this process, except errors of recoveries that were retried with success, and of layers that
+    are no longer lent."""
     return next((said.fault for said in reversed(state.script.faults) if said.incarnation == member.incarnation
                  and said.fault.unlent is None
                  and (state.tries.retries or not (said.fault.recovery and said.fault.whole))), None)
 
 
 def fatal(state: State, member: Member, fault: Fault) -> str | None:
-    """Why the job ends with this error of a member; None if it goes on without that one."""
+    """Why the job ends with this error of a member; None if it goes on without the member."""
     if fault.refused:
         return fault.text
     if (twin := _twin(state, member, fault)) is not None:
@@ -57,7 +57,7 @@ def fatal(state: State, member: Member, fault: Fault) -> str | None:
 
 
 def the_last(state: State, member: Member) -> str | None:
-    """What this member is the last one of, with its worker's other parts; None if nothing is lost with it."""
+    """The stage or shard that would be lost with this member and its worker's other parts, in words; else None."""
     alone = next((one for one in lost_with(state, [member.worker]) if member.worker in one.by), None)
     if alone is None:
         return None
@@ -65,21 +65,20 @@ def the_last(state: State, member: Member) -> str | None:
 
 
 def out_before(state: State, member: Member) -> str:
-    """Who else of its stage is out."""
+    """The workers of its stage that are out, in words."""
     out = by_stage(state.stages, state.absent.out)[Process.parse(member.worker).worker.stage]
     return f"; out before: {how(state, out)}" if out else ""
 
 
 def may_go_well(state: State, member: Member, fault: Fault) -> bool:
-    """Whether a job that ends with this error of a member may do better if the script is started again: nobody else has
-    met it, and it is no refusal. Peers that differ are equal again after a restart from a checkpoint."""
+    """Whether a restart of the script may do better after this error of a member: no other worker has met it, and it is
+    no refusal. Peers that differ are equal again after a restart from a checkpoint."""
     return fault.error == VerificationError.__name__ or (not fault.refused and _twin(state, member, fault) is None)
 
 
 def behind_training(state: State) -> str | None:
-    """What the scripts of a job that has come to its end have failed with after the last iteration; None: nothing. It
-    cost the job nothing, but what such a script had still to do (an export) is not done. Errors of those that came in
-    again are forgotten."""
+    """Errors of scripts after the last iteration of a finished job; None: there are none. They cost the job nothing,
+    but the rest of such a script (an export) is not done. Errors of workers that came in again are forgotten."""
     found = [f"{said.worker} has failed {said.fault.where}: {said.fault}" for said in state.script.faults
              if said.incarnation in state.absent.fenced and said.fault.behind(state.progress.committed)]
     if not found:
@@ -88,7 +87,7 @@ def behind_training(state: State) -> str | None:
 
 
 def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = None) -> str:
-    """Each of ``out`` with the kind of its failure (of ``kinds``, or as it is known), and with what it has said."""
+    """Each of ``out`` with the kind of its failure (of ``kinds``, or as known) and its error."""
     said = {one.worker: str(one.fault) for one in state.script.faults if one.fault.unlent is None}
     kinds = state.absent.out if kinds is None else kinds
     return ", ".join(f"{name} {kinds[name]}" + (f" ({said[name]})" if name in said else "")
@@ -96,12 +95,12 @@ def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = 
 
 
 def _twin(state: State, member: Member, fault: Fault) -> str | None:
-    """Another worker that has met the same. In the script's own code only one of the same stage counts: there each
-    stage may do something else."""
+    """Another worker with the same error. In the script's own code only workers of the same stage count: stages may run
+    different code."""
     me = Process.parse(member.worker).worker
     for said in reversed(state.script.faults):
         other = Process.parse(said.worker).worker
-        alike = fault.same(said.fault) and not said.fault.recovery  # a guest's want of memory says nothing of the data
+        alike = fault.same(said.fault) and not said.fault.recovery  # a guest's lack of memory is no sign of bad data
         if other != me and alike and (fault.action is not None or other.stage == me.stage):
             return said.worker
     return None

@@ -1,4 +1,4 @@
-"""The end of a job that has not failed: all scripts have ended, or somebody outside ends it. Pure, like `machine`."""
+"""The end of a job that has not failed: all scripts have ended, or it is ended from outside. Pure, like `machine`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron_recycle.membership.state import Closing, Phase, State
 
 _TOLD_TO_LEAVE = 128 + signal.SIGTERM
 BY_ITSELF = 30.0
-"""Seconds that a script with a SIGTERM handler of its own has to end, as under torchrun."""
+"""Seconds that a script with its own SIGTERM handler has to end, as under torchrun."""
 
 
 def finished(state: State, happened: Finished, now: float) -> Step:
-    """A worker that has nothing more to do stands by until all have: its peers may still need it."""
+    """A worker whose script has ended stands by until all have: its peers may still need it."""
     member = state.member(happened.incarnation)
     if state.phase is Phase.FORMING:
         member = state.known.get(happened.incarnation)
@@ -33,7 +33,7 @@ def finished(state: State, happened: Finished, now: float) -> Step:
 
 
 def interrupted(state: State, happened: Interrupted, now: float) -> Step:
-    """Launchers tell of it again after a reconnect, and there may be several."""
+    """The job is ended from outside. Launchers repeat this after a reconnect, and there may be several."""
     leaves = happened.status == _TOLD_TO_LEAVE
     if (leaves or happened.saves) and (state.closing is not None or state.script.asked is not None):
         return state, ()
@@ -51,6 +51,6 @@ def late(state: State, happened: EndLate, now: float) -> Step:
 
 
 def leave(state: State, to_close: Closing, now: float) -> Step:
-    """The whole job goes, and saves before."""
+    """The whole job leaves, and saves first."""
     state, decisions = failing.next_generation(state, {}, now, now, reason=job_end.LAST, to_close=to_close)
     return state, (*decisions, AwaitSaved(state.generation, state.job.leave_timeout))

@@ -21,11 +21,11 @@ from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.plan.grid import Grid
 
 _ACTION_BYTES = 7
-"""Of one action in a plan, at least: `"F0.0",`."""
+"""Least size of one action in a plan: `"F0.0",`."""
 
 
 def hello(state: State, member: Member, now: float) -> Step:
-    """A process presents itself for the first time, or again after it lost its connection."""
+    """A process presents itself, or comes back after it lost its connection."""
     if member.incarnation in state.known:
         return state, ()
     for other in state.known.values():
@@ -46,7 +46,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     if member is None or state.phase is not Phase.FORMING:
         return state, ()
     key = model_key(member.worker)
-    # To be equal to one of each kind is to be equal to all.
+    # Equality with one of each kind is equality with all.
     samples = state.forming.samples
     for other in list(samples.values())[:1] + [other for kind, other in samples.items() if kind == key]:
         one, two = state.forming.descriptions[other], happened.description
@@ -67,7 +67,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
 
 
 def model_key(name: str) -> str:
-    """Processes with the same key hold the same model: the same part of a worker of the same stage."""
+    """A key shared by processes that hold the same model: the same part of a worker of the same stage."""
     (_, stage), part = Process.parse(name)
     return str(stage) if part is None else f"{stage}.{part}"
 
@@ -135,7 +135,7 @@ def _job(descriptions: Mapping[str, Description]) -> tuple[Job, Grid, int]:
 
 
 def _too_large(grid: Grid) -> str:
-    """Why no plan of this grid can be told; nothing: one may be."""
+    """Why this grid's plans cannot be sent; empty: they can."""
     least = 2 * grid.stages * grid.total  # a forward and a backward each
     if least * _ACTION_BYTES <= MOST_BYTES:
         return ""
@@ -145,7 +145,7 @@ def _too_large(grid: Grid) -> str:
 
 
 def _ties_apart(descriptions: Mapping[str, Description]) -> str:
-    """What is wrong with parameters that several stages keep copies of; nothing: each of them trains its own."""
+    """The error about tied parameters; empty: each stage with a copy trains its own."""
     trained = {(Process.parse(name).worker.stage, number) for name, told in descriptions.items()
                for number, _ in told.ties}
     for name, told in descriptions.items():
@@ -158,7 +158,7 @@ def _ties_apart(descriptions: Mapping[str, Description]) -> str:
 
 
 def _another_batch(grid: Grid, shape: Shape) -> str:
-    """Why a life whose script has not followed the smaller grid does not train."""
+    """Why a life whose script has not adapted to the smaller grid does not train."""
     pipelines = "1 pipeline" if grid.pipelines == 1 else f"{grid.pipelines} pipelines"
     return (f"the script was started again with {pipelines}, and its global batch has {grid.total} micro-batches now "
             f"and had {shape.microbatches} before: that would be another training. Let the script derive the "
@@ -167,7 +167,7 @@ def _another_batch(grid: Grid, shape: Shape) -> str:
 
 
 def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:
-    """An exit before generation 1 ends the job, unless nobody uses the plugin and all end well."""
+    """A process ends before generation 1. That ends the job, unless all processes end well without using the plugin."""
     well = not happened.status and not happened.said and (member is None or member.worker in state.round.finished)
     if not well or (member is None and state.known):
         text = _left_early(happened.rank, happened.status, happened.log, happened.said)

@@ -1,11 +1,11 @@
-"""The last copy of a stage: who else keeps a copy of its state (`guard: memory`), and where training goes back to if it
-is lost. Pure, like `machine`.
+"""Guards: copies of a last copy on another stage's worker (`guard: memory`), and the way back if a stage is lost. Pure,
+like `machine`.
 
 While a stage has one worker, every worker copies its own state between two iterations now and then, and another stage's
-worker takes the copy of that stage too. A stage that is lost gets a new process (`stage_restore`), with the state that
-its keeper has; all others go back to their own copies of the same iteration. Where no copy is as new as the newest
-whole checkpoint of this run, all load that one instead (`guard: checkpoint`). So they do where nobody has a shard of an
-optimizer's state any more, with no new process: those that are left of its stage load all shards between them.
+worker takes the copy of that stage too. A lost stage gets a new process (`stage_restore`) with its keeper's state; all
+others go back to their own copies of the same iteration. Where the newest whole checkpoint of this run is newer than
+all copies, all load that instead (`guard: checkpoint`). The same happens where an optimizer shard is lost, without a
+new process: the remaining workers of its stage load all shards between them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_recycle.plan.grid import Worker
 
 @dataclass(frozen=True)
 class Source:
-    """The state to go back to: that after ``iteration``. `keepers` have, by stage, that of a lost stage, or the
-    ``checkpoint`` has all. The scripts have asked for everything up to the iteration after ``regained``."""
+    """The way back: the state after ``iteration``. `keepers` have, by stage, that of a lost stage, or the
+    ``checkpoint`` has all. The scripts have asked for all iterations up to the one after ``regained``."""
 
     iteration: int
     regained: int
@@ -42,8 +42,8 @@ def wanted(state: State) -> bool:
 
 
 def keepers(state: State) -> dict[str, str]:
-    """By stage with one worker, the worker of another stage that keeps its copy: on another host if there is one, and
-    of those the one with the fewest copies to keep."""
+    """By stage with one worker, the keeper of its copy: a worker of another stage, on another host if possible, with
+    the fewest copies to keep."""
     if not wanted(state):
         return {}
     hosts: dict[Worker, str] = {}
@@ -62,24 +62,24 @@ def keepers(state: State) -> dict[str, str]:
 
 
 def _host(state: State, worker: str) -> str:
-    """Where this worker is, as it is named in messages."""
+    """This worker's host, for messages."""
     return next(member.host for name, member in state.members.items() if str(Process.parse(name).worker) == worker)
 
 
 def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
-    """The stages that nobody of these stands for; by default of the members, whether they hold its state or not."""
+    """Stages without a process among ``names`` (default: the members, with or without the stage's state)."""
     there = {Process.parse(name).worker.stage for name in (state.members if names is None else names)}
     return [stage for stage in range(state.stages) if stage not in there]
 
 
 def source(reports: Mapping[str, Report], lost: Sequence[int], newest: Checkpoint | None = None,
            copies: bool = True) -> Source | str:
-    """The newest state that all of a job can go back to, by the reports of those that are left; or why there is none.
+    """The newest state that all of a job can go back to, by the survivors' reports; or the reason why there is none.
 
     Args:
-        lost: stages that nobody holds.
+        lost: stages without a holder.
         newest: the newest checkpoint of this run that can be loaded.
-        copies: whether workers keep some.
+        copies: whether workers keep copies.
     """
     kept, loaded = _copies(reports, lost), _loadable(reports, newest)
     found = [one for one in (kept, loaded) if isinstance(one, tuple)]
@@ -91,7 +91,7 @@ def source(reports: Mapping[str, Report], lost: Sequence[int], newest: Checkpoin
 
 
 def _loadable(reports: Mapping[str, Report], checkpoint: Checkpoint | None) -> tuple[int, dict[int, str]] | str:
-    """The checkpoint's iteration, if all can go on from it; or why not."""
+    """The checkpoint's iteration, if all can go on from it; or the reason why not."""
     if checkpoint is None:
         return ""
     for name, report in reports.items():
@@ -104,8 +104,8 @@ def _loadable(reports: Mapping[str, Report], checkpoint: Checkpoint | None) -> t
 
 
 def _copies(reports: Mapping[str, Report], lost: Sequence[int]) -> tuple[int, dict[int, str]] | str:
-    """The newest iteration that all have copies of, and who keeps those of the lost stages; or why there is none. A
-    worker with several parts keeps what all of them keep."""
+    """The newest iteration that all have copies of, and the keepers of the lost stages; or the reason why there is
+    none. A worker with several parts keeps what all its parts keep."""
     own = [set(report.guard.own) for report in reports.values()]
     common = set.intersection(*own) if own else set()
     found: dict[int, dict[int, str]] = {}  # iteration -> stage -> keeper
@@ -129,39 +129,38 @@ def possible(state: State) -> bool:
 
 def checkpoint(state: State) -> Checkpoint | None:
     """The checkpoint that a job with a lost stage may go back to."""
-    found = {one.place: one for one in state.checkpoints}.values()  # another one may have had its place before
+    found = {one.place: one for one in state.checkpoints}.values()  # an earlier checkpoint may have had the same place
     usable = [one for one in found if one.facts is not None and one.unread is None]
     return max(usable, key=lambda one: one.iteration, default=None)
 
 
 def unread(state: State) -> str:
-    """Why checkpoints of this run are not gone back to, as a sentence."""
+    """The reason why checkpoints of this run are not used, as a sentence."""
     return "".join(f" The checkpoint in {one.place} cannot be read ({one.unread})." for one in state.checkpoints
                    if one.unread is not None)
 
 
 def not_asked_for(state: State) -> str:
-    """That the job was told not to bring a lost stage back, as a sentence."""
+    """A sentence for `guard: none`: lost stages are not brought back."""
     none = state.job.guard == "none"
     return " It is not brought back from a checkpoint of this run, since guard is none." if none else ""
 
 
 def goes_back(state: State) -> bool:
-    """Whether all have to go back, now that they have reported: nobody holds some stage, or some shard; or they were on
-    their way back for a shard, and may not all have arrived."""
+    """Whether all must go back, now that they have reported: a stage or a shard is lost; or they were on their way back
+    for a shard, and may not all have arrived."""
     return bool(empty_stages(state, [*state.proven]) or lost_shards(state)
                 or any(report.guard.midway for report in state.round.reports.values()))
 
 
 def lost_shards(state: State) -> list[Shard]:
-    """Those that nobody has any more, of stages that have workers."""
+    """The lost shards of stages that have workers."""
     return lost(parts_of(state.stages, state.proven), state.round.reports)
 
 
 def resume(state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd:
-    """Where training goes on from a copy or a checkpoint: with the processes that have come for lost stages, if there
-    are such. With stages that are ``closed`` from a checkpoint: they would have to run an iteration again that scripts
-    have left."""
+    """The resume point from a copy or a checkpoint, with the new processes of lost stages, if any. With ``closed``
+    stages from a checkpoint: they would have to repeat an iteration that scripts have left."""
     stages, shards = empty_stages(state, [*state.proven]), lost_shards(state)
     before = () if state.resume is None else state.resume.shards
     copies = wanted(state) and not closed
@@ -194,7 +193,7 @@ def _without_source(stages: Sequence[int], shards: str, committed: int, why: str
 
 
 class LastCopies(Extension):
-    """Workers keep copies of last copies, if the job wants that, and everybody is told of what is there only once."""
+    """Guards of last copies, if the job wants them, and warnings about last copies."""
 
     def of_go(self, state: State) -> Mapping[str, Any]:
         return {"keepers": keepers(state)}
@@ -219,8 +218,8 @@ def _last_copies(state: State, now: float) -> tuple[dict[str, Any], ...]:
 
 
 def _last_hosts(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
-    """The event of hosts that have come to hold all that is left of a stage, or all copies of a shard of its
-    optimizer's state, with this generation."""
+    """The event of hosts that with this generation have come to hold all workers of a stage, or all copies of a shard
+    of its optimizer's state."""
     if state.go is None:
         return ()
     before = {name: state.known[incarnation].host for name, incarnation in state.go.members.items()

@@ -1,7 +1,7 @@
-"""Inputs of the membership machine: all that happens to a job, as its coordinator hears of it.
+"""Inputs of the membership machine: everything that the coordinator hears of a job.
 
-Those that a process says (`Heard`) are its messages: so they travel, and so the machine takes them. All are frozen.
-Times are Unix seconds.
+A process's own inputs (`Heard`) are its messages, both on the wire and for the machine. All are frozen. Times are Unix
+seconds.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ _LONGEST_TEXT, _LONGEST_PLACE = 500, 1000
 
 
 class Heard(Message, frozen=True):
-    """A process says something of itself; the server sees to it that nobody speaks for another one."""
+    """A process's statement about itself; the server ensures that no process speaks for another."""
 
     incarnation: str
 
     def _cut(self, most: int, *names: str) -> None:
-        """Cut off what somebody else has written."""
+        """Truncate text from outside."""
         for name in names:
             force_setattr(self, name, getattr(self, name)[:most])
 
 
 class WorkerHello(Message, frozen=True, tag="hello", omit_defaults=True):
-    """A worker presents itself; `generation` is the last one that it was told to go in, 0 for none."""
+    """A worker presents itself; `generation` is the last one whose go it received, 0 for none."""
 
     worker: str
     rank: int
@@ -76,7 +76,7 @@ class WorkerHello(Message, frozen=True, tag="hello", omit_defaults=True):
 class Hello:
     """A process presents itself, or comes back after it lost its connection.
 
-    `generation` is the last one that it was told to go in, 0 for none.
+    `generation` is the last one whose go it received, 0 for none.
     """
 
     member: Member
@@ -84,7 +84,7 @@ class Hello:
 
 
 class Ready(Heard, frozen=True, tag="ready", omit_defaults=True):
-    """`learnt` is what the process was told by others before, of one of the start (see `records.learnt`)."""
+    """The process is ready. `learnt` is its set-up record, if it was there at the start (see `records.learnt`)."""
 
     description: Description
     report: Report
@@ -93,7 +93,7 @@ class Ready(Heard, frozen=True, tag="ready", omit_defaults=True):
 
 @dataclass(frozen=True)
 class Loss:
-    """One process that is to be declared out."""
+    """A process to be declared out."""
 
     incarnation: str
     kind: FailureKind
@@ -101,14 +101,14 @@ class Loss:
 
 @dataclass(frozen=True)
 class Lost:
-    """A detector's verdict: these fail together, since this time. One decision, not several."""
+    """A detector's verdict: processes that failed together, since this time. One decision, not several."""
 
     losses: tuple[Loss, ...]
     since: float
 
 
 class Exited(Message, frozen=True, tag="exit"):
-    """A process has ended. `status` is as in `subprocess`: negative for a signal; None if nobody saw it."""
+    """A process has ended. `status` is as in `subprocess`: negative for a signal; None if unknown."""
 
     rank: int
     pid: int
@@ -118,7 +118,7 @@ class Exited(Message, frozen=True, tag="exit"):
     move: int = 0
     """The number of the move that the process was started for."""
     said: str = ""
-    """Why, as it has told itself, or as its launcher knows."""
+    """The reason, as the process or its launcher reported it."""
 
 
 class Reported(Heard, frozen=True, tag="report"):
@@ -132,7 +132,7 @@ class ReportsLate:
 
 
 class Received(Value, frozen=True):
-    """A copy that arrived: its bytes, and milliseconds from the first to the last."""
+    """A received copy: its bytes, and milliseconds from the first to the last."""
 
     bytes: int = 0
     ms: float = 0.0
@@ -141,7 +141,7 @@ class Received(Value, frozen=True):
 class Holds(Heard, frozen=True, tag="holds"):
     """A process that came in with `generation` has all of its stage's state, checked.
 
-    `received` is what it got from its peers.
+    `received` counts the copy from its peers.
     """
 
     generation: int
@@ -163,8 +163,8 @@ class PlanFailed:
 
 @dataclass(frozen=True)
 class Redone:
-    """The answer to `MakeRedo`: a plan that begins with all that is done; None: the iteration is begun anew. `ahead`:
-    the same of the iteration after it."""
+    """The answer to `MakeRedo`: a plan that begins with all finished actions; None: the iteration begins anew. `ahead`:
+    the same for the iteration after it."""
 
     generation: int
     plan: PlanFile | None
@@ -172,7 +172,7 @@ class Redone:
 
 
 class Improvement:
-    """Something better has been found, that the job can do without."""
+    """A search result that improves the job but is not needed."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Improved(Improvement):
 
 @dataclass(frozen=True)
 class MovesFound(Improvement):
-    """The planner's answer to `FindMoves`: members and the empty positions they had better take."""
+    """The planner's answer to `FindMoves`: by member, the empty position that it should take."""
 
     generation: int
     moves: Mapping[str, str]
@@ -228,7 +228,7 @@ class Finished(Heard, frozen=True, tag="finished"):
 
 
 class Leave(Heard, frozen=True, tag="leave"):
-    """A member wants to go at the next boundary."""
+    """A member asks to leave at the next boundary."""
 
 
 class Boundary(Heard, frozen=True, tag="boundary"):
@@ -262,8 +262,8 @@ class Raised(Heard, frozen=True, tag="raised", omit_defaults=True):
 
 
 class Ending(Heard, frozen=True, tag="ending"):
-    """A process ends, at this time, because of an error if one is known. To the machine the first is `Exited`, the
-    second `Raised`."""
+    """A process ends, at this time, because of an error if one is known. The machine gets an `Exited`, or with an error
+    a `Raised`."""
 
     fault: Fault | None
     since: float = field(name="t")
@@ -274,7 +274,7 @@ class Ending(Heard, frozen=True, tag="ending"):
 
 
 class Saved(Heard, frozen=True, tag="saved"):
-    """A member's part of the last checkpoint is at ``place``, or, with an `error`, nowhere."""
+    """A member's part of the last checkpoint is at ``place``; with an `error` it was not written."""
 
     generation: int
     place: str
@@ -288,7 +288,7 @@ class Saved(Heard, frozen=True, tag="saved"):
 class Written(Heard, frozen=True, tag="written"):
     """All members have written their parts of the checkpoint at ``place``, of the state after ``iteration``.
 
-    ``facts`` are what a job that goes back to it has to know beside; None: it cannot."""
+    ``facts`` are needed besides to go back to it; None: going back is impossible."""
 
     generation: int
     iteration: int
@@ -297,7 +297,7 @@ class Written(Heard, frozen=True, tag="written"):
 
 
 class Unreadable(Heard, frozen=True, tag="unreadable"):
-    """A member has begun to load the checkpoint at ``place``, with all others, and cannot."""
+    """A member cannot read the checkpoint at ``place``, which all have begun to load."""
 
     generation: int
     place: str
@@ -308,7 +308,7 @@ class Unreadable(Heard, frozen=True, tag="unreadable"):
 
 
 class Unwritten(Heard, frozen=True, tag="unwritten"):
-    """A member cannot write its part of a checkpoint, while others wait for it in the midst of theirs."""
+    """A member cannot write its part of a checkpoint, while others wait for it in theirs."""
 
     generation: int
     why: str
@@ -324,7 +324,7 @@ class SavedLate:
 
 @dataclass(frozen=True)
 class NoLoss:
-    """The time in which any failure is found has passed since the first hint of this generation."""
+    """The detection time of any failure has passed since the first hint of this generation."""
 
     generation: int
     since: float
@@ -335,8 +335,8 @@ THE_END = "the end"
 
 @dataclass(frozen=True)
 class Stuck:
-    """All members have waited for longer than anything takes: what each waits for (THE_END: for nothing more, since its
-    script has ended well), and since when."""
+    """All members have waited beyond every time limit: by member what it waits for (THE_END: its script has ended
+    well), and since when."""
 
     generation: int
     waiting: Mapping[str, str]
@@ -357,9 +357,9 @@ class PlaceLate:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Somebody outside (a signal, a limit of time, the launcher) ends the job. `again`: the script may do better if it
-    is started again. `handled`: some script has a handler of its own for the signal. `saves`: a last checkpoint comes
-    first, if one can be written."""
+    """The job is ended from outside (signal, time limit, launcher). `again`: a restart of the script may do better.
+    `handled`: some script has its own handler for the signal. `saves`: a last checkpoint comes first, if one can be
+    written."""
 
     status: int
     message: str
@@ -370,7 +370,7 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class EndLate:
-    """The time that scripts have to end after a signal that they handle themselves is over."""
+    """The time is over that scripts have to end after a signal that they handle themselves."""
 
 
 Input = (

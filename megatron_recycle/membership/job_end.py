@@ -1,9 +1,9 @@
-"""The end of a job: at once, or after one last generation, in which nobody trains. Pure, like `machine`.
+"""The end of a job: at once, or after one last generation, which does not train. Pure, like `machine`.
 
 A last generation is decided, recorded and announced like any other. Its members bring themselves to the last committed
-iteration, each writes its part of a checkpoint and says where, and then the job ends with the words that it would have
-ended with before. A member that is lost meanwhile is left out, and the generation is begun again; whatever else goes
-wrong ends the job at once: a checkpoint must not stand in the way of what has failed.
+iteration, each writes its part of a checkpoint and reports its place, and then the job ends with the original message.
+A member that is lost meanwhile is left out, and the generation is begun again. Any other error ends the job at once: a
+checkpoint must not stand in the way of the original failure.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from megatron_recycle.membership.sole_holders import lost_with
 from megatron_recycle.membership.state import Closing, Member, Phase, State
 
 LAST = "the job ends after a last checkpoint"
-"""Why there is a generation that does not train."""
+"""The reason for a generation that does not train."""
 
 
 def end(state: State, status: int, message: str, now: float, again: bool = False) -> Step:
-    """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none. After a signal
-    that scripts handle themselves it says how they have ended; the status is the signal's.
+    """The job is over. In a final-checkpoint generation ``message`` is the reason why there is no checkpoint. After a
+    signal that scripts handle themselves it describes how they have ended; the status is the signal's.
 
     Args:
-        again: whether the script may do better if it is started again.
+        again: whether a restart of the script may do better.
     """
     if state.closing is not None:
         status, again = state.closing.status, state.closing.again
@@ -54,7 +54,7 @@ def end(state: State, status: int, message: str, now: float, again: bool = False
 
 
 def sentence(text: str) -> str:
-    """With a full stop, whoever has written it."""
+    """The text with a full stop."""
     return text if text.endswith(".") else f"{text}."
 
 
@@ -64,12 +64,12 @@ def last(state: State) -> str:
 
 
 def possible(state: State, lost: Collection[str]) -> bool:
-    """Whether those that are left without ``lost`` could save everything, and the job wants them to."""
+    """Whether the job wants a last checkpoint, and the members without ``lost`` could write it."""
     return why_not(state, lost) is None
 
 
 def why_not(state: State, lost: Collection[str]) -> str | None:
-    """Why they could not; None if they can, nothing if there is no need to say it."""
+    """Why they could not; None if they can, empty if the reason need not be given."""
     wanted = state.job.emergency
     if wanted is False or state.progress.committed < 0:
         return ""
@@ -85,22 +85,22 @@ def why_not(state: State, lost: Collection[str]) -> str | None:
 
 
 def goes_on(state: State, lost: Collection[str]) -> bool:
-    """Whether a last generation that has lost these can be begun again."""
+    """Whether a last generation can be begun again without these."""
     return state.closing is not None and bool(lost) and not lost_with(state, lost)
 
 
 def wanted(state: State) -> bool:
-    """Whether a job that is told to go saves first, and can."""
+    """Whether a job that is asked to leave saves first, and can."""
     return state.job.on_leave == "checkpoint" and possible(state, ())
 
 
 def answer(member: Member, number: int) -> Tell:
-    """To one that waits in its error: it goes on in the generation that it has just heard of."""
+    """To a worker that waits in its error: it goes on in the generation last announced to it."""
     return Tell((member.incarnation,), Answer(number))
 
 
 def noted(state: State, happened: Saved) -> tuple[State, Closing | None]:
-    """A member has said where its part is; who has said so, None if that is of no use."""
+    """Note the place of a member's part; returns the updated closing, None if the message is void."""
     member, closing = state.member(happened.incarnation), state.closing
     if member is None or closing is None or happened.generation != state.generation:
         return state, None
@@ -109,7 +109,7 @@ def noted(state: State, happened: Saved) -> tuple[State, Closing | None]:
 
 
 def saved(state: State, happened: Saved, now: float) -> Step:
-    """The job ends when all members have said where their part is."""
+    """The job ends when all members have reported the place of their part."""
     state, closing = noted(state, happened)
     if closing is None or len(closing.saved) < len(state.members):
         return state, ()

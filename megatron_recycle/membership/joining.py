@@ -1,7 +1,7 @@
 """Processes that come in while the job runs, and members that ask to leave. Pure, like `machine`.
 
-A process that wants to come in builds its model alone and waits; a member that wants to leave trains on. Both wait for
-a boundary (see `boundary`), at which a new generation has the one in it and not the other.
+A joiner builds its model alone and waits; a leaving member trains on. Both wait for a boundary (see `boundary`), at
+which a new generation begins with the joiner and without the leaver.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from megatron_recycle.membership.state import Member, State
 
 
 def hello(state: State, member: Member) -> Step:
-    """A process of no earlier life wants to come in: it waits, also for its position to become empty."""
+    """A process of no earlier life asks to come in: it waits, if need be until its position is empty."""
     text = _no_place(state, member)
     if text is not None:
         return state, (messages.refuse(member, text),)
     joiners = {**state.arrivals.joiners, member.worker: member}
     restoring = {name: number for name, number in state.tries.restoring.items() if name != member.worker}
     state = state.with_(joiners=joiners, restoring=restoring, known={**state.known, member.incarnation: member})
-    # It may believe that it is in: taken in by a coordinator that died before it could tell the end of that.
+    # It may believe that it is in: the coordinator that took it in died before it could announce the end of that.
     return state, (Tell((member.incarnation,), messages.stop(state)),)
 
 
@@ -41,8 +41,8 @@ def _no_place(state: State, member: Member) -> str | None:
 
 
 def stays_out(state: State, happened: StaysOut, now: float) -> Step:
-    """A launcher will not start this rank again. It says so right after the end of its process: often before the
-    recovery from that, after which moves are sought anyway."""
+    """A launcher will not start this rank again. This comes right after the end of its process: often before that
+    recovery, after which moves are sought anyway."""
     name = next((name for name in state.absent.out if state.forming.ranks.get(name) == happened.rank), None)
     if name is None or name in state.absent.given_up:
         return state, ()
@@ -51,12 +51,12 @@ def stays_out(state: State, happened: StaysOut, now: float) -> Step:
 
 
 def waiting(state: State, incarnation: str) -> Member | None:
-    """The joiner of this incarnation, if it is one."""
+    """The joiner of this incarnation, if there is one."""
     return _of(state.arrivals.joiners, incarnation)
 
 
 def stranded(state: State, incarnation: str) -> Member | None:
-    """The stranded process of this incarnation, if it is one."""
+    """The stranded process of this incarnation, if there is one."""
     return _of(state.absent.stranded, incarnation)
 
 
@@ -65,7 +65,7 @@ def _of(members: Mapping[str, Member], incarnation: str) -> Member | None:
 
 
 def ready(state: State, happened: Ready, now: float) -> Step:
-    """A joiner's model is built, or it stands still (again, after an attempt to take it in that failed)."""
+    """A joiner's model is built, or it stands still (again, after a failed attempt to take it in)."""
     member = waiting(state, happened.incarnation) or stranded(state, happened.incarnation)
     if member is None:
         return state, ()
@@ -86,12 +86,12 @@ def ready(state: State, happened: Ready, now: float) -> Step:
 
 
 def _description(state: State, member: Member) -> Description:
-    """The description that the joiner must have."""
+    """The description required of the joiner."""
     return state.job.told(state.forming.models.get(forming.model_key(member.worker), Model()))
 
 
 def lost(state: State, incarnation: str, why: str, now: float) -> Step:
-    """A joiner is gone, on which no generation has counted."""
+    """A joiner is lost that was part of no generation."""
     member = waiting(state, incarnation)
     if member is None:
         return state, ()
@@ -118,7 +118,7 @@ def leave(state: State, happened: Leave, now: float) -> Step:
 
 
 def acknowledged(state: State, happened: Holds, now: float) -> Step:
-    """A process that came in holds its peers' state from now on, and whoever leads next has to know that."""
+    """A joiner holds its peers' state from now on, recorded for the next leader."""
     member = state.member(happened.incarnation)
     open_ = state.arrivals.unproven.keys() - state.round.acknowledged
     if member is None or member.worker not in open_ or happened.generation != state.generation:
@@ -137,7 +137,7 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
     }
     record = records.proven(state, member.worker, event)
     told = state.round.acknowledged | {member.worker}
-    unproven = incomplete(state.arrivals.unproven, told)  # to hold a part of a stage is to hold nothing
+    unproven = incomplete(state.arrivals.unproven, told)  # a part of a stage alone does not count
     state = state.with_(unproven=unproven, acknowledged=told & unproven.keys())
     return state, (record, commands.joined(member), Emit(event))
 

@@ -1,4 +1,4 @@
-"""Which layers a job may lend: what all processes of the stages say of theirs, put together, and taken back."""
+"""Lendable layers of a job: merged from the descriptions of the stages' processes, or withdrawn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD, _TAIL, _LAYERS = (attrgetter(name) for name in ("head", "tail", "layers")
 
 
 def lending(told: Mapping[str, Description], stages: int, placement: Sequence[int] = ()) -> Lending | None:
-    """For the planner; None if nothing may be lent.
+    """The lendable layers, for the planner; None if none may be lent.
 
     Args:
         told: the processes' descriptions.
@@ -27,7 +27,7 @@ def lending(told: Mapping[str, Description], stages: int, placement: Sequence[in
         return None
     of: list[list[Lendable]] = [[] for _ in at]
     like: list[set[tuple[int | None, int]]] = [set() for _ in at]
-    """By part, since tensor-parallel ones may differ among themselves."""
+    """By part, since the tensor-parallel parts may differ."""
     for name, each in told.items():
         process, own = Process.parse(name), each.lendable or ()
         for place, chunk in enumerate(chunk for chunk, stage in enumerate(at) if stage == process.worker.stage):
@@ -45,7 +45,7 @@ def lending(told: Mapping[str, Description], stages: int, placement: Sequence[in
                  else (0, 0) for chunk in range(len(at) - 1))
     if not any(map(any, lend)):
         return None
-    # One layer at least stays with its own chunk; it need not be like the others.
+    # At least one layer stays with its own chunk; it need not be like the others.
     return Lending(
         lend, tuple(max(least(chunk, count) for count in (_LAYERS, _HEAD, _TAIL)) for chunk in range(len(at))),
         tuple(max((each.share for each in row), default=0.0) for row in of),
@@ -53,7 +53,7 @@ def lending(told: Mapping[str, Description], stages: int, placement: Sequence[in
 
 
 def without(lent: Lending | None, stage: int, placement: Sequence[int] = ()) -> Lending | None:
-    """What `lending` has made, without the layers of ``stage``; None if nothing is left, or was there."""
+    """The result of `lending` without the layers of ``stage``; None if nothing is left."""
     if lent is None:
         return None
     at = placement or range(len(lent.lend) + 1)
@@ -63,7 +63,7 @@ def without(lent: Lending | None, stage: int, placement: Sequence[int] = ()) -> 
 
 
 def allows(lent: Lending | None, plan: PlanFile) -> bool:
-    """Whether a plan file's crossings stay within what `lending` has made."""
+    """Whether a plan file's crossings stay within the result of `lending`."""
     lend = lent.lend if lent is not None else ()
     return not any(by and not (boundary < len(lend) and -lend[boundary][0] <= by <= lend[boundary][1])
                    for crossing in plan.crossings.values() for boundary, by in enumerate(crossing))

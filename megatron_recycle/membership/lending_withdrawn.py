@@ -1,9 +1,8 @@
-"""Layers that were to be lent, and cannot be: the script has changed them, or a neighbour cannot run them. Pure, like
-`machine`.
+"""Lending withdrawn: layers that cannot be lent after all, because the script has changed them or a neighbour cannot
+run them. Pure, like `machine`.
 
-The planner does not lend them any more, whatever becomes of the job. Where they are lent already the iteration is begun
-again in a new generation, whose plan lends nothing; where a plan is on offer that lends them it is taken back, and a
-better one is looked for again.
+The planner never lends them again. If they are lent already, the iteration is begun again in a new generation, whose
+plan lends nothing. An offered plan that lends them is withdrawn, and the search for a better one is repeated.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.plan.plan_file import PlanFile
 
 _TRIES = 2
-"""How often one member may meet the same stage's: the first time the next plan may have been under way already."""
+"""How often one member may meet the same stage's layers: at first the next plan may have been under way already."""
 
 
 def declined(state: State, happened: Unlent, now: float) -> Step:
-    """A member does not take the plan on offer, which lends what cannot be lent."""
+    """A member declines the offered plan, which lends layers that cannot be lent."""
     member, left = state.member(happened.incarnation), _taken_out(state, happened.stage)
     if member is None or left is None:
         return state, ()
@@ -45,7 +44,7 @@ def declined(state: State, happened: Unlent, now: float) -> Step:
 
 
 def _taken_out(state: State, stage: int) -> State | None:
-    """The state of a job that does not lend this stage's layers; None if it did not before."""
+    """The state without lending of this stage's layers; None if they were not lent before."""
     job = state.job
     left = without(job.lending, stage, job.placement)
     return None if left == job.lending else state.with_(description=replace(job, lending=left))
@@ -57,7 +56,7 @@ def _event(state: State, member: Member, stage: int, why: str, now: float) -> di
 
 
 class LentLayers(Extension):
-    """Layers are lent where processes say that they can be."""
+    """Lending of layers that processes describe as lendable."""
 
     handlers = MappingProxyType({Unlent: declined})
 
@@ -65,12 +64,12 @@ class LentLayers(Extension):
         return replace(job, lending=lending(told, job.grid.stages, job.placement))
 
     def raised(self, state: State, member: Member, happened: Raised, now: float) -> Step | None:
-        """A member has begun an iteration whose plan lends what cannot be lent. None: it has done so before, and what
-        has been done about it does not help."""
+        """A member has begun an iteration whose plan lends layers that cannot be lent. None: repeatedly, so that
+        withdrawing does not help."""
         fault = happened.fault
         if fault.unlent is None or not fault.whole or state.closing is not None:
             return None
-        if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that is over already
+        if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that generation is over
             state = _taken_out(state, fault.unlent) or state
             return state, (job_end.answer(member, happened.number),)
         left = _taken_out(state, fault.unlent)
@@ -84,6 +83,6 @@ class LentLayers(Extension):
         return state, (*decisions, job_end.answer(member, happened.number))
 
     def takes(self, state: State, plan: PlanFile) -> bool:
-        """Not one that lends what is not lent any more, as its search had begun before that: it would never be adopted,
-        and no other one after it."""
+        """Reject plans from searches that started before lending was withdrawn: workers would never adopt them, which
+        blocks all later offers."""
         return allows(state.job.lending, plan)

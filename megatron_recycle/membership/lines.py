@@ -1,4 +1,4 @@
-"""The lines of the journal, as types. Each has the events that belong to it."""
+"""The lines of the journal, as types. Each has its own events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Line(Value, frozen=True, tag_field="kind"):
 
 
 class OfMoves(Line, frozen=True, kw_only=True):
-    """The fields of the state that are about moves; the latest line that has them counts."""
+    """The fields of the state about moves; the latest line that has them counts."""
 
     moves: Mapping[str, str]
     move: int
@@ -32,7 +32,7 @@ class OfMoves(Line, frozen=True, kw_only=True):
 
 
 class Decided(OfMoves, frozen=True, tag="decided", kw_only=True):
-    """A new generation: fields of the state, the latest of which count, and the moment of the failure."""
+    """A new generation: fields of the state, the latest of which count, and the time of the failure."""
 
     generation: int
     members: Mapping[str, Member]
@@ -58,7 +58,7 @@ class Moved(OfMoves, frozen=True, tag="moves", kw_only=True):
 
 
 class OfGeneration(Line, frozen=True):
-    """What has happened in a generation."""
+    """A line about a generation."""
 
     generation: int
 
@@ -79,7 +79,7 @@ class Offered(OfGeneration, frozen=True, tag="offer"):
 
 
 class Proven(OfGeneration, frozen=True, tag="proven"):
-    """A process that came in holds its stage's state."""
+    """A joiner holds its stage's state."""
 
     worker: str
     events: Events = ()
@@ -99,21 +99,21 @@ class Adopted(OfGeneration, frozen=True, tag="adopted"):
 
 
 class CheckpointNoted(OfGeneration, frozen=True, tag="checkpoint"):
-    """A checkpoint is whole, or cannot be read after all."""
+    """A checkpoint is whole, or turned out to be unreadable."""
 
     checkpoint: Checkpoint
     events: Events = ()
 
 
 class Learnt(Line, frozen=True, tag="learnt"):
-    """By rank, all that the processes of the start were told by others before training began."""
+    """By rank, the set-up records of the processes of the start."""
 
     learnt: Mapping[str, tuple[dict[str, Any], ...]]
     events: Events = ()
 
 
 class Committed(Line, frozen=True, tag="committed"):
-    """The last iteration that all have committed: a note, written over again and again."""
+    """The last iteration that all have committed: a note, overwritten each time."""
 
     iteration: int
 

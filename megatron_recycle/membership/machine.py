@@ -35,10 +35,10 @@ IN_FORCE[:] = EXTENSIONS
 
 
 def step(state: State, happened: Input, now: float, offers: bool = True) -> Step:
-    """The state after `happened`, and what is to be done, in order. `now` is Unix seconds.
+    """The state after `happened`, and its decisions, in order. `now` is Unix seconds.
 
-    After the input's own handler come the afterthoughts: those of the extensions, and a boundary is offered if somebody
-    waits for one. Without `offers` nothing is begun that the job can do without: no better plan, no move, no joiner.
+    After the input's own handler the extensions postprocess the step, and a boundary is offered if a process waits for
+    one. Without `offers` nothing optional is begun: no better plan, no move, no joiner.
     """
     if state.phase is Phase.ENDED and not isinstance(happened, Hello):
         return state, ()
@@ -53,13 +53,13 @@ def step(state: State, happened: Input, now: float, offers: bool = True) -> Step
 
 
 def _handler(kind: type) -> Handler:
-    """What follows from inputs of this kind."""
+    """The handler for inputs of this kind."""
     of_extensions = (each.handlers[kind] for each in IN_FORCE if kind in each.handlers)
     return next(of_extensions, _HANDLERS.get(kind, _nothing))
 
 
 def _nothing(state: State, happened: Input, now: float) -> Step:
-    """The input of an extension that is not there."""
+    """The handler of an absent extension's inputs."""
     return state, ()
 
 

@@ -1,4 +1,4 @@
-"""The messages that several decisions tell."""
+"""Messages of several decisions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron_recycle.membership.protocol import End, Learnt, Offer, Stop
 from megatron_recycle.membership.state import Member, State
 
 FENCED_STATUS = 3
-"""Exit status of a worker that was declared out and notices."""
+"""Exit status of a worker that learns that it was declared out."""
 
 
 class Role(str, Enum):
-    """Part of a process in a new generation."""
+    """The role of a process in a new generation."""
 
     MEMBER = "member"
     OUTSIDE = "outside"
@@ -35,8 +35,8 @@ def stop(state: State) -> StopAll:
 
 
 def wire_forms(tell: Tell) -> list[Tell]:
-    """The messages that really travel. A stop is the most urgent of all: each process hears of its own part in the new
-    generation only, since everybody's, for thousands of workers, would take longer to send than to decide on."""
+    """The messages on the wire. A stop is the most urgent: each process gets only its own role in the new generation,
+    since sending thousands of workers the roles of all would take longer than the decision."""
     message = tell.message
     if not isinstance(message, StopAll):
         return [tell]
@@ -57,23 +57,23 @@ def end(to: tuple[str, ...], status: int, message: str) -> Tell:
 
 
 def ended(state: State, incarnation: str) -> Tell:
-    """The end of the job, told to a process that comes too late."""
+    """The end of the job, sent to a process that comes too late."""
     status, message, _ = state.ended or (1, "the job has ended", False)
     return end((incarnation,), status, message)
 
 
 def learnt(state: State, rank: int) -> Learnt:
-    """To a process that is to join, before its script begins: what the process of its rank was told at the start."""
+    """To a process that is to join, before its script begins: the set-up record of its rank."""
     return Learnt(tuple(map(dict, state.forming.learnt.get(str(rank), ()))))
 
 
 def refuse(member: Member, text: str) -> Tell:
-    """A process that may not come in."""
+    """Refusal of a process."""
     return end((member.incarnation,), 1, text)
 
 
 def fence(state: State, member: Member) -> Tell:
-    """A process that was declared out, should it still live."""
+    """The end for a process that was declared out, should it still live."""
     kind = state.absent.out.get(member.worker, FailureKind.EXIT)
     text = (
         f"worker {member.worker} was declared out ({kind}); the job goes on without it in generation "

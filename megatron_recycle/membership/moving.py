@@ -1,9 +1,9 @@
 """Moves: a healthy worker takes an empty position of another stage that was hit too hard. Pure, like `machine`.
 
-Which moves pay off is the planner's business. A move is a join and a planned leave in a row: a second process is
-started beside the mover's, on the same device, builds the other stage's model and comes in at a boundary; the mover
-keeps its old stage until an iteration has committed with the new process in place, and leaves at the next boundary. A
-failure before that ends the move: the mover is where it was.
+The planner decides which moves pay off. A move is a join followed by a planned leave: a second process is started
+beside the mover's, on the same device, builds the other stage's model and comes in at a boundary. The mover keeps its
+old stage until an iteration has committed with the new process in place, and leaves at the next boundary. An earlier
+failure ends the move: the mover stays where it was.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron_recycle.membership.resume import by_stage, single
 from megatron_recycle.membership.state import Member, Phase, State
 
 _FRUITLESS = 3
-"""So many moves in a row whose process failed: the next one's would, too."""
+"""After so many consecutive moves with a failed process, the next would fail too."""
 _PROCESS = "its process"
 _FEWEST = 2
 """Workers that a stage keeps when it gives one away."""
 
 
 def seek(state: State) -> tuple[FindMoves, ...]:
-    """Ask the planner, if the job wants moves and nobody is on the way in or out, or will be by itself."""
+    """Ask the planner, if the job wants moves and no process is about to come in or leave, now or by itself later."""
     changing = state.arrivals.joiners or state.absent.leaving or state.moving.moves
     quiet = state.phase is Phase.TRAINING and state.since is None and not changing
     wanted = state.job.moves and state.moving.fruitless < _FRUITLESS
@@ -43,7 +43,7 @@ def seek(state: State) -> tuple[FindMoves, ...]:
 
 
 def _relief(state: State) -> tuple[tuple[str, str], ...]:
-    """A move for each stage with one worker, by which no other stage comes down to one: (mover, the empty position)."""
+    """A move for each stage with one worker that leaves no other stage with one: (mover, the empty position)."""
     workers = {Process.parse(name).worker for name in state.proven}
     counts = Counter(worker.stage for worker in workers)
     empty = [Process.parse(name).worker for name in in_order(state.absent.out) if name in state.forming.ranks]
@@ -60,7 +60,7 @@ def _relief(state: State) -> tuple[tuple[str, str], ...]:
 
 
 def begin(state: State, happened: MovesFound, now: float) -> Step:
-    """The planner wants these moves; what has changed meanwhile makes them void."""
+    """Begin the planner's moves; a membership change meanwhile voids them."""
     if happened.generation != state.generation or not seek(state):
         return state, ()
     found = {to: state.members[mover] for mover, to in happened.moves.items()
@@ -83,7 +83,7 @@ def _moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
 
 
 def _void(before: State, state: State, to: str, mover: Member) -> str | None:
-    """Why the mover stays where it is."""
+    """Why the mover stays where it is; None: the move goes on."""
     here = state.members.get(to) or state.arrivals.joiners.get(to)
     if here is not None and here.host != mover.host:
         return "a process of another host came for the position"
@@ -101,8 +101,8 @@ def _void(before: State, state: State, to: str, mover: Member) -> str | None:
 
 
 def _changed(before: State, lost: Mapping[str, FailureKind], joined: Iterable[str]) -> bool:
-    """Whether more than moves has happened, so that other moves may pay off now. After moves alone the membership is
-    the wanted one, and durations that were measured anew are no reason to move back and forth."""
+    """Whether more than moves has happened, so that other moves may pay off now. After moves alone the membership is as
+    wanted, and new measurements are no reason to move back and forth."""
     failed = any(kind is not FailureKind.MOVE for kind in lost.values())
     return failed or any(name not in before.moving.moves for name in joined)
 
@@ -128,8 +128,8 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
 
 
 def _moved(state: State) -> dict[str, FailureKind]:
-    """Members that another process stands for in another stage since an iteration has committed with it, and that
-    may go without leaving their old stage empty."""
+    """Movers whose new process has been in place for a committed iteration, and that can go without leaving their old
+    stage empty."""
     if state.phase is not Phase.TRAINING or state.resume is None or state.progress.committed < state.resume.next:
         return {}
     done = {state.known[who].worker for to, who in state.moving.moves.items()
@@ -142,12 +142,12 @@ def _moved(state: State) -> dict[str, FailureKind]:
 
 
 class Moves(Extension):
-    """Workers move to stages that were hit too hard, where the planner finds that this pays off."""
+    """Moves to stages that were hit too hard, where the planner finds that they pay off."""
 
     handlers = MappingProxyType({MovesFound: begin})
 
     def not_started(self, state: State, happened: Exited, now: float) -> Step:
-        """Launchers tell of all ends again after a reconnect, so it may be any process that this rank has had."""
+        """Drop a move whose process has ended early; it may be an older process, since reconnects repeat ends."""
         own = happened.move == state.moving.move
         to = next((to for to in state.moving.moves if own and state.forming.ranks[to] == happened.rank), None)
         if to is None or to in state.arrivals.joiners or to in state.members:
@@ -159,7 +159,7 @@ class Moves(Extension):
         return {"moves_due": state.moving.moves_due or _changed(state, lost, joined)}
 
     def leaving(self, state: State) -> Sequence[str]:
-        """Movers whose stage has somebody who stays."""
+        """Movers whose stage keeps another worker."""
         leaving = [name for name, member in state.members.items() if member.incarnation in state.absent.leaving]
         movers = [name for name, member in state.members.items() if member.incarnation in state.moving.moves.values()]
         left = by_stage(state.stages, state.members.keys() - {*leaving, *movers})
@@ -172,15 +172,15 @@ class Moves(Extension):
         return _moved(state)
 
     def of_joined(self, state: State, name: str) -> Mapping[str, Any]:
-        """The position that it has moved from, while it does."""
+        """The position from which this worker moves, during its move."""
         incarnation = state.moving.moves.get(name)
         return {} if incarnation is None else {"moved_from": state.known[incarnation].worker}
 
     def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-        """End the moves that are over, or that cannot be made any more."""
+        """End the moves that are over, or no longer possible."""
         for to, incarnation in state.moving.moves.items():
             mover = state.member(incarnation)
-            if mover is None:  # gone: as it should, or it has failed, and its device is the new process's alone
+            if mover is None:  # gone: as planned, or failed, and its device is the new process's alone
                 left = {other: who for other, who in state.moving.moves.items() if other != to}
                 state = state.with_(moves=left, fruitless=0)
                 decisions = (*decisions, records.moves(state, ()))

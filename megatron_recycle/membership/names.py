@@ -42,7 +42,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def workers_of(names: Iterable[str]) -> list[Worker]:
-    """The workers that these processes are of, each once, in grid order."""
+    """The workers of these processes, each once, in grid order."""
     return sorted({Process.parse(name).worker for name in names})
 
 

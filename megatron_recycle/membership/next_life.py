@@ -1,8 +1,8 @@
 """The next life of a job whose grid cannot go on: the script starts again, on the largest grid of whole pipelines that
-the hosts which are left carry. Pure, like `machine`.
+the remaining hosts can run. Pure, like `machine`.
 
 The global batch stays: an iteration has as many micro-batches as before, so that each pipeline of a smaller grid gets
-more of them. A number of pipelines that does not divide them is passed over.
+more of them. A number of pipelines that does not divide them is skipped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_recycle.plan.value import Value
 
 
 class Shape(Value, frozen=True):
-    """What all lives of a job have in common: the number of processes of one pipeline (`unit`), and the micro-batches
+    """The common facts of all lives of a job: the number of processes of one pipeline (`unit`), and the micro-batches
     of an iteration over all pipelines."""
 
     unit: int
@@ -22,13 +22,13 @@ class Shape(Value, frozen=True):
 
     @classmethod
     def of(cls, job: Job) -> Shape:
-        """Of this job."""
+        """The shape of this job."""
         return cls(job.grid.stages * job.parts, job.grid.total)
 
 
 class JobLife(Value, frozen=True):
-    """A life of the job, as a launcher tells the coordinator: its `number`, of at most so many; whether another one may
-    follow (`restarts`); the `reason` for it, and the `shape` of the one before."""
+    """A life of the job, as a launcher reports it to the coordinator: its `number`, of at most `most`; whether another
+    one may follow (`restarts`); the `reason` for it, and the `shape` of the one before."""
 
     restarts: bool = False
     number: int = 0
@@ -47,8 +47,8 @@ class Share(Value, frozen=True):
 
 
 class NextLife(Value, frozen=True):
-    """`size` processes on these hosts; `nodes` of the hosts have a share of them. Without a `shape` nobody knows it
-    yet: the life before ended before its grid was known."""
+    """`size` processes on these hosts; `nodes` of the hosts have a share of them. Without a `shape` the life before
+    ended before its grid was known."""
 
     size: int
     nodes: int
@@ -57,16 +57,16 @@ class NextLife(Value, frozen=True):
 
 
 def node_of(host: str) -> int:
-    """The number that a launcher has put behind its host's name."""
+    """The launcher's number after its host's name."""
     return int(host.rpartition("/")[2])
 
 
 def plan_life(places: Mapping[str, int], shape: Shape | None, size: int) -> NextLife | str:
-    """The next life on hosts that have so many ``places`` for processes each; or why there can be none.
+    """The next life on hosts with these ``places``; or the reason why there can be none.
 
     Args:
-        places: by host, the first one first.
-        shape: of the life before, if it got as far as that.
+        places: number of processes that each host can start, the first host first.
+        shape: of the life before, if its grid was known.
         size: processes of the life before.
     """
     there = sum(places.values())

@@ -1,4 +1,4 @@
-"""Empty places of the grid, for a host that comes to a running job."""
+"""Open positions of the grid, for a host that joins a running job."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_recycle.membership.protocol import Places
 from megatron_recycle.membership.state import Phase, State
 
 _KEPT_S = 120.0
-"""Seconds that a place is kept for the host that was offered it, until its process says hello."""
+"""Seconds that a position is reserved for the host it was offered to, until its process says hello."""
 _AGAIN_S = 2.0
-"""Seconds after which a host may ask again for a place that may become free."""
+"""Seconds after which a host may ask again for a position."""
 
 
 @dataclass(frozen=True)
@@ -24,21 +24,21 @@ class Offered:
 
 @dataclass
 class Reservations:
-    """The coordinator's memory of what it has offered, and until when."""
+    """The coordinator's offered positions, and until when each is reserved."""
 
     offered: Offered
     kept: dict[str, float] = field(default_factory=dict)
     asked_from: float = 0.0
-    """Nothing is offered before: hosts that another coordinator has promised places to come first."""
+    """Start of offers: hosts with a reservation from an earlier coordinator come first."""
 
     def taken(self, name: str) -> None:
-        """The process for this place has said hello: whatever becomes of it, the place is not kept any longer."""
+        """The process for this position has said hello: the reservation ends, whatever becomes of it."""
         self.kept.pop(name, None)
 
 
 def failed_too_often(state: State, failures: Mapping[str, int]) -> frozenset[str]:
-    """The hosts, without their launchers' numbers, that get no more places; ``failures`` says how often workers of each
-    have failed."""
+    """The hosts, without their launchers' numbers, that get no more positions; ``failures``: by host, its workers'
+    failures."""
     most = state.job.max_failures_per_host
     return frozenset(host for host, count in failures.items() if most and count >= most)
 
@@ -50,7 +50,7 @@ def plain(host: str) -> str:
 
 def free_places(state: State, places: Reservations | None, count: int, now: float, host: str = "",
                 failures: Mapping[str, int] | None = None) -> Places:
-    """The message that answers a ``host`` which asks for `count` places at the time `now`; see `failed_too_often`."""
+    """The answer to a ``host`` that asks for `count` positions at the time `now`; see `failed_too_often`."""
     if places is None:
         return Places(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")
     if state.phase in (Phase.FORMING, Phase.ENDED):
@@ -73,7 +73,7 @@ def free_places(state: State, places: Reservations | None, count: int, now: floa
 
 
 def promised_before(state: State, places: Reservations, ranks: Sequence[int], now: float) -> None:
-    """A host that joins says which ranks it starts: what the coordinator before has promised to it is kept for it."""
+    """A joining host names its ranks: positions that the previous coordinator promised to it are reserved again."""
     if now < places.asked_from:
         places.kept.update({name: now + _KEPT_S for name in _empty(state) if state.forming.ranks[name] in ranks})
 

@@ -1,9 +1,8 @@
-"""What is left of a job that has lost a stage for good: the survivors save what they hold. Pure, like `machine`.
+"""Partial checkpoint: the survivors of a job that has lost a stage for good save their state. Pure, like `machine`.
 
-No checkpoint can be whole without that stage, and nothing to go back to was found. So one worker of each other stage
-writes what it holds of the last committed iteration into a file of its own, which is complete or not there; then the
-job ends with the words that it would have ended with, and where these files are. Whatever goes wrong on the way ends
-the job at once.
+Without that stage there is no whole checkpoint, and no way back was found. So one worker of each other stage writes its
+state of the last committed iteration into a file of its own, which is complete or absent. Then the job ends with the
+original message and the places of these files. Any error on the way ends the job at once.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron_recycle.plan.plan_file import PlanFile
 
 
 def _possible(state: State) -> bool:
-    """Whether the survivors have something to save, and the job wants them to. Not what was half loaded."""
+    """Whether the survivors have something to save, and the job wants it. Half loaded state is not saved."""
     if guarding.unread(state):
         return False
     wanted = state.job.survivors
@@ -31,7 +30,7 @@ def _possible(state: State) -> bool:
 
 
 def _begin(state: State, now: float) -> Step:
-    """All have reported: who writes what."""
+    """All have reported: choose the writers and announce the go."""
     assert state.closing is not None
     reports = {name: state.round.reports[name] for name in state.proven if name in state.round.reports}
     target = max(report.final for report in reports.values())
@@ -59,7 +58,7 @@ def _begin(state: State, now: float) -> Step:
 
 
 def _saved(state: State, happened: Saved, now: float) -> Step:
-    """A member has said where its part is, of this or of a last checkpoint; the job ends when all have."""
+    """A member has reported the place of its part, of this or of a last checkpoint; the job ends when all have."""
     if state.closing is None or not state.closing.missing:
         return job_end.saved(state, happened, now)
     state, ending = job_end.noted(state, happened)
@@ -94,7 +93,7 @@ def _reported(state: State) -> bool:
 
 
 class Survivors(Extension):
-    """What is left of a job that has lost a stage is saved before its end."""
+    """Survivors of a lost stage save their state before the job ends."""
 
     handlers = MappingProxyType({Saved: _saved})
 
@@ -105,7 +104,7 @@ class Survivors(Extension):
         return _begin(state, now) if _reported(state) else (state, (Await(state.generation),))
 
     def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-        """The last of them has reported."""
+        """The last survivor has reported."""
         due = state.phase is Phase.RECOVERING and state.closing is not None and state.closing.missing
         if not due or not _reported(state):
             return state, decisions

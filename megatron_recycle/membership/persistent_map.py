@@ -1,5 +1,5 @@
-"""A mapping that is replaced, never changed, at a cost far below that of a copy: for states that follow thousands of
-workers message by message."""
+"""A persistent mapping: updates return a new one, at a cost far below that of a copy. For states that follow thousands
+of workers message by message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class Table(Mapping[str, Value]):
-    """As a dict with text for keys; `put` returns another table, which shares all but one bucket with this one."""
+    """As a dict with str keys; `put` returns another table, which shares all but one bucket with this one."""
 
     __slots__ = ("_buckets", "_size")
 

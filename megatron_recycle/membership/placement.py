@@ -1,9 +1,9 @@
-"""Where workers are: which hosts the order of ranks puts them on, and so what the loss of one costs. Pure.
+"""Placement of workers on hosts by the order of ranks, and so the cost of losing a host. Pure.
 
 Launchers fill one host after the other, rank by rank. Both frameworks count the peers of a stage first (DeepSpeed's
 axes pipe, data; Megatron's order tp-cp-ep-dp-pp), so that a host has many copies of few stages, perhaps all of one.
-Counted through a pipeline first, a host has few copies of many stages: the loss of one costs less, and gradients are
-reduced between hosts instead of activations sent.
+Counted through a pipeline first, a host has few copies of many stages: losing one costs less, and gradients are reduced
+between hosts instead of activations sent.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SPREAD, FRAMEWORK = "spread", "framework"
 
 @dataclass(frozen=True)
 class Placement:
-    """The processes of a grid on hosts of the same size.
+    """The processes of a grid on equal hosts.
 
     Attributes:
         stages, pipelines: the grid's.
@@ -33,7 +33,7 @@ class Placement:
 
     @property
     def size(self) -> int:
-        """All processes."""
+        """The number of processes."""
         return self.stages * self.pipelines * self.parts
 
     def hosts(self, spread: bool) -> dict[str, int]:
@@ -46,7 +46,7 @@ class Placement:
         return {str(process): rank // self.per_host for rank, process in enumerate(named)}
 
     def most(self, spread: bool) -> int:
-        """The most copies of one stage that the loss of a host takes along."""
+        """The most copies of one stage that are lost with a host."""
         held: dict[tuple[int, int], set[Worker]] = {}
         for name, host in self.hosts(spread).items():
             worker = Process.parse(name).worker
@@ -54,19 +54,19 @@ class Placement:
         return max(map(len, held.values()))
 
     def fatal(self, spread: bool) -> bool:
-        """Whether the loss of one host takes all copies of a stage along."""
+        """Whether all copies of a stage can be lost with one host."""
         return self.most(spread) == self.pipelines
 
     def spreads(self, wanted: str | None) -> bool:
-        """Whether ranks are to be counted through a pipeline first: as is ``wanted``, or, without a wish, where a host
-        then has fewer copies of a stage."""
+        """Whether ranks are counted through a pipeline first: as ``wanted``, or by default where a host then has fewer
+        copies of a stage."""
         if wanted is not None:
             return wanted == SPREAD
         return self.most(spread=True) < self.most(spread=False)
 
 
 def placement(stages: int, parts: int, size: int, per_host: int) -> Placement:
-    """`Placement` of ``size`` processes. Raises ConfigError if they make up no grid."""
+    """`Placement` of ``size`` processes. Raises ConfigError if they form no grid."""
     for name, number in (("stages", stages), ("tensor-parallel parts", parts), ("processes of a host", per_host)):
         if number < 1:
             raise ConfigError(f"{number} {name}: give 1 or more")

@@ -1,7 +1,7 @@
-"""What the job's policy (`megatron_recycle.policy`) makes of a failure. Pure, like `machine`.
+"""The job's policy (`megatron_recycle.policy`) applied to a failure. Pure, like `machine`.
 
-Where no pipeline is whole there is nobody to be left: the micro-batches are re-routed, whatever the policy, until one
-is whole again.
+While no pipeline is whole, leaving hit pipelines out would leave none: the micro-batches are re-routed, whatever the
+policy.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def left_out(state: State) -> tuple[int, ...]:
 
 
 def _carried(state: State, resume: Resume) -> Carry | None:
-    """What goes on where it stood of the iteration that ``resume`` begins. None: it is begun anew.
+    """The kept part of the iteration that ``resume`` begins. None: it begins anew.
 
-    Everybody in a whole pipeline must have all that it has done, or have begun nothing; and all must have followed one
-    plan, by which nobody had guests. A stage may have summed already: its addends are kept until that is committed.
+    Each worker of a whole pipeline must still have all that it has done, or have begun nothing; and all must have
+    followed one plan without guests. A stage may have summed already: its addends are kept until that is committed.
     """
     last, following = state.go, resume.next
     wanted = policy(state).in_flight == "whole" and state.closing is None and not resume.joined and not resume.restored
@@ -72,10 +72,10 @@ def _carried(state: State, resume: Resume) -> Carry | None:
 
 
 class OtherPolicies(Extension):
-    """All but `reroute`."""
+    """All policies but `reroute`."""
 
     def ends(self, state: State, lost: Mapping[str, FailureKind]) -> str | None:
-        """Not with members who were asked to go."""
+        """Members that leave as asked never end the job."""
         if not policy(state).ends_job or all(kind.asked_for for kind in lost.values()):
             return None
         return f"policy {policy(state).name}: {faults.how(state, in_order(lost), lost)}"
@@ -85,18 +85,18 @@ class OtherPolicies(Extension):
         return {"fallback": None} if joined else {}
 
     def plan_by(self, state: State) -> str | None:
-        if not some_whole(state):  # also where recoveries with guests have failed: nobody could train otherwise
+        if not some_whole(state):  # also where recoveries with guests have failed: otherwise no worker could train
             return "reroute" if policy(state).avoids_hit else None
         if state.tries.fallback is not None or not policy(state).avoids_hit:
             return state.tries.fallback
         return "drop" if state.absent.out or policy(state).always_whole else None
 
     def fallback(self, state: State) -> str | None:
-        """Without guests, as long as a pipeline is whole."""
+        """A plan without guests, as long as a pipeline is whole."""
         return "drop" if policy(state).reroutes and some_whole(state) else None
 
     def carried(self, state: State, resume: Resume) -> tuple[Resume, Carry] | None:
-        """What the whole pipelines have done; what hit ones have done is lost."""
+        """The actions of the whole pipelines; those of hit ones are lost."""
         if (carry := _carried(state, resume)) is None:
             return None
         lost = [report.actions for name, report in state.round.reports.items()
@@ -107,10 +107,10 @@ class OtherPolicies(Extension):
         return {"without": left_out(state)}
 
     def went(self, state: State, resume: Resume, now: float) -> tuple[State, Sequence[Event]]:
-        """The event of pipelines that are left out from this iteration on, where they are others than in the last go:
-        which ones, and how many micro-batches an iteration has less. Of none: all take part again."""
+        """The event of pipelines left out from this iteration on, if they differ from the last go's: their numbers, and
+        how many micro-batches an iteration lacks. Without pipelines: all take part again."""
         pipelines = left_out(state)
-        known = () if state.generation == 1 else None  # a coordinator that has come back tells it again
+        known = () if state.generation == 1 else None  # a restarted coordinator emits it again
         if pipelines == (known if state.go is None else state.go.without):
             return state, ()
         counts = state.job.grid.microbatches

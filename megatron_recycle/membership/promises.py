@@ -1,7 +1,7 @@
-"""Offers of the coordinator to a generation: a better plan, or a switch at which others come in or leave.
+"""Offers of the coordinator to a generation: a better plan, or a switch at which processes come in or leave.
 
-A worker promises to take an offer with its part of a commit. Where all have promised the same one, all take it at
-the same boundary: before the iteration after next, which nobody can have begun, since that takes this very verdict.
+A worker promises to take an offer with its part of a commit. Once all have promised the same offer, all take it at the
+same boundary: before the iteration after next, which no worker can have begun, since that requires this very verdict.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class Promises:
         self.generation = generation
         self._promised: tuple[int, Offer] | None = None
         self._agreed = 0
-        self._next: list[tuple[int, Plan]] = []  # agreed upon, each with its first iteration
+        self._next: list[tuple[int, Plan]] = []  # agreed plans, each with its first iteration
         self._boundary: int | None = None
 
     def promise(self, iteration: int, offer: Offer | None) -> int:
-        """Number of the offer that the commit of ``iteration`` carries the promise of; 0 for none. ``offer``: the last
-        one that this worker has heard of."""
+        """Number of the offer that the commit of ``iteration`` promises; 0 for none. ``offer``: the last one
+        received."""
         offer = self.new(offer)
         self._promised = (iteration, offer) if offer is not None else None
         return self._promised[1].number if self._promised is not None else 0
@@ -33,7 +33,7 @@ class Promises:
         return offer if new else None
 
     def agreed(self, iteration: int) -> None:
-        """The commit of ``iteration`` shows that all workers have promised what this one has."""
+        """The commit of ``iteration`` shows that all workers have made this worker's promise."""
         assert self._promised is not None and self._promised[0] == iteration, (
             f"nothing was promised with iteration {iteration}, so nothing can be agreed upon")
         offer = self._promised[1]
@@ -44,10 +44,10 @@ class Promises:
             self._next.append((iteration + 2, Plan.from_file(offer.plan)))
 
     def ends_before(self, iteration: int) -> bool:
-        """Whether this generation does not begin ``iteration``: all wait before it for the next one."""
+        """Whether all wait before ``iteration`` for the next generation."""
         return self._boundary is not None and iteration >= self._boundary
 
     def plan_from(self, iteration: int) -> Plan | None:
-        """The agreed plan that begins with ``iteration``, given out once; None without one. Plans come in the order of
-        their agreement: the next but one may be agreed upon before or after the next one's iteration begins here."""
+        """The agreed plan that begins with ``iteration``, returned once; else None. Plans come in the order of
+        agreement: the next but one may be agreed upon before or after the next one's iteration begins here."""
         return self._next.pop(0)[1] if self._next and iteration >= self._next[0][0] else None

@@ -1,6 +1,6 @@
-"""The messages of the coordinator, by receiver, and what a process says that changes no state (`inputs` has the rest).
+"""The coordinator's messages, by receiver, and the messages of processes that change no state (`inputs` has the rest).
 
-Each is a type: what comes in is read as one of those that may come on its connection (`Kinds`), or refused at the door.
+Each message is a type. Incoming data is read as one of the types allowed on its connection (`Kinds`), or refused.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.plan.value import Value
 
 MOST_BYTES = 128 * 1024 * 1024
-"""Of a message with a plan, unpacked: some 14 million actions."""
+"""Limit of an unpacked message with a plan: some 14 million actions."""
 _MOST = 1e18
-"""Seconds or bytes; nothing that is measured comes near."""
+"""Limit in seconds or bytes, far above any measurement."""
 Amount = Annotated[float, Meta(ge=0, lt=_MOST)]
 Moment = Annotated[float, Meta(ge=-_MOST, lt=_MOST)]
 Size = Annotated[int, Meta(ge=0, lt=int(_MOST))]
 MessageText = Annotated[str, Meta(pattern=r"^[FB]\d+\.\d+\Z")]
 Mark = tuple[int, int, str]
-"""The number of an ask, the number that answered it, and its key."""
+"""The number of a request, the number that answered it, and its key."""
 Kind = TypeVar("Kind")
 
 
@@ -36,11 +36,11 @@ class WireError(ValueError):
 
 
 class TooLarge(WireError):
-    """A message that cannot be sent, now or ever."""
+    """A message that can never be sent."""
 
 
 class Message(Value, frozen=True, tag_field="type"):
-    """One message; its type is named in its field ``type``."""
+    """A message; field ``type`` names its type."""
 
     @property
     def type(self) -> str:
@@ -49,27 +49,27 @@ class Message(Value, frozen=True, tag_field="type"):
 
 
 class Kinds(Generic[Kind]):
-    """The messages that may come in on a connection: ``union`` of their types."""
+    """The messages allowed on a connection: the ``union`` of their types."""
 
     def __init__(self, union: Any) -> None:
         self._union = union
 
     def read(self, data: Any) -> Kind:
-        """The message that JSON has brought. Raises WireError."""
+        """The message in this decoded JSON. Raises WireError."""
         try:
             found: Kind = msgspec.convert(data, self._union, str_keys=True)
-        except (ValueError, RecursionError) as error:  # also text that is no Unicode
+        except (ValueError, RecursionError) as error:  # also text that is not Unicode
             raise WireError(f"{data!r:.60}: {error}") from error
         return found
 
 
 class Lives(Message, frozen=True, tag="lives"):
-    """The coordinator lives."""
+    """The coordinator's heartbeat."""
 
 
 class End(Message, frozen=True, tag="end", omit_defaults=True):
-    """The job is over, or goes on without this process. To launchers: whether all scripts had ended well (`finished`),
-    and the next life of the job."""
+    """The job is over, or goes on without this process. To launchers: whether all scripts ended well (`finished`), and
+    the job's next life."""
 
     status: int
     message: str
@@ -78,7 +78,7 @@ class End(Message, frozen=True, tag="end", omit_defaults=True):
 
 
 class FirstHello(Message, frozen=True, tag="hello"):
-    """The first message of any connection, as far as all of them are alike."""
+    """The part that the first messages of all connections have in common."""
 
     role: str
 
@@ -87,8 +87,8 @@ class FirstHello(Message, frozen=True, tag="hello"):
 
 
 class Stop(Message, frozen=True, tag="stop"):
-    """Generations below `generation` are over; `role` is "member" for those that go on in it, else "outside".
-    `missing` positions have nobody."""
+    """Generations below `generation` are over. `role` is the receiver's in it: "member" or "outside". `missing`
+    positions are empty."""
 
     generation: int
     role: str
@@ -96,12 +96,12 @@ class Stop(Message, frozen=True, tag="stop"):
 
 
 class Carry(Value, frozen=True):
-    """What goes on where it stood of the iteration that is begun: by process how many of its actions are ``done``, the
-    plan that they are of, and its ``chain``, the attempt that began with the first of them.
+    """The kept part of the iteration that is begun: by process the number of actions ``done``, the ``plan`` that they
+    belong to, and its ``chain``: the attempt in which the first of them were done.
 
     Attributes:
-        provisional: whether some were done before the iteration ahead was committed there.
-        loss: the iteration's loss and weight, if some script has been given them already.
+        provisional: whether some were done before that worker had committed the iteration before.
+        loss: the iteration's loss and weight, if some script has received them already.
     """
 
     iteration: int
@@ -114,16 +114,16 @@ class Carry(Value, frozen=True):
 
 class Go(Message, frozen=True, tag="go"):
     """The go of `generation`. `prefix` is the store prefix of its groups. With `closing` it does not train: the job
-    ends with these words, once its members have said `saved`.
+    ends with this message, once its members have said `saved`.
 
     Attributes:
-        tries: generations with the same members in a row before this one, without progress.
+        tries: consecutive generations with the same members before this one, without progress.
         left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         without: pipelines whose micro-batches are not run.
-        carried: of the iteration that is begun; `ahead`: of the one after it.
-        closes: whether scripts may leave an iteration before all have committed it.
-        writers: the job ends without the stages ``missing``: these processes save what they hold, and nobody connects.
+        carried: the kept part of the iteration that is begun; `ahead`: of the one after it.
+        closes: whether scripts may leave an iteration before all workers have committed it.
+        writers: the job ends without the stages ``missing``: these processes save their state, and no groups are built.
     """
 
     generation: int
@@ -145,8 +145,8 @@ class Go(Message, frozen=True, tag="go"):
 
 
 class Offer(Message, frozen=True, tag="offer"):
-    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for
-    which all members wait at that boundary until the next generation is decided."""
+    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for which
+    all members wait at that boundary until the next generation is decided."""
 
     generation: int
     number: int
@@ -154,20 +154,20 @@ class Offer(Message, frozen=True, tag="offer"):
 
 
 class Answer(Message, frozen=True, tag="answer"):
-    """To one that waits in its error: it goes on in the generation that it has just heard of."""
+    """To a worker that waits in its error: it goes on in the generation last announced to it."""
 
     number: int
 
 
 class Noted(Message, frozen=True, tag="noted"):
-    """The checkpoint at ``place`` is one that the job may go back to."""
+    """The job may go back to the checkpoint at ``place``."""
 
     generation: int
     place: str
 
 
 class Parcel(Message, frozen=True, tag="parcel"):
-    """There is a message of this digest; ``data`` has it if it is short (see `control.parcels`)."""
+    """A parcel of this digest is ready; ``data`` holds it if it is short (see `control.parcels`)."""
 
     generation: int
     digest: str
@@ -175,7 +175,7 @@ class Parcel(Message, frozen=True, tag="parcel"):
 
 
 class Part(Message, frozen=True, tag="part"):
-    """Part ``part`` of ``parts`` of a parcel; of none: it is not known, or not any more."""
+    """Part ``part`` of ``parts`` of a parcel. With 0 parts: the parcel is unknown, or no longer kept."""
 
     digest: str
     part: int
@@ -194,7 +194,7 @@ class AskedToLeave(Message, frozen=True, tag="leave"):
 
 
 class AskedForStacks(Message, frozen=True, tag="stacks"):
-    """The job's owner wants to see where its threads stand."""
+    """The job's owner wants stack traces of this worker's threads."""
 
     number: int
 
@@ -207,8 +207,8 @@ TO_WORKER: Kinds[ToWorker] = Kinds(ToWorker)
 
 
 class Begun(Message, frozen=True, tag="begun"):
-    """Training has begun: how often a process that has failed is started again, and a host may fail; and the seconds
-    that the whole job has to save and end once it is told to go (None: it goes at once)."""
+    """Training has begun. Limits on restarts of a failed process and on failures of a host, and the seconds that the
+    whole job has to save and end once asked to leave (None: it ends at once)."""
 
     max_restarts: int
     leave_timeout: float | None
@@ -216,13 +216,13 @@ class Begun(Message, frozen=True, tag="begun"):
 
 
 class Terminate(Message, frozen=True, tag="terminate"):
-    """The job is asked to end by SIGTERM, and scripts handle that themselves: all workers get it, and have so long."""
+    """SIGTERM for all workers, which have ``seconds`` to end: their scripts handle the signal themselves."""
 
     seconds: float
 
 
 class Out(Message, frozen=True, tag="out"):
-    """A process was declared out: it is to end, and its launcher may start another one."""
+    """A process was declared out: it must end, and its launcher may start another one."""
 
     rank: int
     pid: int
@@ -231,14 +231,14 @@ class Out(Message, frozen=True, tag="out"):
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """A process that came in takes part in the training: what happened to its rank before is forgotten."""
+    """A joiner takes part in training: earlier failures of its rank are forgotten."""
 
     rank: int
     pid: int
 
 
 class Start(Message, frozen=True, tag="start"):
-    """Start a process for this rank on the device of the mover, the process ``pid`` of rank ``beside``."""
+    """Start a process for this rank on the device of the mover (process ``pid`` of rank ``beside``)."""
 
     rank: int
     beside: int
@@ -254,11 +254,11 @@ class Drop(Message, frozen=True, tag="drop"):
 
 
 class Progress(Message, frozen=True, tag="progress"):
-    """An iteration was committed: services that have died before may die again."""
+    """An iteration was committed: services regain their restarts."""
 
 
 class LoggingRank(Message, frozen=True, tag="speaks"):
-    """This process writes the job's log from now on; its own has ``offset`` bytes already."""
+    """This process is the logging rank from now on; its own log has ``offset`` bytes already."""
 
     rank: int
     pid: int
@@ -273,7 +273,7 @@ class EventTold(Message, frozen=True, tag="event"):
 
 class Places(Message, frozen=True, tag="places"):
     """The answer to a host that wants to join: ranks without a worker, the job's size, and the settings of its first
-    host; or a ``refusal``. ``again_s``: seconds after which it is worth asking again; 0: never."""
+    host; or a ``refusal``. ``again_s``: seconds after which to ask again; 0: never."""
 
     ranks: tuple[int, ...] = ()
     size: int = 0
@@ -292,7 +292,7 @@ TO_LAUNCHER: Kinds[ToLauncher] = Kinds(ToLauncher)
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """A sign of life, and what the training thread is doing (`detectors.Doing`)."""
+    """A heartbeat, with the training thread's activity (`detectors.Doing`)."""
 
     progress: Mapping[str, Any] | None = None
 
@@ -304,7 +304,7 @@ class Said(Message, frozen=True, tag="event"):
 
 
 class Lags(Value, frozen=True):
-    """When messages of an iteration's attempt (``of``) left, and came."""
+    """When messages of attempt ``of`` (iteration, attempt) left, and came."""
 
     of: tuple[int, int]
     sent: Mapping[MessageText, Moment]
@@ -312,7 +312,7 @@ class Lags(Value, frozen=True):
 
 
 class Profiled(Value, frozen=True):
-    """Bytes that a micro-batch holds, and that are kept besides; ``room``: bytes left for activations."""
+    """Bytes that each micro-batch holds, and bytes kept besides; ``room``: bytes left for activations."""
 
     held: Mapping[str, Size]
     kept: Mapping[str, Size]
@@ -320,7 +320,7 @@ class Profiled(Value, frozen=True):
 
 
 class Measured(Message, frozen=True, tag="measured"):
-    """Seconds by kind of work of each iteration; lags; bytes, if they were measured anew."""
+    """Measurements: seconds by kind of work of each iteration; lags; bytes, if measured anew."""
 
     iterations: tuple[Mapping[str, Amount], ...]
     lags: tuple[Lags, ...]
@@ -328,13 +328,13 @@ class Measured(Message, frozen=True, tag="measured"):
 
 
 class LogsNow(Message, frozen=True, tag="speaks"):
-    """This process writes the job's log from now on; its own has ``offset`` bytes already."""
+    """This process is the logging rank from now on; its own log has ``offset`` bytes already."""
 
     offset: int
 
 
 class Fetch(Message, frozen=True, tag="fetch"):
-    """A process wants a part of a parcel; ``memory``: what it has in common with others of its host."""
+    """A process asks for a part of a parcel; ``memory``: its host memory."""
 
     digest: str
     part: int
@@ -342,14 +342,14 @@ class Fetch(Message, frozen=True, tag="fetch"):
 
 
 class Fetched(Message, frozen=True, tag="fetched"):
-    """It has put the parcel there."""
+    """The process has put the parcel into host memory."""
 
     digest: str
     memory: str
 
 
 class Stacks(Message, frozen=True, tag="stacks"):
-    """Where the threads of a worker stand."""
+    """Stack traces of a worker's threads."""
 
     number: int
     text: str
@@ -357,7 +357,7 @@ class Stacks(Message, frozen=True, tag="stacks"):
 
 class LauncherHello(Message, frozen=True, tag="hello", omit_defaults=True):
     """A launcher presents itself: its host, its ranks, and how many processes its host can start in the job's next
-    life. One that joins has none of these, and names the ranks that it starts."""
+    life. A joining launcher has none of these, and names the ranks that it starts."""
 
     host: str
     ranks: tuple[int, ...]
@@ -367,7 +367,7 @@ class LauncherHello(Message, frozen=True, tag="hello", omit_defaults=True):
 
 
 class Interrupt(Message, frozen=True, tag="interrupt", omit_defaults=True):
-    """Somebody ends the job; ``handled``: scripts handle the signal themselves."""
+    """The job is ended from outside; ``handled``: scripts handle the signal themselves."""
 
     status: int
     message: str
@@ -375,7 +375,7 @@ class Interrupt(Message, frozen=True, tag="interrupt", omit_defaults=True):
 
 
 class Explains(Message, frozen=True, tag="explains"):
-    """A host shows why a process has failed: the ``causes``, its ``gpu``, and the command that takes a broken node out
+    """A host's explanation of a failure: the ``causes``, its ``gpu``, and the command that takes a broken node out
     (``repair``)."""
 
     rank: int
@@ -386,7 +386,7 @@ class Explains(Message, frozen=True, tag="explains"):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """A host wants places for so many processes."""
+    """A host asks for ``count`` positions."""
 
     count: int
 
@@ -400,7 +400,7 @@ class NewcomerHello(Message, frozen=True, tag="hello", omit_defaults=True):
 
 
 class Learnt(Message, frozen=True, tag="learnt"):
-    """What the process of its rank was told at the start."""
+    """The set-up record of the newcomer's rank."""
 
     record: tuple[dict[str, Any], ...]
 
@@ -410,7 +410,7 @@ FROM_NEWCOMER: Kinds[FromNewcomer] = Kinds(FromNewcomer)
 TO_NEWCOMER: Kinds[Learnt] = Kinds(Learnt)
 
 
-# The job's store: one ask at a time (`control.rendezvous_store`)
+# The job's store: one request at a time (`control.rendezvous_store`)
 
 
 class StoreHello(Message, frozen=True, tag="hello", omit_defaults=True):
@@ -461,7 +461,7 @@ class OperatorHello(Message, frozen=True, tag="hello", omit_defaults=True):
 
 
 class Order(Message, frozen=True, tag="ask"):
-    """A question or an order about these workers, or this host; of nobody: about all."""
+    """A question or an order about these workers, or this host; with neither: about all."""
 
     what: str
     workers: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""When nobody is at fault: a message was lost or a connection broke, and all members live. Pure, like `machine`.
+"""Reconnects without a failure: a message was lost or a connection broke, and all members live. Pure, like `machine`.
 
-The remedy is a new generation with the same members; twice in a row without progress, and the job stops. Members whose
-script has ended while the others need them leave before that, if their stages have others.
+The remedy is a new generation with the same members; after two in a row without progress the job stops. Members whose
+script has ended while the others need them are removed first, if their stages have other workers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_recycle.membership.sole_holders import lost_with
 from megatron_recycle.membership.state import Phase, State
 
 _TRIES, _BUILDINGS = 2, 3
-"""New generations with the same members in a row; more of them where not even their groups could be built, since that
-may be slow, and gets more time each time."""
+"""Limit of consecutive generations with the same members. The second one counts where not even their groups could be
+built: that may be slow, and gets more time each time."""
 
 
 def hinted(state: State, happened: Hinted, now: float) -> Step:
-    """Remembered; the first one of a generation starts the wait for the failure that may be behind it."""
+    """A hint is remembered; the first one of a generation starts the wait for a failure that explains it."""
     member = state.member(happened.incarnation)
     if member is None or happened.generation != state.generation or not _in_force(state):
         return state, ()
@@ -33,14 +33,14 @@ def hinted(state: State, happened: Hinted, now: float) -> Step:
 
 
 def no_loss(state: State, happened: NoLoss, now: float) -> Step:
-    """The time in which any failure is found is over: the communication errors have come by themselves."""
+    """The detection time of any failure is over: the communication errors have no failure behind them."""
     if happened.generation != state.generation or not _in_force(state):
         return state, ()
     return _again(state, _errors(state.round.hints), happened.since, now)
 
 
 def stuck(state: State, happened: Stuck, now: float) -> Step:
-    """All members wait, for longer than anything takes."""
+    """All members wait beyond every time limit."""
     if happened.generation != state.generation or state.phase is not Phase.TRAINING:
         return state, ()
     ended = _ended(happened.waiting)
@@ -60,12 +60,12 @@ def _again(state: State, reason: str, since: float, now: float, ended: Sequence[
 
 
 def _in_force(state: State) -> bool:
-    """Whether members are told to train, as far as this coordinator knows."""
+    """Whether the members have a go, as far as this coordinator knows."""
     return state.phase in (Phase.TRAINING, Phase.RETURNING)
 
 
 def _worn_out(state: State) -> bool:
-    """Whether one more generation with the same members would be no better than the last ones."""
+    """Whether the tries with the same members are used up."""
     built = len(state.round.resumed) == len(state.members)
     return state.tries.mended >= (_TRIES if built else _BUILDINGS)
 
@@ -85,7 +85,7 @@ def _ended(waiting: Mapping[str, str]) -> list[str]:
 
 
 def _goes_on_without(state: State, names: Sequence[str]) -> bool:
-    """Whether each stage has a worker left without these, and each shard of its optimizer's state a holder."""
+    """Whether each stage keeps a worker without these, and each shard of its optimizer's state a holder."""
     return not lost_with(state, names)
 
 
@@ -94,7 +94,7 @@ def _too_soon(ended: Sequence[str]) -> str:
 
 
 def _given_up(state: State, reason: str, ended: Sequence[str]) -> str:
-    """Why the job stops, though the script has ended on nobody but these."""
+    """Why the job stops, although only these workers' scripts have ended."""
     remedy = ("look at the network between them" if not ended else
               f"{_too_soon(ended)}: let all ranks run the same number of iterations")
     return (f"the workers of generation {state.generation} all live but cannot work together ({reason}), and "

@@ -1,9 +1,8 @@
-"""Records of the journal: what a coordinator that comes back knows. Each is written and read here, side by side.
+"""Journal records: the knowledge of a restarted coordinator. Each type is written and read here, side by side.
 
-A record is the decision `Record` with its line (`lines`); the events that belong to it travel with it, so that a
-coordinator that dies before it could tell them tells them later (`untold`). `DECIDED` and `MOVES` name the fields of
-the state that their records keep; `OTHERWISE` those that follow from other records; `TRANSIENT` those that
-are in none, with the reason.
+A record is the decision `Record` with its line (`lines`). Its events travel with it, so that they can still be emitted
+if the coordinator dies first (`untold`). `DECIDED` and `MOVES` name the state fields that their records keep;
+`OTHERWISE` the fields that follow from other records; `TRANSIENT` the fields without a record, with the reason.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ Known = TypeVar("Known", bound=Line)
 
 
 MOVES = tuple(name for name in OfMoves.__struct_fields__ if name != "events")
-"""Fields in every record that changes some of them, the latest of which counts."""
+"""Fields in every record that changes some of them; the latest counts."""
 
 DECIDED = tuple(name for name in Decided.__struct_fields__ if name not in (*MOVES, "events", "since"))
-"""Fields in the record of a new generation, the latest of which counts."""
+"""Fields in the record of a new generation; the latest counts."""
 
 OTHERWISE: Mapping[str, str] = {
     "phase": "RETURNING once generation 1 is decided, ENDED with the record of the end",
@@ -57,7 +56,7 @@ OTHERWISE: Mapping[str, str] = {
     "ended": "the record of the end",
     "checkpoints": "the records of the last ones",
 }
-"""Fields that follow from more than one record, or from one of another kind, and from which."""
+"""Fields that follow from several records, or from another kind, and from which."""
 
 _AGAIN = "members and launchers tell it again on every new connection"
 _FORMING = "before generation 1 nothing is remembered: workers say hello and ready again"
@@ -96,7 +95,7 @@ TRANSIENT: Mapping[str, str] = {
     "descriptions": _FORMING,
     "samples": _FORMING,
 }
-"""Fields that no record has, and why they need not."""
+"""Fields without a record, and why they need none."""
 
 
 # Writing
@@ -108,7 +107,7 @@ def decided(state: State, events: Events) -> Record:
 
 
 def moves(state: State, events: Events, needed: bool = False) -> Record:
-    """Moves begun or ended. A coordinator that does not know of an end finds it again; a beginning is `needed`."""
+    """Moves begun or ended. A restarted coordinator finds an unrecorded end again; a beginning is `needed`."""
     return Record(Moved(generation=state.generation, **_kept(state, MOVES), events=tuple(events)), needed)
 
 
@@ -129,7 +128,7 @@ def offer(state: State, number: int) -> Record:
 
 
 def proven(state: State, worker: str, event: Event) -> Record:
-    """A process that came in holds its stage's state."""
+    """A joiner holds its stage's state."""
     return Record(Proven(state.generation, worker, (event,)), needed=False)
 
 
@@ -144,18 +143,18 @@ def adopted(state: State, digest: str, event: Event) -> Record:
 
 
 def checkpoint(state: State, written: Checkpoint, event: Event) -> Record:
-    """A checkpoint is whole, or cannot be read after all."""
+    """A checkpoint is whole, or turned out to be unreadable."""
     return Record(CheckpointNoted(state.generation, written, (event,)), needed=False)
 
 
 def learnt(state: State) -> Record:
-    """By rank, all that the processes of the start were told by others before training began. A process that is to
-    join asks for its rank's, before its script begins."""
+    """By rank, the set-up records of the processes of the start. A process that is to join asks for its rank's, before
+    its script begins."""
     return Record(Learnt({rank: tuple(map(dict, record)) for rank, record in state.forming.learnt.items()}))
 
 
 def committed(iteration: int) -> Note:
-    """The last iteration that all have committed; one line, written over again and again."""
+    """The last iteration that all have committed; one line, overwritten each time."""
     return Note(Committed(iteration))
 
 
@@ -170,8 +169,8 @@ def ended(status: int, message: str, again: bool, event: Event) -> Record:
 def restore(size: int, records: Sequence[Json]) -> State:
     """The state to start from; feed `Restarted` to it once.
 
-    `records` are the journal's, in order. Before generation 1 nothing was decided. Iterations that were committed since
-    the last note follow from what workers say again. Raises WireError for a record of another version.
+    `records` are the journal's, in order. Before generation 1 there are no decisions. Workers report iterations
+    committed since the last note again. Raises WireError for a record of another version.
     """
     lines = [LINES.read(record) for record in records]
     state = State(size=size, offers=max((one.number for one in lines if isinstance(one, Offered)), default=0))
@@ -212,7 +211,7 @@ def _committed(lines: Sequence[Line]) -> int:
 
 
 def _committed_again(lines: Sequence[Line]) -> int:
-    """The last committed iteration of a job that has gone back to an earlier one, at the last such go."""
+    """The last committed iteration after the latest go that went back to an earlier state."""
     at, target = max((number, one.resume.target) for number, one in enumerate(lines)
                      if isinstance(one, Went) and one.resume.restored)
     since = lines[at + 1:]
@@ -224,8 +223,8 @@ def _last(lines: Sequence[Line], kind: type[Known]) -> Known | None:
 
 
 def taken_up(state: State, records: Sequence[Json], load: Callable[[str], PlanFile | None]) -> State:
-    """`state` with the plan in force, without which no better one is looked for, and with the moment of the failure
-    if training has not resumed since. `load` gives the plan of a digest, if it is still there."""
+    """`state` with the plan in force (the base of the search for better ones), and with the time of the failure if
+    training has not resumed since. `load` returns the plan of a digest, if it still exists."""
     lines = [LINES.read(record) for record in records]
     of_it = [one for one in lines if isinstance(one, (Decided, OfGeneration)) and one.generation == state.generation]
     gone, adopted, decided = _last(of_it, Went), _last(of_it, Adopted), _last(of_it, Decided)
@@ -237,8 +236,8 @@ def taken_up(state: State, records: Sequence[Json], load: Callable[[str], PlanFi
 
 
 def untold(records: Sequence[Json], told: Sequence[Json]) -> list[dict[str, Any]]:
-    """Events of recorded decisions that a coordinator died too early to tell; `told` is events.jsonl, of which nothing
-    else follows."""
+    """Events of recorded decisions that the coordinator died too early to emit. `told` is events.jsonl, used for
+    nothing else."""
     seen = {_identity(event) for event in told}
     recorded = [dict(event) for record in records for event in getattr(LINES.read(record), "events", ())]
     return [event for event in recorded if _identity(event) not in seen]

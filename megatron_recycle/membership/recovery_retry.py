@@ -1,9 +1,9 @@
-"""A recovery that fails for a reason of its own: a bug, or no memory for a guest's micro-batch. Pure, like `machine`.
+"""Retry of a recovery that fails by itself: a bug, or no memory for a guest's micro-batch. Pure, like `machine`.
 
 It is tried once more in a new generation; then with a plan that leaves hit pipelines out (`policy: drop`), unless
-scripts have left an iteration that would begin anew with it; then the worker that it fails on is out, as if it had
-died. Where that would cost a stage its last worker the job ends, and its script may be started again
-(`--job-restarts`). A worker whose state may be torn is out at once.
+scripts have left an iteration that would begin anew with it. Then the worker on which it fails is out, as if it had
+died. If that would cost a stage its last worker, the job ends, and its script may be started again (`--job-restarts`).
+A worker whose state may be torn is out at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Member, Phase, State
 
 _TRIES = 2
-"""New generations with the same members, until an iteration is committed."""
+"""Limit of new generations with the same members, until an iteration is committed."""
 _OF_ONE = 3
-"""Errors of one process, likewise: one that cannot even report is heard no more often."""
+"""Limit of errors of one process, likewise, as it may fail before it can report."""
 
 
 def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
@@ -30,7 +30,7 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
                 and (said.fault.iteration or 0) >= state.progress.committed for said in state.script.faults)
     if not fault.whole or state.tries.retries >= _TRIES or again > _OF_ONE:
         return _out(state, member, happened, now)
-    if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # what has failed is over already
+    if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that recovery is over already
         return state, (job_end.answer(member, happened.number),)
     fallback = state.tries.fallback
     closed = state.resume is not None and state.resume.closed

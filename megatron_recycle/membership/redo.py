@@ -1,8 +1,8 @@
-"""What survivors have done of the iteration that a failure interrupts, so that only the rest of it is run.
+"""The survivors' finished part of an interrupted iteration, so that only the rest of it is run.
 
 A worker keeps its sums of gradients, its activations, and all messages that it has sent in an iteration that is not
-committed. So the iteration goes on with a plan that begins, on each worker, with the actions that it has done. What a
-dead worker has done is lost: its peers run it again, with inputs from their neighbours' messages. Pure, like `machine`.
+committed. So the iteration goes on with a plan that begins, on each worker, with its finished actions. A dead worker's
+actions are lost: its peers run them again, with inputs from their neighbours' messages. Pure, like `machine`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
 
 
 def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
-    """The same of the iteration after ``resume.next``: workers of closed stages may have begun that. Nothing where they
-    are compared before it: one that is healed then has done this with other parameters."""
+    """The same for the iteration after ``resume.next``, which workers of closed stages may have begun. Empty if peers
+    are compared before it: a worker healed then would have done these actions with other parameters."""
     if state.job.compared:
         return {}
     kept = _kept(state, resume.next + 1, {*resume.closed})
@@ -47,11 +47,11 @@ def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
 
 
 def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """What counts of what the parts of a worker have done, who follow one order.
+    """The actions that count of those done by the parts of a worker, which follow one order.
 
-    A forward or a backward counts if all have done it, and W if all have done its backward and one has done W: the
-    others need nobody for that. A part drops a forward that does not count. Nothing counts at all where a part would
-    have to undo something else.
+    A forward or a backward counts if all parts have done it, and W if all have done its backward and one has done W:
+    the others can do that alone. A part drops a forward that does not count. Nothing counts at all where a part would
+    have to undo another action.
     """
     if len(parts) == 1:
         return tuple(parts[0])
@@ -67,12 +67,12 @@ def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> str:
-    """The digest of the plan by which ``found`` was done, where that lends layers; else nothing."""
+    """The digest of the plan by which ``found`` was done, if that plan lends layers; else empty."""
     return "".join(_lent(state, resume, found))
 
 
 def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) -> tuple[Redo, MakeRedo]:
-    """The rest of the iteration, and of what is begun of the one after it, before their plans are known."""
+    """The rest of the iteration, and of the begun part of the next one, before their plans are known."""
     assert state.round.plan is not None
     later = begun(state, resume)
     ahead = MakeRedo(state.generation, state.round.plan, later, _size(state, resume.next + 1)) if later else None
@@ -82,8 +82,8 @@ def asked(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) ->
 
 
 def carried(state: State, resume: Resume) -> Carry | None:
-    """As `policies.carried`, of an iteration whose rest is planned. Where a script has been given the iteration's
-    `loss` and `weight`, all are."""
+    """As `policies.carried`, for an iteration with a redo plan. If one script has received the iteration's `loss` and
+    `weight`, all receive them."""
     redo = state.round.redo
     if redo is None or redo.plan is None or redo.iteration != resume.next:
         return None
@@ -94,7 +94,7 @@ def carried(state: State, resume: Resume) -> Carry | None:
 
 
 def ahead(state: State, resume: Resume) -> Carry | None:
-    """As `carried`, of the iteration after that one. Stages that are not closed any more have to begin it anew."""
+    """As `carried`, for the iteration after that one. Stages that are no longer closed must begin it anew."""
     redo = None if state.round.redo is None else state.round.redo.ahead
     if redo is None or redo.plan is None or not resume.closed or redo.iteration != resume.next + 1:
         return None
@@ -102,8 +102,8 @@ def ahead(state: State, resume: Resume) -> Carry | None:
 
 
 def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
-    """The event of an iteration that some scripts may have left, and that all run again: a message is lost with the
-    worker that made it and the one that had used it."""
+    """The event of an iteration that some scripts may have left, and that all run again: a message was lost with both
+    its maker and the worker that had used it."""
     redo = state.round.redo
     if not resume.closed or state.closing is not None or (redo is not None and redo.plan is not None):
         return ()
@@ -114,9 +114,9 @@ def repeated(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], 
 def closes(state: State) -> bool:
     """Whether scripts may leave an iteration before it is committed.
 
-    A message is kept by its maker, and by its reader as what became of it. A host that has two stages may take both,
-    and scripts would have to run again what they have left: where that never happens (`left_for_good`), they wait. So
-    they do where recoveries have failed: the rest of an iteration is not planned then.
+    A message survives with its maker, or in its reader's results. A host with two stages may lose both, and scripts
+    would have to repeat an iteration that they have left: where that is excluded (`left_for_good`), they wait. They
+    also wait where recoveries have failed, since the rest of an iteration is not planned then.
     """
     if state.tries.fallback is not None:
         return False
@@ -127,13 +127,13 @@ def closes(state: State) -> bool:
 
 
 def left_for_good(state: State) -> bool:
-    """Whether no iteration that scripts have left is run again, since bits have to be the same whatever fails."""
+    """Whether iterations that scripts have left are never run again, since results must be equal bit for bit."""
     return state.job.reduction == "exact"
 
 
 def without_kept(state: State, resume: Resume) -> Resume:
-    """``resume`` with the number of actions that are lost although somebody who did them lives. Where the iteration
-    begins anew no stage stays behind it."""
+    """``resume`` with only those lost actions counted that no survivor has kept. Where the iteration begins anew, no
+    stage stays closed."""
     redo, reports = state.round.redo, _by_worker(state)
     if redo is None or redo.plan is None:
         return replace(resume, closed=())
@@ -145,7 +145,7 @@ def without_kept(state: State, resume: Resume) -> Resume:
 
 
 def _kept(state: State, iteration: int, stages: Collection[int]) -> dict[str, tuple[str, ...]]:
-    """The actions of ``iteration`` that each worker of these stages has kept, if it has kept some."""
+    """The actions of ``iteration`` that each worker of these stages has kept, if any."""
     found = {worker: levelled([() if kept is None else kept.actions
                                for kept in (report.kept_of(iteration) for report in reports)])
              for worker, reports in _by_worker(state).items() if Process.parse(worker).worker.stage in stages}
@@ -153,15 +153,15 @@ def _kept(state: State, iteration: int, stages: Collection[int]) -> dict[str, tu
 
 
 def _half_undone(state: State, resume: Resume) -> bool:
-    """Whether some workers of a closed stage have undone their step: all were to begin the iteration anew when another
-    failure came."""
+    """Whether some workers of a closed stage have undone their step: another failure came while all were to begin the
+    iteration anew."""
     return any(report.holds < resume.next for name, report in state.round.reports.items()
                if Process.parse(name).worker.stage in resume.closed)
 
 
 def _stays(state: State, resume: Resume, worker: str, actions: Sequence[str]) -> bool:
-    """Whether these forwards got their inputs from closed stages. The only worker to know that a stage is closed may
-    have died: it reduces again, in another order, and its parameters would differ from those by rounding."""
+    """Whether these forwards got their inputs from closed stages. The only worker that knows a stage is closed may have
+    died: the stage then reduces again, in another order, and its parameters would differ by rounding."""
     stage, stages = Process.parse(worker).worker.stage, state.job.placement or tuple(range(state.stages))
     own = [chunk for chunk, other in enumerate(stages) if other == stage]
     last = max(own[Action.parse(action).chunk] for action in actions)
@@ -169,7 +169,7 @@ def _stays(state: State, resume: Resume, worker: str, actions: Sequence[str]) ->
 
 
 def _attempts(state: State, iteration: int, found: Mapping[str, tuple[str, ...]]) -> list[KeptReport]:
-    """Those at ``iteration`` of the parts of these workers."""
+    """The attempts at ``iteration`` of the parts of these workers."""
     reports = _by_worker(state)
     kept = (report.kept_of(iteration) for worker in found for report in reports[worker])
     return [each for each in kept if each is not None]
@@ -181,7 +181,7 @@ def _redo(state: State, iteration: int, found: Mapping[str, tuple[str, ...]]) ->
 
 
 def _size(state: State, iteration: int) -> tuple[int, int]:
-    """Micro-batches of each pipeline of ``iteration``, and those of a block."""
+    """Micro-batches of each pipeline of ``iteration``, and micro-batches of a block."""
     kept = next(each for report in state.round.reports.values() if (each := report.kept_of(iteration)) is not None)
     return kept.microbatches, kept.block
 
@@ -191,15 +191,15 @@ def _lent(state: State, resume: Resume, found: Mapping[str, tuple[str, ...]]) ->
 
 
 def _closed(state: State, resume: Resume) -> list[str]:
-    """The members that have found their stage closed for the iteration. One that has not heard a verdict may still
-    report an earlier one."""
+    """The members whose stage is closed in the iteration. A member that missed a verdict may still report an earlier
+    one."""
     reports = state.round.reports
     return [name for name in in_order(reports) if reports[name].closed_in(resume.next) is not None]
 
 
 def _counted(report: Report, iteration: int) -> int:
-    """How many actions of ``iteration`` `resume.decide` has counted. One that has just begun another attempt has done
-    none in that, though it has kept some."""
+    """The number of actions of ``iteration`` that `resume.decide` has counted. A worker that has just begun another
+    attempt has done none in it, though it may have kept some."""
     return report.actions if report.iteration == iteration else report.earlier
 
 

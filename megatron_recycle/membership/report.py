@@ -1,4 +1,4 @@
-"""The report of a worker that stands still: where it is, what it holds, and what it has kept."""
+"""The report of a worker that stands still: its position, what it holds, and what it has kept."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ ActionText = Annotated[str, Meta(pattern=r"^(?:F|B|W|FB)\d{1,9}\.\d{1,9}(?:/\d{1
 
 
 class KeptReport(Value, frozen=True, omit_defaults=True):
-    """An attempt that was given up, and may be taken up again.
+    """An attempt that was given up, and may be resumed.
 
     Attributes:
-        chain: the attempt that began with the first of its actions.
-        actions: those that are done, in their order.
-        provisional: whether they were done before the iteration ahead was committed here.
+        chain: the attempt in which its first action was done.
+        actions: the finished ones, in order.
+        provisional: whether they were done before the previous iteration was committed here.
         microbatches: of each pipeline; the script may have changed that.
         block: micro-batches of a block of the exact reduction.
-        lent: digest of the plan that they are of, where that lends layers.
+        lent: digest of the plan of these actions, where that lends layers.
     """
 
     iteration: int
@@ -49,7 +49,7 @@ class GuardReport(Value, frozen=True, omit_defaults=True):
 
     Attributes:
         own: the iterations whose end this worker has a copy of.
-        of: the same for other stages that it keeps copies of, by stage.
+        of: the same by other stage that it keeps copies of.
         back: the earliest iteration after which it can go on; None: it never goes back.
         read: the last iteration whose samples cannot be read again.
         midway: whether it is on its way back to a checkpoint.
@@ -66,9 +66,9 @@ class ShardsReport(Value, frozen=True):
     """The shards of an optimizer's state.
 
     Attributes:
-        of: how many shards there are.
-        copies: how many workers are to have each.
-        held: those that this worker has whole, and the last iteration whose gradient it holds of each.
+        of: the number of shards.
+        copies: the wanted number of holders of each.
+        held: by shard that this worker has whole, the last iteration whose gradient it holds of it.
     """
 
     of: int
@@ -77,15 +77,15 @@ class ShardsReport(Value, frozen=True):
 
 
 class Report(Value, frozen=True, omit_defaults=True):
-    """Where a worker stands; see `Standing`.
+    """The position of a worker; see `Standing`.
 
     Attributes:
         committed: the last iteration that it has stepped for good; None: as `stepped`.
-        actions: how many actions of the iteration it has done; `earlier`: of the one before, if that is not committed.
+        actions: finished actions of the iteration; `earlier`: of the one before, if that is not committed.
         asked: the last iteration that its script has asked for; None: `iteration`.
-        kept: attempts that may be taken up again.
+        kept: attempts that may be resumed.
         torn: whether the last one was given up in the midst of an action that cannot be begun again.
-        shards: nothing where the worker has all of its stage's state.
+        shards: None where the worker has all of its stage's state.
     """
 
     iteration: int
@@ -105,7 +105,7 @@ class Report(Value, frozen=True, omit_defaults=True):
 
     @property
     def final(self) -> int:
-        """The last iteration that is stepped for good."""
+        """The last iteration stepped for good."""
         return self.stepped if self.committed is None else self.committed
 
     @property
@@ -114,7 +114,7 @@ class Report(Value, frozen=True, omit_defaults=True):
         return self.iteration if self.asked is None else self.asked
 
     def kept_of(self, iteration: int, chain: int | None = None) -> KeptReport | None:
-        """The attempt at ``iteration`` (that has begun with the attempt ``chain``) which may be taken up again."""
+        """The resumable attempt at ``iteration`` (with this ``chain``, if given)."""
         return next((kept for kept in self.kept if kept.iteration == iteration and chain in (None, kept.chain)), None)
 
     def closed_in(self, iteration: int) -> ClosedReport | None:

@@ -1,4 +1,4 @@
-"""The point at which training goes on after a failure: a pure function of the survivors' reports."""
+"""The resume point after a failure: a pure function of the survivors' reports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megatron_recycle.plan.value import Value
 
 
 class Checkpoint(Value, frozen=True, omit_defaults=True):
-    """A whole checkpoint at ``place``, of the state after ``iteration``. ``facts`` are what a job that goes back to it
-    has to know beside; None: it cannot. ``unread`` says why it cannot be read after all."""
+    """A whole checkpoint at ``place``, of the state after ``iteration``. ``facts`` are needed besides to go back to it;
+    None: going back is impossible. ``unread`` is the reason why it turned out to be unreadable."""
 
     iteration: int
     place: str
@@ -28,12 +28,12 @@ class Checkpoint(Value, frozen=True, omit_defaults=True):
 
 
 CHECKPOINTS = 3
-"""The latest checkpoints of a job that it may go back to."""
+"""How many of its latest checkpoints a job may go back to."""
 
 
 def noted(checkpoints: Sequence[Checkpoint], one: Checkpoint) -> tuple[Checkpoint, ...]:
-    """``checkpoints`` with one more, or, if it is ``unread``, with what is known of it now. Workers keep what it takes
-    to go back to so many."""
+    """``checkpoints`` with one more, or, if it is ``unread``, with that entry updated. Workers keep what going back to
+    so many takes."""
     if one.unread is not None:
         return tuple(one if known.place == one.place else known for known in checkpoints)
     return (*checkpoints, one)[-CHECKPOINTS:]
@@ -42,20 +42,20 @@ def noted(checkpoints: Sequence[Checkpoint], one: Checkpoint) -> tuple[Checkpoin
 class Resume(Value, frozen=True):
     """All survivors bring themselves to `target` (the last iteration stepped; -1: none) and begin `next`.
 
-    `copies` maps a worker that does not hold `target` to a peer that does. `verdict` is what is known of
-    `target`'s norm and overflow, None if it must be computed again. `redone` counts actions of `next` that
-    were done once already and are lost. `joined` have come in and get everything from their peers.
+    `copies` maps a worker that does not hold `target` to a peer that does. `verdict` is that on `target`, None if it
+    must be computed again. `redone` counts actions of `next` that were done once already and are lost. `joined` have
+    come in and get all state from their peers.
 
-    With `restored` nobody holds some stages, or shards of theirs: all go back to their own copies of `target`, `joined`
-    gets, by stage, the copy that a worker of another stage keeps, and the scripts of those that are left have come past
-    all that belongs to the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (one of
-    `State.checkpoints`), and of shards those that are theirs by `shards`.
+    With `restored` some stages, or shards of theirs, are lost: all workers go back to their own copies of `target`. By
+    stage, `joined` gets the copy that a worker of another stage keeps. The survivors' scripts have passed everything of
+    the iteration `regained`. With `checkpoint` all workers, `joined` included, load that instead (one of
+    `State.checkpoints`), and of the shards their own by `shards`.
 
     Stages that are `closed` hold `next` already, and their scripts may have left it: they stay where they are, and only
-    send once more what others are still to read (`runtime.rejoining`).
+    send again the messages that others still have to read (`runtime.rejoining`).
 
     Where the optimizer's state is cut into shards, `slices` are (worker that lacks `target`, worker that holds it,
-    shard; -1: the numbers that belong to the gradient), and `shards` say who had and who is to have which.
+    shard; -1: the numbers that belong to the gradient), and `shards` are the old and the new holders.
     """
 
     target: int
@@ -121,11 +121,11 @@ def decide(
 ) -> Resume | DeadEnd:
     """The resume point of a generation.
 
-    `members` maps process to incarnation; `reports` has one report for each (see the wire protocol).
-    A stage holds what each of its parts, and of their shards, holds somewhere, and every shard is held by somebody;
-    `joined` come in, `hosts` are the processes', and those that are `leaving` hand their shards over.
-    `announced` is the (next, attempt) of the last generation that was told to go: an attempt may have been
-    announced without any survivor having begun it, and attempts only grow.
+    `members` maps process to incarnation; `reports` has one report for each (see the wire protocol). A stage holds an
+    iteration if some process holds it of each of its parts and shards; every shard has a holder. `joined` come in,
+    `hosts` are the processes' hosts, and members that are `leaving` hand their shards over. `announced` is the (next,
+    attempt) of the last go: an attempt may have been announced without any survivor having begun it, and attempts only
+    grow.
     """
     peers = by_stage(stages, members)
     for stage, workers in enumerate(peers):
@@ -141,7 +141,7 @@ def decide(
             f"stage {lagging.stage} holds nothing newer than iteration {lagging.best}, but "
             f"another stage is at {target + 1}: they cannot be brought together. {RESTART}"
         )
-    # A step that is not committed can be undone; one that is cannot.
+    # An uncommitted step can be undone; a committed one cannot.
     ahead = next((name for name in members if reports[name].final > target), None)
     if ahead is not None:
         return DeadEnd(
@@ -173,8 +173,8 @@ def decide(
 
 @dataclass(frozen=True)
 class _Held:
-    """A part of a stage, or a shard of it, and the last iteration whose gradient each process has of it that has it at
-    all."""
+    """A part of a stage, or a shard of it, and by process that has it the last iteration whose gradient it holds of
+    it."""
 
     stage: int
     part: int
@@ -193,7 +193,7 @@ class _Held:
 
 
 def _held(stage: int, names: Sequence[str], reports: Mapping[str, Report]) -> list[_Held]:
-    """What these processes of one part of ``stage`` hold, shard by shard where there are shards."""
+    """The holdings of these processes of one part of ``stage``, by shard where there are shards."""
     part, count = Process.parse(names[0]).part or 0, count_of(names, reports)
     if not count:
         return [_Held(stage, part, -1, {name: reports[name].holds for name in names})]
@@ -204,7 +204,7 @@ def _held(stage: int, names: Sequence[str], reports: Mapping[str, Report]) -> li
 
 def _numbers(target: int, parts: Sequence[Sequence[str]],
              reports: Mapping[str, Report]) -> list[tuple[str, str, int]]:
-    """Where there are shards: who tells those that lack ``target`` the numbers that belong to its gradient."""
+    """Where there are shards: senders of the numbers of ``target``'s gradient to the processes that lack it."""
     found = []
     for names in (names for names in parts if count_of(names, reports)):
         holder = next(name for name in names if reports[name].holds >= target)
@@ -213,8 +213,8 @@ def _numbers(target: int, parts: Sequence[Sequence[str]],
 
 
 def _target(holding: Sequence[_Held]) -> tuple[int, _Held | None]:
-    """The newest iteration that everything is held of somewhere, at most one behind the newest of all; beside it what
-    is too far behind, if something is."""
+    """The newest iteration that is held completely, at most one behind the newest of all; and the first holding that is
+    too far behind, if any."""
     best = [held.best for held in holding]
     newest = max(best)
     if min(best) == newest:
@@ -229,7 +229,7 @@ def _verdict(target: int, reports: Mapping[str, Report]) -> Verdict | DeadEnd | 
         return None
     first, verdict = of_target[0]
     for name, other in of_target[1:]:
-        if repr(other) != repr(verdict):  # a norm that is not a number differs from itself as a value
+        if repr(other) != repr(verdict):  # a NaN norm differs from itself as a value
             return DeadEnd(
                 f"workers {first} and {name} disagree on the verdict of iteration {target} ({verdict} and "
                 f"{other}). Please report this as a bug. {RESTART}"

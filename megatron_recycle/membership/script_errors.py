@@ -1,7 +1,7 @@
-"""A process has raised an error that its script has not handled: what follows from it. Pure, like `machine`.
+"""Errors that a script has not handled, and their consequences. Pure, like `machine`.
 
-`faults` answers whether others would meet the same. If not, the process is out, as if it had died. If they would, the
-job ends: after a last checkpoint, if there can be one.
+`faults` decides whether others would meet the same error. If not, the process is out, as if it had died. If they would,
+the job ends: after a last checkpoint, if possible.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_recycle.membership.state import Closing, Member, Phase, State
 
 
 def raised(state: State, happened: Raised, now: float) -> Step:
-    """A process that is no member counts as one that ends, since nobody has counted on it."""
+    """A process has raised an error. If it is no member, it counts as ended, since no generation has counted on it."""
     who, fault = state.known.get(happened.incarnation), happened.fault
     if who is None or who.incarnation in state.absent.fenced:
         return state, ()
@@ -43,8 +43,8 @@ def raised(state: State, happened: Raised, now: float) -> Step:
 
 
 def end_with(state: State, member: Member, happened: Raised, text: str, now: float) -> Step:
-    """The job ends for this error, after a last checkpoint if there can be one. Peers that differ, or that read
-    different data, have nothing to save: the state of the one that finds it does not count."""
+    """The job ends with this error, after a last checkpoint if possible. Peers that differ, or that read different
+    data, save nothing: the state of the worker that finds it does not count."""
     fault = happened.fault
     lost = {} if fault.whole else {member.worker: FailureKind.EXIT}
     stays = failing.suspected(state, member, FailureKind.EXIT, happened.since, now, removed=False)

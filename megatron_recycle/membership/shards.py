@@ -1,9 +1,9 @@
-"""Who holds which shard of a stage's optimizer state: pure, and the same wherever it is asked.
+"""Holders of the shards of a stage's optimizer state: pure, and the same on every process.
 
 A stage's optimizer state is cut into shards once, where the framework cuts it, and the cuts stay for the job's life. A
 shard is held by `copies` workers of its stage, its twins, which step it alike; so the death of one loses nothing, and
-another peer adopts the shard in the same recovery. Who adopts what follows from what the survivors have, and on which
-hosts they are, by `assign` alone.
+another peer adopts the shard in the same recovery. `assign` alone decides adoptions, from the survivors' shards and
+hosts.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Shard(NamedTuple):
 
 
 class ShardTable(Value, frozen=True):
-    """The shards of part ``part`` of stage ``stage``: who ``had`` them when the generation began (nobody, where all
-    load a checkpoint), and who is to hold them in it (`holders`), the first of which speaks for the shard."""
+    """The shards of part ``part`` of stage ``stage``: the processes that ``had`` them when the generation began (none,
+    where all load a checkpoint), and its `holders`, the first of which speaks for the shard."""
 
     stage: int
     part: int
@@ -40,8 +40,8 @@ class ShardTable(Value, frozen=True):
 
     @property
     def moves(self) -> list[tuple[int, str, str]]:
-        """(shard, giver, taker) for each copy that is to be made, in an order that all keep to; the giving is spread
-        over those that have the shard."""
+        """(shard, giver, taker) for each copy to be made, in an order that all keep to; the giving is spread over the
+        shard's owners."""
         return [(shard, had[number % len(had)], taker)
                 for shard, (had, holders) in enumerate(zip(self.had, self.holders)) if had
                 for number, taker in enumerate(name for name in holders if name not in had)]
@@ -49,13 +49,13 @@ class ShardTable(Value, frozen=True):
 
 def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[str, frozenset[str]],
            copies: int) -> Holders:
-    """Holders of each shard among ``members``: ``copies`` of them, or all if there are fewer; twins on different hosts
-    where that can be; no worker with two shards more than another unless hosts ask for it; and no copy that none of
-    these asks for. The first speaks for the shard: as far as that goes, another one for each.
+    """Holders of each shard among ``members``: ``copies`` of them, or all if there are fewer. Twins are on different
+    hosts where possible; loads differ by more than one shard only for the sake of hosts; no other copies are made. The
+    first holder speaks for the shard; speakers differ as far as possible.
 
     Args:
-        had: by shard, those that have it, members or not.
-        hosts: those that a member is lost with.
+        had: by shard, its owners, members or not.
+        hosts: by member, the hosts with any of which it is lost.
     """
     names = in_order(members)
     wanted = min(copies, len(names))
@@ -74,7 +74,7 @@ def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[
         load[name] += 1
 
     for shard, of in enumerate(found):
-        while len(of) > wanted:  # a twin on the same host first, then whoever has most
+        while len(of) > wanted:  # a twin on the same host first, then the highest load
             give_up(shard, max(of, key=lambda name: (not apart(of, name), load[name], Process.parse(name))))
     for shard, of in enumerate(found):
         while len(of) < wanted:
@@ -94,7 +94,7 @@ def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[
 
 
 def _with_speakers(found: Sequence[Sequence[str]], names: Sequence[str]) -> Holders:
-    """Holders in order, but for the first: whoever speaks for the fewest shards before this one."""
+    """Holders in order, except that the speaker comes first: the holder that speaks for the fewest earlier shards."""
     duties: Counter[str] = Counter()
     holders = []
     for shard, of in enumerate(found):
@@ -105,16 +105,16 @@ def _with_speakers(found: Sequence[Sequence[str]], names: Sequence[str]) -> Hold
 
 
 def to_begin_with(place: int, count: int, copies: int) -> list[int]:
-    """The shards that the worker at ``place`` among its stage's ``count`` makes when it builds its model: those that
-    `assign` lets it have if each worker has a host of its own."""
+    """The shards that the worker at ``place`` among its stage's ``count`` makes when it builds its model: its shards by
+    `assign` if each worker has a host of its own."""
     return sorted((place - number) % count for number in range(min(copies, count)))
 
 
 def _relief(found: Sequence[Sequence[str]], had: Sequence[Sequence[str]], load: Counter[str], names: Sequence[str],
             apart: Callable[[Sequence[str], str], bool]) -> tuple[int, str, str] | None:
-    """A shard of a worker that has two more than another, which can take it without lying beside a twin that it did
-    not lie beside before: one that is yet to be copied, if there is such, and never the last that is not, beside
-    others."""
+    """A move (shard, giver, taker) from a worker with at least two shards more than the taker. It puts no twins on one
+    host that were apart. Shards still to be copied go first; the last owner of a shard never gives it up to new copies
+    alone."""
     for giver in sorted(names, key=lambda name: -load[name]):
         for taker in sorted(names, key=lambda name: load[name]):
             if load[giver] < load[taker] + 2:
@@ -130,8 +130,8 @@ def _relief(found: Sequence[Sequence[str]], had: Sequence[Sequence[str]], load: 
 
 
 def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str], members: Iterable[str]) -> list[str]:
-    """Those of ``wanted`` that can leave together so that each shard keeps a holder, if it can have one among those of
-    ``members`` that stay; all parts of a worker or none. The others' shards have to be adopted first."""
+    """The part of ``wanted`` that can leave together so that each shard keeps a holder, if it can have one among the
+    remaining ``members``; all parts of a worker or none. The others' shards must be adopted first."""
     stay = {worker.stage for worker in {*workers_of(members)} - {*workers_of(wanted)}}
     going: set[Worker] = set()
     for worker in workers_of(wanted):
@@ -142,24 +142,24 @@ def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str], membe
     return [name for name in wanted if Process.parse(name).worker in going]
 
 
-# What reports say
+# From reports
 
 
 def of_report(report: Report) -> Mapping[int, int]:
-    """The shards that a process has, and the last iteration whose gradient it holds of each."""
+    """By shard that a process has, the last iteration whose gradient it holds of it."""
     return {} if report.shards is None else report.shards.held
 
 
 def count_of(names: Iterable[str], reports: Mapping[str, Report]) -> int:
-    """How many shards the state of these processes is cut into; 0 if each holds all of it."""
+    """The number of shards in these processes' state; 0 if each holds all of it."""
     return max((shards.of for name in names if (shards := reports[name].shards) is not None), default=0)
 
 
 def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Report], joined: Iterable[str],
            hosts: Mapping[str, str], leaving: Iterable[str] = ()) -> tuple[ShardTable, ...]:
     """The table of each of ``parts``, processes that have the same parameters and report; ``joined`` come in and have
-    nothing yet. Those that are ``leaving`` keep what they have as long as they are there, beside holders that stay, if
-    any do. Every shard must have a holder."""
+    nothing yet. ``leaving`` members keep their shards as long as they are there, beside remaining holders, if there are
+    any. Every shard must have an owner."""
     parts, joined, found, leavers = [*parts], [*joined], [], {*workers_of(leaving)}
     at = _hosts_of_workers([*(name for names in parts for name in names), *joined], hosts)
     for names in parts:
@@ -180,8 +180,8 @@ def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Report], joined
 
 
 def anew(hosts: Mapping[str, str], counts: Mapping[tuple[int, int], int], copies: int) -> tuple[ShardTable, ...]:
-    """The tables of processes on ``hosts`` of which none has a shard yet, as those of a checkpoint that all load;
-    ``counts``: by stage and part, how many shards there are."""
+    """The tables of processes on ``hosts`` without any shards yet, as when all load a checkpoint; ``counts``: by stage
+    and part, the number of shards."""
     at, found = _hosts_of_workers(hosts, hosts), []
     for (stage, part), count in counts.items():
         own = {name: at[process.worker] for name in in_order(hosts)
@@ -192,12 +192,12 @@ def anew(hosts: Mapping[str, str], counts: Mapping[tuple[int, int], int], copies
 
 
 def copies_of(reports: Iterable[Report]) -> int:
-    """How often each shard is to be held."""
+    """The wanted number of copies of each shard."""
     return max((report.shards.copies for report in reports if report.shards is not None), default=1)
 
 
 def lost(parts: Iterable[Sequence[str]], reports: Mapping[str, Report]) -> list[Shard]:
-    """The shards that nobody has any more of ``parts``, processes that have the same parameters and report."""
+    """The lost shards of ``parts``, processes that have the same parameters and report."""
     found = []
     for names in parts:
         first, had = Process.parse(names[0]), {shard for name in names for shard in of_report(reports[name])}
@@ -207,7 +207,7 @@ def lost(parts: Iterable[Sequence[str]], reports: Mapping[str, Report]) -> list[
 
 
 def told(gone: Sequence[Shard], before: Iterable[ShardTable]) -> str:
-    """``gone`` as people want to read it, with who held them, or was to, by the tables of ``before``."""
+    """``gone`` as text for users, with its old or intended holders by the tables of ``before``."""
     holders = {(table.stage, table.part, shard): of for table in before for shard, of in enumerate(table.holders)}
     by_holders: dict[tuple[int, tuple[str, ...]], list[int]] = {}
     for stage, part, shard in gone:
@@ -219,7 +219,7 @@ def told(gone: Sequence[Shard], before: Iterable[ShardTable]) -> str:
 
 
 def _hosts_of_workers(names: Iterable[str], hosts: Mapping[str, str]) -> dict[Worker, frozenset[str]]:
-    """The hosts that each worker has a part on: it is lost with any."""
+    """The hosts of each worker's parts: the worker is lost with any of them."""
     found: dict[Worker, set[str]] = {}
     for name in names:
         found.setdefault(Process.parse(name).worker, set()).update({hosts[name]} if name in hosts else ())

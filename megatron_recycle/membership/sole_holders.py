@@ -1,5 +1,5 @@
-"""What the job would lose with some of its processes: a stage that nobody else stands for, a shard of an optimizer's
-state that nobody else has. Pure."""
+"""Sole holders: the stages, and shards of an optimizer's state, that the job would lose with some of its processes.
+Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_recycle.membership.state import State
 
 
 class SoleHolders(NamedTuple):
-    """A stage, or ``shard`` of its optimizer's state, and ``by`` whom it is held: all parts of these workers."""
+    """A stage, or ``shard`` of its optimizer's state, and ``by`` its holders: all parts of these workers."""
 
     stage: int
     shard: int | None
@@ -24,9 +24,8 @@ class SoleHolders(NamedTuple):
 
 
 def held(state: State, sure: bool = False) -> list[SoleHolders]:
-    """Stages, then shards. Until an iteration is committed after a recovery, a shard may be whole with those that had
-    it before it, or with those that are to have it: with both together, or if that is to be ``sure`` with each for
-    itself."""
+    """Stages, then shards. After a recovery, until an iteration is committed, the old or the new holders of a shard may
+    have it whole: both count together, or with ``sure`` each for itself."""
     found = [SoleHolders(stage, None, names) for stage, names in enumerate(by_stage(state.stages, state.proven))]
     if state.resume is None:
         return found
@@ -41,6 +40,6 @@ def held(state: State, sure: bool = False) -> list[SoleHolders]:
 
 
 def lost_with(state: State, names: Collection[str], sure: bool = False) -> list[SoleHolders]:
-    """What nobody holds without these and their workers' other parts; also what nobody does as it is."""
+    """Stages and shards without a holder but these and their workers' other parts; also those without any holder."""
     gone = {*names, *siblings(state.members, names)}
     return [one for one in held(state, sure) if gone.issuperset(one.by)]

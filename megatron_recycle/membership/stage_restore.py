@@ -1,8 +1,7 @@
-"""A stage that nobody holds any more gets a new process, and the state that its keeper has (`guarding`). Pure, like
-`machine`.
+"""Stage restore: a lost stage gets a new process, with its keeper's state (`guarding`). Pure, like `machine`.
 
-The survivors have reported and wait. A process is started for one position of the stage: where the last one has died,
-or, if that host is gone, beside a healthy worker, on its device. It builds its model and waits to come in; then a
+The survivors have reported and wait. A process is started for one position of the stage: where the last worker has
+died, or, if that host is gone, beside a healthy worker, on its device. It builds its model and waits to come in; then a
 generation with it is decided, which goes on from the keeper's copy.
 """
 
@@ -24,7 +23,7 @@ from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stag
 from megatron_recycle.membership.state import Event, Member, Phase, State
 
 _TRIES = 3
-"""Processes that may end before their stage trains again."""
+"""Limit of processes that end before their stage trains again."""
 
 
 def late(state: State, happened: PlaceLate, now: float) -> Step:
@@ -35,8 +34,8 @@ def late(state: State, happened: PlaceLate, now: float) -> Step:
 
 
 def unreadable(state: State, happened: Unreadable, now: float) -> Step:
-    """A member cannot read the checkpoint that all go back to (a file is cut off, or gone): then it is the one before.
-    The first word counts: the generation is over then."""
+    """A member cannot read the checkpoint that all go back to (a file is truncated, or gone): the previous one is used.
+    The first report counts: the generation is over then."""
     member = state.member(happened.incarnation)
     known = next((one for one in reversed(state.checkpoints) if one.place == happened.place), None)
     if member is None or known is None or happened.generation != state.generation:
@@ -58,7 +57,7 @@ def _given_up(state: State, decisions: tuple[Decision, ...], why: str, now: floa
 
 
 def _start(state: State, stage: int, now: float) -> Step:
-    """Start a process for each part of one worker of ``stage``, unless a launcher does that by itself."""
+    """Start a process for each part of one worker of ``stage``, unless a launcher does so by itself."""
     worker = _position(state, stage)
     names = [name for name in in_order(state.forming.ranks) if str(Process.parse(name).worker) == worker]
     names = [name for name in names if name not in state.absent.stranded and name not in state.arrivals.joiners]
@@ -77,15 +76,15 @@ def _start(state: State, stage: int, now: float) -> Step:
 
 
 def _position(state: State, stage: int) -> str:
-    """The worker of the stage to come back: the last one whose host is there, if there is one."""
+    """The worker of the stage to come back: if possible the last one whose host is there."""
     out = [name for name in state.absent.out if Process.parse(name).worker.stage == stage]
     near = [name for name in out if state.absent.out[name] is not FailureKind.UNREACHABLE and not state.tries.restores]
     return str(Process.parse((near or out)[-1]).worker)
 
 
 def _beside(state: State, name: str, stage: int) -> Member:
-    """The process whose device the new one gets: its own one before, if that host is there and has not failed yet; else
-    a survivor's of the stage with most workers."""
+    """The process whose device the new one gets: its predecessor, if that host is there and has not failed yet; else a
+    survivor of the stage with most workers."""
     before = next((member for member in reversed([*state.known.values()]) if member.worker == name), None)
     if before is not None and state.absent.out.get(name) is not FailureKind.UNREACHABLE and state.tries.restores <= 1:
         return before
@@ -105,7 +104,7 @@ class LostStages(Extension):
     handlers = MappingProxyType({PlaceLate: late, Unreadable: unreadable})
 
     def not_started(self, state: State, happened: Exited, now: float) -> Step:
-        """A process that was started for a lost stage has ended before it said hello."""
+        """A process started for a lost stage has ended before it said hello."""
         kept = {name: number for name, number in state.tries.restoring.items()
                 if (state.forming.ranks[name], number) != (happened.rank, happened.move)}
         return (state if len(kept) == len(state.tries.restoring) else state.with_(restoring=kept)), ()
@@ -123,7 +122,7 @@ class LostStages(Extension):
         return guarding.resume(state, closed) if closed or guarding.goes_back(state) else None
 
     def went(self, state: State, resume: Resume, now: float) -> tuple[State, Sequence[Event]]:
-        """All go back; the event says how far."""
+        """All go back; the event has the iteration."""
         if not resume.restored:
             return state, ()
         event: dict[str, Any] = {
@@ -136,7 +135,7 @@ class LostStages(Extension):
         return state.with_(committed=resume.target, committed_by=by, losses={}, behind=0, restoring={}), (event,)
 
     def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-        """The next process is started, or those that are there come in."""
+        """Start the next process, or take in those that are there."""
         if not _waits(state) or len(state.round.reports) < len(state.members) - len(state.arrivals.unproven):
             return state, decisions
         entering = boundary.entering(state)

@@ -1,13 +1,13 @@
-"""Where a worker stands: the worker's half of the protocol, as `machine` is the coordinator's. Pure: no tensors, no
-clock, no messages.
+"""Standing: the worker's half of the protocol, as `machine` is the coordinator's. Pure: no tensors, no clock, no
+messages.
 
-An iteration goes through the same moments on every worker: it is begun, its actions are done, its reduced gradient is
-held, it is stepped (at once, with a coefficient that may turn out to be wrong, or when the verdict is known), and it is
-committed. `Standing` keeps which of them this worker has reached, refuses any other order, and says what is to be done
-about a verdict (`Settlement`) and after a failure (`Reconciliation`). The owner of the tensors does it, and says so.
+Every iteration passes the same points on every worker: it is begun, its actions are done, its reduced gradient is held,
+it is stepped (on a guess, or when the verdict is known), and it is committed. `Standing` records which points this
+worker has reached, refuses any other order, and decides the work after a verdict (`Settlement`) and after a failure
+(`Reconciliation`). The owner of the tensors does that work and records it here.
 
-No worker reduces an iteration before the one ahead of it is committed: so stages are never more than one step apart,
-and one snapshot and one kept gradient per worker suffice to go back or forward after a failure.
+No worker reduces an iteration before the previous one is committed. So stages are never more than one step apart, and
+one snapshot and one kept gradient per worker suffice to go back or forward after a failure.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_recycle.plan.action import Action
 from megatron_recycle.plan.grid import Worker
 
 _PASSES = 2**20
-"""The most passes before one iteration."""
+"""Limit of passes before one iteration."""
 
 
 class Epoch(NamedTuple):
-    """One set of process groups. The members of a generation make new ones, a ``renewal``, where what a wrong guess has
-    voided could not be brought to its end on the old ones."""
+    """One set of process groups. A ``renewal`` is a new set within a generation, made where the transfers that a wrong
+    guess voided could not be drained on the old one."""
 
     generation: int = 0
     renewal: int = 0
@@ -38,8 +38,8 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True)
 class Settlement:
-    """The work that makes an iteration's update the one that its verdict asks for: `undo` the step with another
-    coefficient, then `step` with the right one."""
+    """The work that settles an iteration by its verdict: `undo` the step with another coefficient, then `step` with the
+    right one."""
 
     undo: bool
     step: bool
@@ -47,21 +47,19 @@ class Settlement:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The work that brings a worker to the end of the iteration after which a generation goes on; to be done in this
-    order.
+    """The work that brings a worker to the end of the iteration after which a generation goes on, in this order.
 
     Attributes:
-        enter: the worker holds nothing: it takes everything from its peers, and nothing else of this is to be done.
-        undo: the last step, which some stage has lost the gradient of.
-        drop: the gradient of that step's iteration.
-        copies: peers that take the reduced gradient, and the peer that each takes it from: those that this worker
-            takes part in, in the order that all peers keep to.
-        slices: likewise, a shard's slice of it each (-1: the numbers that belong to it).
-        verdict: what to settle the iteration by; None: it is committed here, or to be committed `anew` by all.
-        anew: nobody who is left knows the verdict.
-        give: peers of this stage come in and take everything.
-        back: some stage is lost: this worker goes back to its own copy of an earlier state, and nothing else of this is
-            to be done.
+        enter: the worker holds nothing: it takes all state from its peers, and skips the rest.
+        undo: undo the last step: some stage has lost that gradient.
+        drop: discard the gradient of that step's iteration.
+        copies: (receiver, sender) of each copy of the reduced gradient that this worker takes part in, in the order
+            that all peers keep to.
+        slices: likewise for one shard's slice each (-1: the numbers that belong to the gradient).
+        verdict: the verdict to settle the iteration by; None: it is committed here, or to be committed `anew` by all.
+        anew: no survivor knows the verdict.
+        give: peers of this stage come in and take all state.
+        back: some stage is lost: this worker goes back to its own copy of an earlier state, and skips the rest.
     """
 
     enter: bool = False
@@ -77,7 +75,7 @@ class Reconciliation:
 
 @dataclass
 class Standing:
-    """Where one worker stands; written by the training thread only. Illegal moves are refused by AssertionError.
+    """The position of one worker in training; written by the training thread only. Illegal moves raise AssertionError.
 
     Attributes:
         me: this process.
@@ -85,26 +83,24 @@ class Standing:
         epoch: the process groups in use, the last ones between two sets; generation 0 before the first.
         iteration, attempt: the last that were begun; `next_attempt` is the number of the next one.
         under_way: whether that attempt is: its actions count until its gradient is held, or it is given up.
-        done: actions of it that are done, in order; `earlier` counts those of the iteration before, as long as that is
-            not committed.
-        held: the iteration, not committed, whose complete reduced gradient is kept; None: there is none.
+        done: its finished actions, in order; `earlier` counts those of the previous iteration until that is committed.
+        held: the uncommitted iteration whose complete reduced gradient is kept; None: there is none.
         stepped: the last iteration that this worker has stepped, for good or not; -1 for none.
-        committed: the last one that it stepped for good; -1 for none.
+        committed: the last iteration stepped for good; -1 for none.
         saved: the iteration whose step can be undone; None: there is none.
         used: the coefficient of the last step.
-        early: whether the iteration that was held last is stepped before its verdict.
+        early: whether the last held iteration is stepped before its verdict.
         verdict, before: of the last two committed iterations, as far as this worker was there.
         closed: the last iteration whose stage was found closed (`runtime.comm.acknowledgements`), for good or not; -1
             for none.
-        joined_after: the last one that was committed when this worker came in, or came in again; None if it began with
-            all.
-        verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
-        unverified: whether they are still to be compared, since a recovery.
-        passes: the number of the last pass of evaluation, or checkpoint, that the script has asked for; numbers are by
-            the iteration that it comes before, so that workers that come in agree. `evaluated`: that of the last one
-            that is done everywhere, as far as this worker knows.
+        joined_after: the last committed iteration when this worker came in (again); None if it began with all.
+        verified: the iteration before which the peers of this stage were last found equal; -1 for none.
+        unverified: whether a recovery still requires that comparison.
+        passes: the number of the last evaluation pass or checkpoint that the script has asked for. Numbers derive from
+            the iteration that follows, so that joiners agree. `evaluated`: the number of the last one that is done
+            everywhere, as far as this worker knows.
         asked: the last iteration that the script has asked for.
-        promises: what this worker has promised in the generation.
+        promises: this worker's promises in the generation.
     """
 
     me: Process
@@ -133,7 +129,7 @@ class Standing:
     asked: int = -1
     promises: Promises = field(default_factory=lambda: Promises(0))
 
-    # ---- what is told
+    # ---- reports
 
     @property
     def holds(self) -> int:
@@ -146,14 +142,14 @@ class Standing:
         return [verdict for verdict in (self.verdict, self.before) if verdict is not None]
 
     def report(self, **kept: Any) -> Report:
-        """Where this worker stands, for the coordinator, with what it has ``kept``."""
+        """This worker's report to the coordinator, with what it has ``kept``."""
         return Report(self.iteration, self.attempt, self.holds, self.stepped, self.verdict, len(self.done),
                       self.committed, self.earlier, self.asked, **kept)
 
-    # ---- the groups that it trains on
+    # ---- the process groups
 
     def stand_at(self, iteration: int) -> None:
-        """Training begins with ``iteration``; everything before it is committed."""
+        """Training begins with ``iteration``; all earlier ones are committed."""
         self.iteration, self.attempt = iteration, 0
         self.stepped = self.committed = iteration - 1
         self.held = self.saved = None
@@ -162,14 +158,14 @@ class Standing:
         self.done.clear()
 
     def join(self, generation: int) -> None:
-        """A generation begins: nothing was promised in it yet."""
+        """A generation begins, without promises."""
         assert generation > self.epoch.generation, f"generation {generation} comes after generation {self.epoch}"
         self.epoch = Epoch(generation)
         self.promises = Promises(generation)
 
     def roll_back(self) -> int:
-        """A guess was wrong: what was under way is void on all workers. Returns how many actions of the next iteration
-        are lost."""
+        """Roll back after a wrong guess: the attempt under way is void on all workers. Returns the number of lost
+        actions of the next iteration."""
         assert self.held is None and self.stepped == self.committed, "the right step is made before all meet again"
         begun = self.iteration == self.committed + 1
         self.under_way = False
@@ -177,28 +173,28 @@ class Standing:
         return len(self.done) if begun else 0
 
     def renew(self) -> None:
-        """The members of the generation meet again on new groups."""
+        """The generation's members meet again on new groups."""
         self.epoch = Epoch(self.epoch.generation, self.epoch.renewal + 1)
 
-    # ---- what the script asks for
+    # ---- requests of the script
 
     def ask(self, iteration: int) -> None:
-        """For this iteration."""
+        """The script asks for this iteration."""
         self.asked = iteration
 
     def ask_pass(self, iteration: int) -> None:
-        """For another pass before ``iteration`` is trained."""
+        """The script asks for another pass before ``iteration`` is trained."""
         self.passes = max(self.passes, iteration * _PASSES) + 1
 
     # ---- an iteration
 
     @property
     def may_begin(self) -> bool:
-        """Whether the iteration after the last that was stepped may be begun, as far as that hangs on this worker."""
+        """Whether this worker may begin the iteration after the last stepped one."""
         return self.epoch.generation > 0 and not self.under_way and (self.held is None or self.held == self.stepped)
 
     def begin(self, iteration: int) -> None:
-        """An attempt at ``iteration``, the one after the last that was stepped."""
+        """Begin an attempt at ``iteration``, the one after the last stepped."""
         assert iteration == self.stepped + 1, f"iteration {iteration} begins after {iteration - 1}, not {self.stepped}"
         assert self.committed >= iteration - 2, f"iteration {iteration} begins when {iteration - 2} is committed"
         assert self.may_begin, f"an iteration begins in a generation, and with the one before it stepped: {self}"
@@ -209,12 +205,12 @@ class Standing:
         self.done.clear()
 
     def take_up(self, done: Sequence[Action]) -> None:
-        """The attempt that has just begun goes on where an earlier one was given up, after ``done``."""
+        """The new attempt resumes an earlier one after its ``done`` actions."""
         assert self.under_way and not self.done, f"an attempt is taken up at its beginning: {self}"
         self.done[:] = done
 
     def give_up(self) -> None:
-        """The attempt under way, if there is one, goes no further; its actions are counted, and lost."""
+        """The attempt under way, if any, ends here; its actions are counted, and lost."""
         self.under_way = False
 
     def did(self, action: Action) -> None:
@@ -223,13 +219,13 @@ class Standing:
         self.done.append(action)
 
     def check_complete(self, planned: Sequence[Action]) -> None:
-        """Every planned action was done once, in order, before the reduction (promise P1)."""
+        """Assert that all planned actions were done once, in order, before the reduction (promise P1)."""
         if self.done != [action for action in planned if action.kind != "S"]:
             raise AssertionError(f"iteration {self.iteration}: did {self.done}, the plan says {list(planned)}")
 
     @property
     def may_reduce(self) -> bool:
-        """Whether the iteration under way may be reduced: the one before it is committed here."""
+        """Whether the iteration under way may be reduced: the previous one is committed here."""
         return self.under_way and self.held is None and self.committed == self.stepped == self.iteration - 1
 
     def hold(self, iteration: int) -> None:
@@ -239,7 +235,7 @@ class Standing:
         self.held, self.early, self.under_way = iteration, self.mode.staggered, False
 
     def save(self) -> None:
-        """The state that the step of the held iteration changes has been copied."""
+        """A snapshot of the state that the held iteration's step changes has been taken."""
         assert self.held == self.stepped + 1, f"saved is what is about to be stepped: {self}"
         self.saved = self.held
 
@@ -267,11 +263,11 @@ class Standing:
 
     @property
     def rejoins(self) -> bool:
-        """Whether the held iteration is closed here, and others still have to do some of it after a failure."""
+        """Whether the held iteration is closed here, and others still need parts of it after a failure."""
         return self.held is not None and self.held == self.stepped and not self.under_way
 
     def rejoin(self) -> None:
-        """Others go on with the held iteration, which this worker's stage has closed: it takes part in that again."""
+        """Rejoin the held iteration, which this worker's stage has closed and others go on with."""
         assert self.rejoins and self.held == self.committed + 1, f"a closed iteration is stepped and not final: {self}"
         assert self.held is not None
         self.iteration, self.attempt, self.next_attempt = self.held, self.next_attempt, 1
@@ -279,8 +275,8 @@ class Standing:
         self.done.clear()
 
     def commit(self, verdict: Verdict, right: float) -> bool:
-        """The step of the held iteration is the one that ``verdict`` asks for, with the coefficient ``right``: it is
-        final. Returns whether steps are staggered from now on and were not, or the other way round."""
+        """The step of the held iteration is final: ``verdict`` asks for it, with the coefficient ``right``. Returns
+        whether the step mode (staggered or not) changes."""
         assert self.held == self.stepped == verdict.iteration and not differ(self.used, right), (
             f"final is what the verdict asks for, {right} for iteration {verdict.iteration}: {self}")
         self.committed = verdict.iteration
@@ -292,7 +288,7 @@ class Standing:
     # ---- after a failure
 
     def reconciliation(self, resume: Resume) -> Reconciliation:
-        """The work that brings this worker to where all go on."""
+        """The work that brings this worker to the resume point."""
         worker, part, target = self.me.worker, self.me.part or 0, resume.target
         joined = workers_of(resume.joined)
         if worker in joined:
@@ -317,7 +313,7 @@ class Standing:
             verdict=verdict, anew=behind and verdict is None, give=any(other.stage == worker.stage for other in joined))
 
     def drop(self) -> None:
-        """The gradient that was held is thrown away: its iteration is trained again."""
+        """The held gradient is discarded: its iteration is trained again."""
         assert self.held is not None and self.stepped < self.held, f"nothing that is stepped is dropped: {self}"
         self.held = None
 
@@ -328,14 +324,14 @@ class Standing:
         self.held = iteration
 
     def enter(self, verdict: Verdict, mode: StepMode) -> None:
-        """All that a peer has is here too: this worker stands where the peer stood, after ``verdict.iteration``."""
+        """All of a peer's state is here: this worker stands where the peer stood, after ``verdict.iteration``."""
         self.verdict, self.mode = verdict, mode
-        if verdict.iteration > self.committed:  # else it has missed nothing: what it had was not right, say
+        if verdict.iteration > self.committed:  # else no iteration was missed: its state was wrong, say
             self.joined_after = verdict.iteration
         self.stand_at(verdict.iteration + 1)
 
     def go_on(self, resume: Resume) -> None:
-        """All stand at the same place; the next attempt is the one that the coordinator has numbered."""
+        """All stand at the same place; the coordinator has numbered the next attempt."""
         ahead = self.me.worker.stage in resume.closed
         assert self.committed == resume.target == self.stepped - ahead and (
             self.held == (resume.next if ahead else None)), (
@@ -345,11 +341,11 @@ class Standing:
     # ---- checks and evaluations between two iterations
 
     def due(self, iteration: int, every: int) -> bool:
-        """Whether peers are compared before ``iteration``: before one of ``every``, 0 for none, and once; or because a
-        recovery has not."""
+        """Whether peers are compared before ``iteration``: once before every ``every``-th (0: none), or because a
+        recovery has not done it."""
         return self.unverified or (bool(every) and iteration % every == 0 and self.verified != iteration)
 
     def evaluate(self) -> None:
-        """A pass that the script has asked for is done everywhere."""
+        """A pass that the script asked for is done everywhere."""
         assert self.evaluated < self.passes, "a pass that is done is not done again"
         self.evaluated = self.passes

@@ -1,4 +1,4 @@
-"""The state of the membership machine: what its `inputs` change, and what its `decisions` depend on.
+"""The state of the membership machine: changed by its `inputs`, the basis of its `decisions`.
 
 All of it is frozen; a state is replaced, never changed. Times are Unix seconds.
 """
@@ -31,7 +31,7 @@ _UNKNOWN = Job(grid=Grid(1, (1,)))
 class Phase(Enum):
     """FORMING until all are ready; RECOVERING from a decision until its go; TRAINING; ENDED for good.
 
-    RETURNING: a restarted coordinator that waits until its members say where they stand.
+    RETURNING: a restarted coordinator that waits for its members to say where they stand.
     """
 
     FORMING = "forming"
@@ -45,7 +45,7 @@ class Member(Value, frozen=True):
     """A process that stands for a position of the grid; the incarnation is random per process."""
 
     worker: str
-    """Its name (see `names`): the position, with the part of it where a worker is several processes."""
+    """Its name (see `names`): the position, with the part where a worker is several processes."""
     rank: int
     incarnation: str
     pid: int
@@ -59,7 +59,7 @@ class Said(Value, frozen=True):
     incarnation: str
     fault: Fault
     number: int = 0
-    """The number of the error that the process waits in; 0: it does not wait."""
+    """The number of the error in which the process waits; 0: it does not wait."""
 
 
 class Closing(Value, frozen=True, omit_defaults=True):
@@ -68,17 +68,17 @@ class Closing(Value, frozen=True, omit_defaults=True):
     message: str
     status: int = 1
     again: bool = False
-    """Whether the script may do better if it is started again."""
+    """Whether a restart of the script may do better."""
     missing: tuple[int, ...] = ()
-    """Stages that nobody holds: the others save what they hold, and no checkpoint."""
+    """Stages that no member holds: the others save their state, and no checkpoint."""
     saved: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)
-    """By member where its part of the checkpoint is, and why it is not written, if it is not."""
+    """By member the place of its part of the checkpoint, and the reason if it is not written."""
 
 
 class Redo(Value, frozen=True):
     """The rest of an interrupted iteration: `iteration`, and its `plan` once that is `known`; then None means that the
-    iteration is begun anew. `done`: how many actions of it each worker has done. `provisional`: some were done before
-    the iteration ahead was committed there. `ahead`: the same of the iteration after it."""
+    iteration begins anew. `done`: finished actions by worker. `provisional`: some were done before the previous
+    iteration was committed there. `ahead`: the same for the iteration after it."""
 
     iteration: int
     done: Mapping[str, int]
@@ -90,34 +90,34 @@ class Redo(Value, frozen=True):
 
 @dataclass(frozen=True)
 class Absent:
-    """Who is out, and who is about to be."""
+    """Processes that are out, or about to be."""
 
     out: Mapping[str, FailureKind] = field(default_factory=dict)
-    """Positions without a worker, and how they came to be."""
+    """Positions without a worker, and why."""
     fenced: frozenset[str] = frozenset()
-    """Incarnations that were declared out; they are never members again."""
+    """Incarnations that were declared out; they never become members again."""
     stranded: Mapping[str, Member] = field(default_factory=dict)
     """Live processes without work, by name: the other parts of a worker that has lost one. They come in again together
-    with a joiner in that one's place."""
+    with a joiner for the lost part."""
     given_up: frozenset[str] = frozenset()
-    """Positions that are out and that no launcher will start again."""
+    """Empty positions that no launcher will start again."""
     outs: Mapping[str, Out] = field(default_factory=dict)
-    """By rank (as text) the command to its launcher about the last process that was declared out."""
+    """By rank (as text) its launcher's command about the last process declared out."""
     leaving: frozenset[str] = frozenset()
     """Incarnations of members that have asked to leave at a boundary."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Who wants to come in, and who has just come."""
+    """Joiners and newly joined members."""
 
     joiners: Mapping[str, Member] = field(default_factory=dict)
-    """Processes that want to come in, by name; they wait for a boundary."""
+    """Processes that ask to come in, by name; they wait for a boundary."""
     prepared: frozenset[str] = frozenset()
-    """Incarnations of joiners and stranded ones whose model and engine are built, and who stand still."""
+    """Incarnations of joiners and stranded processes that stand still with model and engine built."""
     unproven: Mapping[str, FailureKind] = field(default_factory=dict)
-    """Members that came in with this generation and have not acknowledged their peers' state yet; with each the
-    reason why its position was empty."""
+    """Members that came in with this generation and have not acknowledged their peers' state yet; with each the reason
+    why its position was empty."""
 
 
 @dataclass(frozen=True)
@@ -125,33 +125,33 @@ class Moving:
     """Processes that take over a position of another stage."""
 
     moves: Mapping[str, str] = field(default_factory=dict)
-    """Moves under way: the empty position of another stage, and the incarnation of the member that is to take it."""
+    """Moves under way: by empty position of another stage, the incarnation of the member that is to take it."""
     move: int = 0
-    """The number of these moves; all that are begun at once have the same."""
+    """The number of these moves; moves begun together share it."""
     moves_due: bool = False
     """Whether the membership has changed, other than by a move, since moves were begun."""
     fruitless: int = 0
-    """Moves in a row whose process has failed."""
+    """Consecutive moves whose process has failed."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Ranks (as text) whose process of a move was given up, and the number of that move."""
 
 
 @dataclass(frozen=True)
 class Forming:
-    """What processes have told before generation 1."""
+    """Facts from the processes before generation 1."""
 
     models: Mapping[str, Model] = field(default_factory=dict)
     """The facts that processes with the same model must have alike, by `forming.model_key`."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank of every name of the grid."""
     learnt: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
-    """By rank (as text), all that its process was told by others before training began."""
+    """By rank (as text) the set-up record of its process."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process ended well before it said hello."""
     descriptions: Mapping[str, Description] = field(default_factory=dict)
     """Each ready worker's description of the job, by position, until generation 1."""
     samples: Mapping[str, str] = field(default_factory=dict)
-    """For each kind of model the first worker that was ready, until generation 1."""
+    """For each kind of model the first ready worker, until generation 1."""
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ class Progress:
 
 @dataclass(frozen=True)
 class Tries:
-    """What was tried again since an iteration was committed."""
+    """Retries since an iteration was committed."""
 
     mended: int = 0
-    """Generations with the same members in a row, without a committed iteration in between."""
+    """Consecutive generations with the same members, without a committed iteration in between."""
     retries: int = 0
-    """Generations that were begun because a recovery has failed, since an iteration was committed."""
+    """Generations begun after a failed recovery, since an iteration was committed."""
     fallback: str | None = None
-    """The policy that plans are made by instead of the job's, since a recovery has failed."""
+    """The policy for plans in place of the job's, since a recovery has failed."""
     restoring: Mapping[str, int] = field(default_factory=dict)
     """Positions of a lost stage whose processes are being started, and the number of that (as of a move)."""
     restores: int = 0
@@ -184,10 +184,10 @@ class Tries:
 
 @dataclass(frozen=True)
 class Script:
-    """What came of the script itself."""
+    """Outcomes of the script itself."""
 
     faults: tuple[Said, ...] = ()
-    """Errors of scripts, the latest ones, in their order."""
+    """The latest errors of scripts, in order."""
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
     asked: tuple[int, str] | None = None
@@ -196,7 +196,7 @@ class Script:
 
 @dataclass(frozen=True)
 class Round:
-    """What is of one generation alone."""
+    """State of one generation alone."""
 
     acknowledged: frozenset[str] = frozenset()
     """Unproven members that have acknowledged, while another part of their worker has not."""
@@ -206,9 +206,9 @@ class Round:
     """Members that stand at the boundary, and since when."""
     reports: Mapping[str, Report] = field(default_factory=dict)
     plan: PlanFile | None = None
-    """The plan of this generation, from when it is made; another one once all have adopted that."""
+    """This generation's plan, once made; replaced when all have adopted another."""
     redo: Redo | None = None
-    """The rest of the iteration that the generation begins with; None: nobody has asked for its plan."""
+    """The rest of the iteration that the generation begins with; None: its plan was not asked for."""
     returned: frozenset[str] = frozenset()
     """RETURNING: members that have said they are in the current generation."""
     resumed: Mapping[str, float] = field(default_factory=dict)
@@ -216,9 +216,9 @@ class Round:
     """Positions whose script has ended well; they stand by until all have."""
     adopted: Mapping[str, str] = field(default_factory=dict)
     offered: Offer | None = None
-    """The offer of a plan that not all members are known to have adopted."""
+    """The offered plan, until all members are known to have adopted it."""
     better: tuple[PlanFile, float] | None = None
-    """The plan that is offered when they have, and the milliseconds that the search for it took."""
+    """The next plan to offer, and the milliseconds that the search for it took."""
     hints: Mapping[str, str] = field(default_factory=dict)
     """The communication error that each member has met in this generation."""
     spared: frozenset[str] = frozenset()
@@ -234,9 +234,9 @@ class State:
 
     size: int
     host: str = ""
-    """The host that the coordinator is on, as its members would name it; empty: nobody knows."""
+    """The coordinator's host, as its members would name it; empty: unknown."""
     shape: Shape | None = None
-    """What this life of the job has to have in common with the one before; None: it is the first."""
+    """What this life of the job must have in common with the one before; None: it is the first."""
     phase: Phase = Phase.FORMING
     generation: int = 0
     known: Mapping[str, Member] = field(default_factory=dict)
@@ -248,25 +248,25 @@ class State:
     round: Round = Round()
     moving: Moving = Moving()
     stood_since: float | None = None
-    """When the first member began to wait for those that came in with this generation."""
+    """When the first member began to wait for this generation's joiners."""
     forming: Forming = Forming()
     description: Job | None = None
     go: Go | None = None
-    """The last announced go, to be told again to a worker that lost its connection."""
+    """The last announced go, repeated to a worker that lost its connection."""
     resume: Resume | None = None
     """The last resume point that was announced."""
     ended: tuple[int, str, bool] | None = None
-    """Status and message of the end, and whether the script may do better if it is started again."""
+    """Status and message of the end, and whether a restart of the script may do better."""
     since: float | None = None
-    """When the failure happened that is being recovered from; of several, the first."""
+    """Time of the failure that is being recovered from; of several, the first."""
     progress: Progress = Progress()
     offers: int = 0
     tries: Tries = Tries()
     script: Script = Script()
     checkpoints: tuple[Checkpoint, ...] = ()
-    """The newest checkpoints that are whole, the last one last."""
+    """The newest whole checkpoints, the last one last."""
     closing: Closing | None = None
-    """The end that this generation is for, if it does not train."""
+    """The end that this generation prepares, if it does not train."""
 
     @property
     def job(self) -> Job:
@@ -284,7 +284,7 @@ class State:
 
     @property
     def failed(self) -> frozenset[str]:
-        """Workers that are out, wholly or in part: to the planner that is the same."""
+        """Workers that are out, wholly or in part: the planner makes no difference."""
         return frozenset(map(str, workers_of(self.absent.out)))
 
     @property
@@ -297,7 +297,7 @@ class State:
         return {name: self.members[name].incarnation for name in in_order(self.members)}
 
     def reachable(self) -> tuple[str, ...]:
-        """Incarnations of all that are told of a new generation: members and stranded ones."""
+        """Incarnations to inform of a new generation: members and stranded processes."""
         stranded = self.absent.stranded
         return (*self.incarnations().values(), *(stranded[name].incarnation for name in in_order(stranded)))
 
@@ -308,11 +308,11 @@ class State:
         return current if current is not None and current.incarnation == incarnation else None
 
     def ms(self, now: float) -> float | None:
-        """Milliseconds since the failure, None when there was none."""
+        """Milliseconds since the failure; None without one."""
         return None if self.since is None else round((now - self.since) * 1000, 3)
 
     def with_(self, **changes: Any) -> State:
-        """With other values of these fields, its own or those of its parts."""
+        """A copy with new values of these fields, its own or those of its parts."""
         own, parts = dict[str, Any](), dict[str, dict[str, Any]]()
         for name, value in changes.items():
             if name in PART_OF:
@@ -322,11 +322,11 @@ class State:
         return replace(self, **own, **{part: replace(getattr(self, part), **values) for part, values in parts.items()})
 
     def value(self, name: str) -> Any:
-        """Of a field, its own or one of its parts'."""
+        """The value of a field, its own or one of its parts'."""
         return getattr(getattr(self, PART_OF[name]) if name in PART_OF else self, name)
 
     def next_generation(self, **changes: Any) -> State:
-        """The state in generation g+1: with ``changes``, and without whatever was of g alone."""
+        """The state in generation g+1, with ``changes`` and without the `Round` of g."""
         return replace(self, generation=self.generation + 1, round=Round(), closing=None).with_(**changes)
 
 

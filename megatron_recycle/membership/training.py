@@ -1,7 +1,7 @@
-"""The part of the membership machine that follows training between two changes.
+"""Training between two membership changes, as the coordinator follows it: workers that have resumed, committed
+iterations, the offered plan in use.
 
-Training as the coordinator follows it: workers that have resumed, committed iterations, the offered plan in use. Pure,
-like `machine`.
+A part of the membership machine. Pure, like `machine`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_recycle.plan.plan_file import PlanFile
 
 
 def begin(state: State) -> State:
-    """The state at a go. The iteration that generation 1 starts from (a checkpoint) was not committed in this run."""
+    """The state at a go. Generation 1's first target (a checkpoint) was not committed in this run."""
     if state.generation > 1 or state.resume is None:
         return state
     target = state.resume.target
@@ -29,7 +29,7 @@ def begin(state: State) -> State:
 
 
 def planned_event(state: State, plan: PlanFile, plan_ms: float, now: float) -> dict[str, Any]:
-    """The line of events.jsonl about a plan, without the plan's actions."""
+    """The event of a plan, without its actions."""
     return {
         "event": "planned",
         "t": now,
@@ -61,7 +61,7 @@ def reconciled_event(state: State, resume: Resume, now: float) -> dict[str, Any]
 
 
 def resumed(state: State, happened: Resumed, now: float) -> Step:
-    """When the last member has begun its first action, the recovery is over and the search for a better plan
+    """A member has begun its first action. With the last one the recovery is over and the search for a better plan
     begins: not before, because it would take processor time from the recovery."""
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
@@ -87,14 +87,14 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
         decisions += [records.resumed(state, event), Emit(event)]
     reached = {name: max(state.progress.committed_by.get(name, -1), resume.target) for name in state.members}
     state, more = committed_by_all(state.with_(since=None, committed_by=reached), now)
-    # The plan may be missing after a coordinator has come back: nothing better is looked for then.
+    # Without a plan (possible after a coordinator restart) there is no search for a better one.
     search = () if plan is None else (Improve(state.generation, state.failed, plan),)
     sought = (one for each in IN_FORCE for one in each.seek(state))
     return state, (*decisions, *more, *search, *sought)
 
 
 def committed(state: State, happened: Committed, now: float) -> Step:
-    """A step that was made stays made, so its generation does not matter."""
+    """A member has committed an iteration. Commits are never undone, so the message's generation does not matter."""
     member = state.member(happened.incarnation)
     if member is None or happened.iteration <= state.progress.committed_by.get(member.worker, -1):
         return state, ()
@@ -109,7 +109,7 @@ def committed(state: State, happened: Committed, now: float) -> Step:
 
 
 def committed_by_all(state: State, now: float) -> Step:
-    """Tell of each iteration that the slowest member has now reached."""
+    """Emit the event of each iteration that the slowest member has now reached."""
     reached = [state.progress.committed_by.get(name, -1) for name in state.members]
     slowest = min(reached, default=-1)
     state = state.with_(behind=sum(iteration <= max(slowest, state.progress.committed) for iteration in reached))
@@ -134,8 +134,8 @@ def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]
 
 
 def improved(state: State, happened: Improved, now: float) -> Step:
-    """A better plan is offered; the workers adopt it together at a boundary. Not while a switch is on offer: that
-    begins with the best plan that is known anyway. While another plan is being adopted it waits."""
+    """A better plan is offered; the workers adopt it together at a boundary. It is rejected while a switch is on offer,
+    which begins with the best known plan anyway, and waits while another plan is being adopted."""
     if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.round.switch:
         return state, ()
     if not all(each.takes(state, happened.plan) for each in IN_FORCE):
@@ -154,7 +154,7 @@ def _offer(state: State, plan: PlanFile, plan_ms: float, now: float) -> Step:
 
 
 def adopted(state: State, happened: Adopted, now: float) -> Step:
-    """One event when all members use the offered plan; then the next one, if one was found meanwhile."""
+    """A member uses the offered plan. Once all do, one event; then the next offer, if a plan was found meanwhile."""
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
         return state, ()

@@ -1,5 +1,5 @@
-"""The verdict on an iteration, which all workers learn once every stage holds its gradient, and the step mode that
-follows from it."""
+"""The verdict on an iteration, known to all workers once every stage holds its gradient, and the resulting step
+mode."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Verdict(Value, frozen=True):
         iteration: the iteration.
         loss: mean loss of the global batch.
         weight: sum over the global batch of the first number that each micro-batch reports (tokens); 0 for none.
-        norm_squares: squared gradient norm of each stage, as the framework counts it; of each of its parts where
-            workers have several, stage by stage.
-        guesses: the coefficient with which each of them stepped, or would have, before it knew the others' norms.
+        norm_squares: squared gradient norm of each stage by the framework's count; of each part where workers have
+            several, stage by stage.
+        guesses: the coefficient of each one's step, or intended step, before it knew the others' norms.
         zeros: elements of the whole gradient that are zero, if the framework counts them.
     """
 
@@ -30,13 +30,13 @@ class Verdict(Value, frozen=True):
     zeros: float = 0.0
 
     def refutes(self, right: float) -> bool:
-        """Whether some stage guessed another coefficient than ``right``, the one that this verdict asks for."""
+        """Whether some stage guessed another coefficient than ``right``, which this verdict asks for."""
         return any(differ(guess, right) for guess in self.guesses)
 
 
 def differ(one: float | None, other: float) -> bool:
-    """Whether two coefficients differ. Compared as text: one that is not a number differs from itself as a value, and
-    is right if the guess was none either."""
+    """Whether two coefficients differ. Compared as text: NaN differs from itself as a value, and is right if the guess
+    was NaN too."""
     return str(one) != str(other)
 
 
@@ -44,14 +44,14 @@ class StepMode(Value, frozen=True):
     """Whether stages step at once or wait for the verdict: decided anew for every iteration, alike on all workers.
 
     A stage that steps before it knows the others' gradient norms is wrong whenever clipping is active, and every wrong
-    step throws away the work on the next iteration. So stages wait while guesses are often wrong. The choice depends on
-    nothing but the verdicts so far, which are the same everywhere, so all workers switch at the same iteration without
-    a word between them.
+    step throws away the work on the next iteration. So stages wait while guesses are often wrong. The choice depends
+    only on the verdicts so far, which are the same everywhere, so all workers switch at the same iteration without
+    communication.
 
     Attributes:
         wanted: whether steps may be staggered at all.
         staggered: whether the next one is.
-        wrong: whether some stage guessed wrong, of the last iterations since the choice changed, the last one last.
+        wrong: whether some stage guessed wrong, by iteration since the choice changed, the last one last.
     """
 
     wanted: bool = True
@@ -60,11 +60,11 @@ class StepMode(Value, frozen=True):
 
     @classmethod
     def of(cls, wanted: bool) -> StepMode:
-        """The mode that a job begins with."""
+        """The first mode of a job."""
         return cls(wanted, wanted)
 
     def after(self, wrong: bool) -> StepMode:
-        """The mode of the next iteration, once some guess of this one was ``wrong``, or none."""
+        """The mode of the next iteration; ``wrong``: some guess of this one was."""
         if not self.wanted:
             return self
         known = self.seen(wrong)
@@ -78,5 +78,5 @@ class StepMode(Value, frozen=True):
         return (*self.wrong, wrong)[-_WINDOW:]
 
     def like(self, other: StepMode) -> StepMode:
-        """The mode of a worker that comes in, where a peer's is ``other``."""
+        """The mode of a joiner, where a peer's is ``other``."""
         return StepMode(self.wanted, other.staggered, other.wrong)

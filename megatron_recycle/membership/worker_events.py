@@ -1,4 +1,4 @@
-"""The events that a worker may say; none has the name of one that the coordinator decides on."""
+"""Events that workers may send; none shares its name with an event of the coordinator's decisions."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Rebuilt(Value, frozen=True, tag_field="event", tag="rebuilt", forbid_unkno
 
 
 class Hint(Value, frozen=True, tag_field="event", tag="hint"):
-    """A worker has met an error of communication. The coordinator passes it on; no worker says it as an event."""
+    """A worker has met a communication error. The coordinator passes it on; workers do not send it as an event."""
 
     generation: int
     error: str
 
 
 class JoinRefused(Value, frozen=True, tag_field="event", tag="refuses_itself", forbid_unknown_fields=True):
-    """A process that wants to join finds that it cannot."""
+    """A joiner finds that it cannot join."""
 
     reason: str
 
