@@ -1,6 +1,6 @@
 """The control plane: the coordinator's process, and the agent in every worker. Sockets, clocks, threads and disk.
 
-It carries out what `membership` decides. Standard library, the plan, the planner, measured numbers and membership only.
+It executes `membership`'s decisions. Standard library, the plan, the planner, measured numbers and membership only.
 """
 
 from megatron_recycle.control.agent import Agent

@@ -1,18 +1,18 @@
-"""Who comes to the control server: a few are let in at a time, the latest first, and those who are in and have not said
-hello are strangers.
+"""Admission to the control server: a few connections are admitted at a time, the latest first. An admitted connection
+without a hello is a stranger.
 
-To let somebody in costs some tenths of a millisecond. A crowd that comes at once and is let in as a whole holds up all
-who are in already, and each who comes after it for seconds. So whoever comes waits outside, at next to no cost; the
-event loop lets a few in, hears those that are in, and lets in the next. If too many wait outside, or one waits too
-long, the oldest is turned away: a process of the job's comes again at once, and is the latest then.
+Admitting a connection costs some tenths of a millisecond. A crowd that is admitted at once holds up all existing
+connections, and each later one for seconds. So connections wait in a queue, at next to no cost; the event loop admits a
+few, serves the admitted ones, and admits the next. If the queue is too long, or a wait too long, the oldest is turned
+away: a process of the job comes again at once, and is then the latest.
 
 A process with the token says hello within milliseconds; a stranger stays until its time is over. So where there are too
-many, the oldest one has to go, of the address that has most of them: neither one address nor many can keep out a
-process with the token.
+many, the oldest of the most frequent address has to go: neither one address nor many can keep out a process with the
+token.
 
-A host that joins with the lesser secret is a guest. It may write to the job's store what its workers need there, no
-more: the part of the generation in force, as long as one of its members has joined so, since there the members meet.
-Keys that a process with the job's token has written stay as they are. All can be read: a script may wait for any.
+A host that joins with the lesser secret is a guest. It may write to the job's store only where its workers need it: the
+part of the generation in force, as long as one of its members has joined as guest, since there the members meet. Keys
+written with the job's token stay as they are. All keys can be read: a script may wait for any.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from megatron_recycle.membership.state import State
 Stranger = TypeVar("Stranger", bound=Hashable)
 
 _BACKLOG = 4096
-"""Connections that wait to be accepted: one that finds no room is tried again by its kernel after a second."""
+"""Connections in the kernel's queue; beyond it the peer's kernel retries after a second."""
 _AT_ONCE = 32
-"""How many are let in before those that are in are heard again."""
+"""How many are admitted before the admitted ones are served again."""
 _LONGEST_S = 0.3
-"""Seconds that one waits outside, where there are more than can be let in."""
+"""Seconds that a connection may wait while more come than can be admitted."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _READS = ("get", "wait", "around", "check", "count", "list")
 _PAUSE = 1.0
-"""Seconds without any accepted, when there is no descriptor or memory for one."""
+"""Seconds without accepting, when there is no descriptor or memory left."""
 
 
 class AcceptQueue:
-    """Lets connections in, from `open` to `close`. Both are called in the event loop.
+    """Accepts connections, from `open` to `close`. Both are called in the event loop.
 
     Args:
-        listener: a socket that is bound.
-        room: how many may wait outside.
-        host: makes the protocol of one that is let in.
-        turned_away: is told the address of one that is not.
+        listener: a bound socket.
+        room: how many may wait in the queue.
+        host: makes the protocol of an admitted connection.
+        turned_away: called with the address of a rejected one.
     """
 
     def __init__(self, listener: socket.socket, room: int, host: Callable[[], asyncio.Protocol],
@@ -74,7 +74,7 @@ class AcceptQueue:
         self._watch()
 
     def close(self) -> None:
-        """Listen no more; who waits outside is turned away."""
+        """Stop listening; waiting connections are turned away."""
         self._loop.remove_reader(self._listener)
         self._listener.close()
         while self._outside:
@@ -85,7 +85,7 @@ class AcceptQueue:
             self._loop.add_reader(self._listener, self._knocked)
 
     def _knocked(self) -> None:
-        """Take in all who stand at the kernel's door: there they could not be told apart."""
+        """Accept all connections from the kernel's queue, where they cannot be distinguished."""
         first = not self._outside
         for _ in range(_BACKLOG):
             try:
@@ -97,7 +97,7 @@ class AcceptQueue:
                 if error.errno in _FULL:
                     self._loop.remove_reader(self._listener)
                     self._loop.call_later(_PAUSE, self._watch)
-                break  # nobody any more; or one that has gone again
+                break  # queue empty, or the connection has gone again
             self._outside.append((connection, str(address[0]), self._loop.time()))
             if len(self._outside) > self._room:
                 self._turn_away()
@@ -131,10 +131,10 @@ class AcceptQueue:
 
 
 class Unauthenticated(Generic[Stranger]):
-    """Those who are in and have not said hello, in order of arrival.
+    """Admitted connections without a hello, in order of arrival.
 
     Args:
-        room: how many may be there at a time.
+        room: how many there may be at a time.
     """
 
     def __init__(self, room: int) -> None:
@@ -146,7 +146,7 @@ class Unauthenticated(Generic[Stranger]):
         return len(self._sources)
 
     def came(self, stranger: Stranger, source: str) -> Stranger | None:
-        """One more; returns who has to go for it, if the room is full."""
+        """Add one; returns the one to remove for it, if the room is full."""
         self._sources[stranger] = source
         self._from[source] += 1
         if len(self._sources) <= self._room:
@@ -165,7 +165,7 @@ class Unauthenticated(Generic[Stranger]):
 
 
 def part(state: State) -> str:
-    """Where in the store guests meet the others; "" if none of them is a member."""
+    """The part of the store where guests meet the others; "" if no guest is a member."""
     members = state.incarnations() if state.go is None else state.go.members
     if not any(incarnation.startswith(GUEST) for incarnation in members.values()):
         return ""
@@ -173,7 +173,7 @@ def part(state: State) -> str:
 
 
 def of_guests(state: State, rank: int, pid: int | None = None) -> bool:
-    """Whether a host that has joined may speak of this rank: its process is one that has joined, or is unknown."""
+    """Whether a guest may speak for this rank: the rank's process is a guest too, or unknown."""
     processes = state.members if pid is None else state.known
     return all(one.incarnation.startswith(GUEST) or pid not in (None, one.pid)
                for one in processes.values() if one.rank == rank)
@@ -181,13 +181,13 @@ def of_guests(state: State, rank: int, pid: int | None = None) -> bool:
 
 @dataclass
 class GuestPermissions:
-    """Remembers which keys guests have written, in the part that they write to now."""
+    """Remembers the keys that guests have written, in the current part."""
 
     _part: str = ""
     _written: set[str] = field(default_factory=set)
 
     def refusal(self, ask: Ask, part: str, there: Callable[[str], bool]) -> str:
-        """Why this ask of a guest's is not carried out; "" if it is. ``there``: whether a key has a value."""
+        """Why a guest's request is refused; "" if it is not. ``there``: whether a key has a value."""
         if ask.op in _READS:
             return ""
         if part != self._part:
@@ -202,7 +202,7 @@ class GuestPermissions:
         return ""
 
     def tellable(self, ask: Ask, part: str, there: Callable[[str], bool]) -> Ask:
-        """What counts of all that a guest tells a coordinator which has come back."""
+        """The permitted part of a guest's knowledge for a restarted coordinator."""
         told = [each for each in zip(ask.keys, ask.values, ask.stamps)
                 if not self.refusal(Ask("set", (each[0],)), part, there)]
         return replace(ask, keys=tuple(key for key, _, _ in told), values=tuple(value for _, value, _ in told),

@@ -1,8 +1,8 @@
 """The worker's side of membership: a thread that the training thread cannot block.
 
-The training thread polls `stop_generation` between two actions (an attribute read, no lock), reports when it
-stands still, and waits for the go of the next generation. `on_stop` runs in the agent's own thread the moment
-a stop arrives, so that transports are aborted under a training thread that hangs in one.
+The training thread polls `stop_generation` between two actions (an attribute read, no lock), reports when it stands
+still, and waits for the go of the next generation. `on_stop` runs in the agent's own thread the moment a stop arrives,
+so that transports are aborted under a training thread that hangs in one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from megatron_recycle.membership.worker_events import WorkerEvent
 from megatron_recycle.observe.stacks import stacks
 
 _EXPENDABLE = (Said, Heartbeat, Measured, LogsNow, Stacks)
-"""Messages that the job can do without."""
+"""Expendable messages."""
 _GLANCE = 0.5
 """Seconds between looks at the connection while the training thread waits."""
 
@@ -69,15 +69,15 @@ class Agent:
         worker: position "d:s" in the grid.
         rank: global rank.
         incarnation: random text, different for every process that ever stands at this position.
-        heartbeat_interval: seconds between signs of life.
+        heartbeat_interval: seconds between heartbeats.
         on_stop: called with a `Stop` in the agent's thread at once; it must return soon.
         on_end: called with an `End` in the agent's thread at once.
-        patience: seconds that a waiting training thread bears a coordinator that cannot be reached, be it for the
-            coordinator or for other workers that it waits.
+        patience: seconds without a connection to the coordinator that a waiting training thread tolerates, whether it
+            waits for the coordinator or for other workers.
         joining: the job runs already, and this process waits to be taken in.
         link: makes the connection, from the arguments of `Link`.
         on_connect: called in the agent's thread whenever a coordinator is reached (again); it must return soon.
-        memory: what this process has in common with others of its host; None: it fetches for itself.
+        memory: the host memory; None: this process fetches parcels for itself.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Agent:
         self.stop_generation = 0
         """Highest generation announced by a stop; the training thread polls it between actions."""
         self.progress: Callable[[], Mapping[str, Any]] | None = None
-        """Says where the training thread is, with every sign of life; asked in the agent's thread."""
+        """Returns the training thread's position, for each heartbeat; called in the agent's thread."""
         self.doing: Callable[[], Mapping[str, Any]] | None = None
-        """Says what the training thread is in and for how long (`detectors.Doing`); asked in the agent's thread."""
+        """Returns the training thread's activity and its duration (`detectors.Doing`); called in the agent's thread."""
         self.handles_sigterm: Callable[[], bool] = lambda: False
-        """Whether the script has a SIGTERM handler of its own; told with every sign of life."""
+        """Whether the script has its own SIGTERM handler; sent with each heartbeat."""
         self.ended: End | None = None
         """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
         self.offer: Offer | None = None
@@ -115,8 +115,8 @@ class Agent:
         self.missing = 0
         """Positions that the last stop left without a process."""
         self.outside = joining
-        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. So does a part of
-        a worker that has lost another part, until there is one again."""
+        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. True also for a
+        stranded part of a worker."""
         self._heard = self._errors = self._answered = 0
         self._noted: tuple[int, str] | None = None
         self._leave_asked = self._leave_told = False
@@ -163,23 +163,23 @@ class Agent:
 
     @property
     def breaks_off(self) -> bool:
-        """Whether what all ranks do together outside of training is to be given up: one of them is gone, or has left it
-        for a newer generation. Not at the end of the job, when the script may still go on."""
+        """Whether a collective of all ranks outside of training must be cancelled: a rank is gone, or has left it for a
+        newer generation. Not at the end of the job, when the script may still go on."""
         return self.missing > 0 or self.ended is None
 
     @property
     def out_of_reach(self) -> bool:
-        """Whether there is no connection to the coordinator at present."""
+        """Whether the coordinator is disconnected at present."""
         return self._link.lost_since is not None
 
     def start(self) -> None:
-        """Connect, in the background, and give signs of life from now on."""
+        """Connect, in the background, and send heartbeats from now on."""
         self._link.start()
 
     def ready(self, description: Description, report: Report,
               learnt: Sequence[Mapping[str, Any]] = ()) -> None:
-        """The engine is built. `description` must be equal on all workers; then `wait_go(1)`. `learnt` is what this
-        process was told by others until now, for one that joins later."""
+        """The engine is built. `description` must be equal on all workers; then `wait_go(1)`. `learnt` is this
+        process's set-up record, for a later joiner."""
         self._say(inputs.Ready(self.incarnation, description, report, tuple(map(dict, learnt))))
 
     def enter_again(self, report: Report) -> Go | None:
@@ -218,8 +218,8 @@ class Agent:
         self._send_kept(inputs.Boundary(self.incarnation, generation, iteration, time.time()))
 
     def leave(self) -> None:
-        """Ask to leave at the next boundary; until then go on. Safe in a signal handler: told with the next sign of
-        life."""
+        """Ask to leave at the next boundary; until then go on. Safe in a signal handler: sent with the next
+        heartbeat."""
         self._leave_asked = True
 
     @property
@@ -248,8 +248,8 @@ class Agent:
         return self._go if self.stop_generation <= generation else None
 
     def holds(self, generation: int, received: inputs.Received) -> None:
-        """This process, which came in with `generation`, has all of its stage's state, checked; `received` says what
-        it took (bytes, ms)."""
+        """This process, which came in with `generation`, has all of its stage's state, checked; `received` is the size
+        of the copy (bytes, ms)."""
         self._send_kept(inputs.Holds(self.incarnation, generation, received))
 
     def resumed(self, generation: int, t: float | None = None) -> None:
@@ -266,23 +266,23 @@ class Agent:
         self._link.send(Said(event))
 
     def logs_from(self, offset: int) -> None:
-        """This process writes the job's log from now on; `offset`: bytes that its own log has already."""
+        """This process is the logging rank from now on; `offset`: bytes that its own log has already."""
         self._link.send(LogsNow(offset))
 
     def measured(self, iterations: Sequence[Mapping[str, float]], lags: Sequence[Lags],
                  memory: Profiled | None) -> None:
-        """Tell the planner what was measured here since the last time: seconds by kind of work of each of
-        `iterations`; when messages left and came (`lags`); bytes (``memory``), if they were measured anew."""
+        """Send the measurements since the last call to the planner: seconds by kind of work of each of `iterations`;
+        when messages left and came (`lags`); bytes (``memory``), if measured anew."""
         self._link.send(Measured(tuple(iterations), tuple(lags), memory))
 
     def hint(self, generation: int, error: str) -> None:
-        """A communication error: never a verdict, since errors cascade. If nobody turns out to have failed, a new
-        generation with the same members follows."""
+        """A communication error: never a verdict, since errors cascade. If no failure explains it, a new generation
+        with the same members follows."""
         self._send_kept(inputs.Hinted(self.incarnation, generation, error))
 
     def raised(self, fault: Fault) -> bool:
-        """The training thread has met this error. Returns when the coordinator has decided what follows, or cannot be
-        reached for `patience` seconds; whether this worker is to go on without what it did, in the next generation."""
+        """The training thread has met this error. Returns once the coordinator has decided, or cannot be reached for
+        `patience` seconds: whether this worker goes on in the next generation, without the failed work."""
         number = self._errors = self._errors + 1
         self._send_kept(inputs.Raised(self.incarnation, fault, time.time(), number))
         try:
@@ -292,15 +292,15 @@ class Agent:
         return True
 
     def saved(self, generation: int, place: str, error: str) -> None:
-        """This worker's part of a last checkpoint is at ``place``, or, with an ``error``, nowhere; wait for the end of
-        the job. Returns if another generation comes instead. Raises JobEnded."""
+        """This worker's part of a last checkpoint is at ``place``, or, with an ``error``, not written; wait for the end
+        of the job. Returns if another generation comes instead. Raises JobEnded."""
         self._send_kept(inputs.Saved(self.incarnation, generation, place, error))
         self._wait(lambda: self.stop_generation > generation, None, "the end of the job")
 
     def written(self, generation: int, iteration: int, place: str, facts: Mapping[str, Any] | None = None) -> bool:
-        """All parts of the checkpoint at ``place``, of the state after ``iteration``, are there; ``facts`` are what one
-        has to know beside to go back to it, None if nobody can. Returns whether the coordinator has noted that, as soon
-        as it has; not if another generation comes instead. Raises JobEnded."""
+        """All parts of the checkpoint at ``place``, of the state after ``iteration``, are there; ``facts`` are needed
+        besides to go back to it, None if that is impossible. Returns True once the coordinator has noted that; False if
+        another generation comes instead. Raises JobEnded."""
         self._noted = None
         self._send_kept(inputs.Written(self.incarnation, generation, iteration, place, facts))
         noted = generation, place
@@ -308,7 +308,7 @@ class Agent:
         return self._noted == noted
 
     def unreadable(self, generation: int, place: str, why: str) -> None:
-        """This worker cannot load its part of the checkpoint at ``place``: the coordinator decides what follows."""
+        """This worker cannot load its part of the checkpoint at ``place``: the coordinator decides the consequence."""
         self._send_kept(inputs.Unreadable(self.incarnation, generation, place, why))
 
     def unwritten(self, generation: int, why: str) -> None:
@@ -320,14 +320,14 @@ class Agent:
         self._send_kept(inputs.Adopted(self.incarnation, generation, iteration, digest))
 
     def unlent(self, generation: int, stage: int, why: str) -> None:
-        """The plan on offer is not taken here: it lends layers of ``stage`` that cannot be lent."""
+        """The offered plan is declined here: it lends layers of ``stage`` that cannot be lent."""
         self._send_kept(inputs.Unlent(self.incarnation, generation, stage, why))
 
     def finished(self, timeout: float | None = None) -> bool:
-        """The script has nothing more to do; stand by until that is so everywhere.
+        """The script has ended; stand by until all scripts have.
 
-        Returns True when the job has finished. Returns False if a stop came instead, because another worker
-        failed and may need this one: report, wait for the go, recover, and call again.
+        Returns True when the job has finished. Returns False if a stop came instead, because another worker failed and
+        may need this one: report, wait for the go, recover, and call again.
 
         Raises:
             JobEnded: the job failed, or the coordinator cannot be reached for `patience` seconds.
@@ -344,16 +344,16 @@ class Agent:
         return False
 
     def ending(self, fault: Fault | None = None) -> None:
-        """The script has failed, with this error if one is known, and this process ends: others need not wait until the
-        interpreter is torn down, which takes seconds on a busy machine."""
+        """The script has failed, with this error if one is known, and this process ends: others need not wait for the
+        interpreter to exit, which takes seconds on a busy machine."""
         self._link.send(inputs.Ending(self.incarnation, fault, time.time()))
 
     def close(self) -> None:
-        """Send what is queued and end the thread. The coordinator is not told: see `finished` and `ending`."""
+        """Send all queued messages and end the thread. The coordinator is not informed: see `finished` and `ending`."""
         self._link.close()
 
     def _send_kept(self, message: Message) -> None:
-        """Send, and send again after a reconnect; only the latest of each type matters."""
+        """Send, and repeat after a reconnect; only the latest of each type matters."""
         self._latest[message.type] = message
         self._link.send(message)
 
@@ -416,7 +416,7 @@ class Agent:
             self._link.send(Stacks(message.number, stacks()))
 
     def _untold(self, message: Message, why: str) -> None:
-        """In the agent's thread: a message is too large. Others would wait for ever for what they have to know."""
+        """In the agent's thread: a message is too large. Unless it is expendable, others would wait for it for ever."""
         if not isinstance(message, _EXPENDABLE):
             self._end(End(1, f"worker {self.worker} cannot tell what it has to: {why}"))
 
@@ -428,7 +428,7 @@ class Agent:
                 self._arrivals.came(message)
             else:
                 self._arrivals.there(message)
-        except WireError as error:  # nobody would notice that this process waits
+        except WireError as error:  # else this process would wait unnoticed
             self._end(End(1, f"worker {self.worker} cannot read what the coordinator has told: {error}"))
 
     def _end(self, ended: End) -> None:
@@ -441,8 +441,8 @@ class Agent:
             self._on_end(ended)
 
     def _alone(self) -> None:
-        """In the agent's thread: the coordinator cannot be reached. Training goes on without it, unless what the
-        training thread waits for never comes: on the wrong side of a cut no error says so."""
+        """In the agent's thread: the coordinator cannot be reached. Training goes on without it, unless the training
+        thread waits in vain: on the wrong side of a network partition there is no error."""
         lost, doing = self._link.lost_since, None if self.doing is None else Doing.read(self.doing())
         if lost is None or doing is None or not doing.waits or time.monotonic() - lost <= self._patience:
             return

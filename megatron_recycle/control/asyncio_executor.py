@@ -18,8 +18,8 @@ from megatron_recycle.membership.state import State
 
 
 class AsyncioExecutor:
-    """An `Executor` in the running event loop, which never waits: writes are buffered, and a peer that does not read is
-    cut off. What a part of the coordinator does just as it is decided is that part's method."""
+    """An `Executor` in the running event loop. It never waits: writes are buffered, and a peer that does not read is
+    disconnected. Decisions that a part of the coordinator carries out unchanged are methods of that part."""
 
     def __init__(self, server: Server, clocks: Clocks, searches: Searches, telling: EventFeed, memory: WriteAhead,
                  state: State, restarts: bool) -> None:
@@ -74,7 +74,7 @@ class AsyncioExecutor:
         self._clocks.after(decision.seconds, EndLate())
 
     def end(self, decision: do.End) -> None:
-        """Where the script is to be started again, nobody finds this coordinator in place of the next one."""
+        """The end of the job. Before a restart of the script the server stops listening: only the next one is found."""
         self._searches.cancel()
         members, finished = self._state.members.keys(), self._state.round.finished
         message, life = decision.message, None
@@ -92,8 +92,8 @@ class AsyncioExecutor:
             self.ended.set_result(decision)
 
     def _next_life(self) -> NextLife | str:
-        """On all hosts whose launchers are there. One that has been silent for as long as a failure takes to be found,
-        while others were heard, is not."""
+        """The next life, on the hosts of all live launchers. A launcher silent for the heartbeat timeout, while others
+        were heard, does not count."""
         heard = {connection: connection.heard for connection in self._server.launchers}
         late = max(heard.values(), default=0.0) - self._clocks.timeouts.heartbeat_timeout
         places = {str(one.host): one.places for one, moment in heard.items() if one.places and moment > late}

@@ -1,4 +1,4 @@
-"""The coordinator's clocks: detectors that tick (silence, stuck workers, waits of all), and limits of time that end."""
+"""The coordinator's clocks: ticking detectors (silence, stuck workers, waits of all), and timeouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_recycle.membership.state import Member, Phase, State
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds. A description that names one of the first three overrides it when training begins."""
+    """Timeouts, in seconds. A description that has one of the first three overrides it when training begins."""
 
     heartbeat_interval: float = 0.5
     heartbeat_timeout: float = 10.0
@@ -30,11 +30,11 @@ class Timeouts:
 
     @property
     def detection(self) -> float:
-        """Within this any failure of a process or host is found."""
+        """The time within which any failure of a process or host is detected."""
         return self.heartbeat_timeout + 3 * self.heartbeat_interval
 
     def overridden(self, job: Job) -> Timeouts:
-        """These, with what the ``job`` says of them."""
+        """These, overridden by the ``job``'s."""
         names = ("heartbeat_interval", "heartbeat_timeout", "report_timeout")
         return Timeouts(**{**vars(self), **{n: wanted for n in names if (wanted := getattr(job, n))}})
 
@@ -44,18 +44,15 @@ class Findings:
     """The findings of a tick, by incarnation; times are the caller's clock."""
 
     lost: Mapping[str, FailureKind] = field(default_factory=dict)
-    """Kind of failure of those that are to be declared out, in one decision."""
+    """Kind of failure of each process to be declared out, in one decision."""
     since: float = 0.0
     """When the first of them was last well, or when the last one began to wait."""
     waiting: Mapping[str, Doing] | None = None
-    """The wait of each process, if nobody is at fault and nothing moves."""
+    """The wait of each process, if all wait and none has failed."""
 
 
 class Watch:
-    """Fed by the coordinator with each arrival; `tick` judges the arrivals that are missing.
-
-    Args:
-        interval, timeout: of the heartbeats, in seconds.
+    """Failure detectors, fed with each arrival; `tick` judges the missing ones.
     """
 
     def __init__(self, interval: float, timeout: float) -> None:
@@ -65,11 +62,11 @@ class Watch:
         self._hang_ups: HangUps[str] = HangUps()
         self._where: Mapping[str, str] = {}
         self._left: tuple[str, Mapping[str, float]] = "", {}
-        """A host on which all have been silent for longer than they were watched, and when that began."""
+        """A host whose processes have all been silent for longer than they were watched, and since when."""
 
     def members(self, members: Iterable[Member], others: Iterable[Member], interval: float, timeout: float,
                 now: float) -> None:
-        """Watch exactly these. A joiner or a stranded process only has to live; nobody waits for it."""
+        """Watch exactly these. A joiner or a stranded process only has to live; no worker waits for it."""
         training = {member.incarnation: member.host for member in members}
         hosts = {**training, **{member.incarnation: member.host for member in others}}
         self._heartbeats.timeout = timeout
@@ -81,8 +78,8 @@ class Watch:
         self._stalls.watch(training)
 
     def left(self, node: str, since: float) -> None:
-        """The coordinator before this one was on the host of this number, and has been silent since. So is that whole
-        host until one of its processes comes: then all of them have as much time to come as anybody has."""
+        """The previous coordinator was on the host of this number, and has been silent since. The whole host counts as
+        silent since then, until one of its processes comes: then all of them get the usual time to come."""
         hosts = {host for host in self._where.values() if host.rpartition("/")[2] == node}
         if len(hosts) == 1:
             (host,) = hosts
@@ -97,7 +94,7 @@ class Watch:
             self._left = "", {}
 
     def came(self, incarnation: str) -> None:
-        """A worker has a connection, maybe another one."""
+        """A worker has a (new) connection."""
         self._lives(self._where.get(incarnation))
         self._hang_ups.came(incarnation)
 
@@ -113,15 +110,15 @@ class Watch:
         self._hang_ups.launcher_gone(host, now)
 
     def beat(self, incarnation: str, now: float) -> None:
-        """Any message of a worker."""
+        """Any message of a worker has come."""
         self._heartbeats.beat(incarnation, now)
 
     def told(self, incarnation: str, progress: Mapping[str, Any] | None, now: float) -> None:
-        """A heartbeat says what the worker's training thread does."""
+        """A heartbeat has the activity of the worker's training thread."""
         self._stalls.heard(incarnation, Doing.of(progress), now)
 
     def launcher_beat(self, host: str, now: float) -> None:
-        """Any message of a host's launcher."""
+        """Any message of a host's launcher has come."""
         self._hosts.launcher_beat(host, now)
 
     def tick(self, now: float) -> Findings:
@@ -146,11 +143,11 @@ class Watch:
 
 
 class Clocks:
-    """All that happens because time passes, in an event loop.
+    """Inputs from the passing of time, in an event loop.
 
     Args:
-        feed: takes what has happened.
-        state: of the job, now.
+        feed: takes the inputs.
+        state: the job's present state.
     """
 
     def __init__(self, timeouts: Timeouts, feed: Callable[[Input], None], state: Callable[[], State]) -> None:
@@ -170,7 +167,7 @@ class Clocks:
         self._stopped = True
 
     def new_generation(self, state: State) -> None:
-        """Watch exactly the processes of ``state``, with its own limits; what was told of their work is void."""
+        """Watch exactly the processes of ``state``, with its own limits; earlier reports of their work are void."""
         if state.description is not None:
             self.timeouts = self.timeouts.overridden(state.description)
         self.watch_all(state)
@@ -182,14 +179,14 @@ class Clocks:
         self.watch.members(state.members.values(), others, interval, timeout, time.monotonic())
 
     def follow(self, node: str) -> None:
-        """The coordinator before this one was on the host of this number, and its lease has ended. If the host has gone
-        with it, it has been silent for that long already, however little of that this one has seen."""
+        """The previous coordinator was on the host of this number, and its lease has ended. If the host was lost with
+        it, the host has been silent as long, although this coordinator has seen little of that."""
         since = min(LEASE_S, self.timeouts.heartbeat_timeout - FOUND_S)
         if since > 0:
             self.watch.left(node, time.monotonic() - since)
 
     def after(self, seconds: float, happened: Input) -> None:
-        """Feed this in so many seconds."""
+        """Feed this input after so many seconds."""
         asyncio.get_running_loop().call_later(seconds, self._feed, happened)
 
     def _tick(self) -> None:

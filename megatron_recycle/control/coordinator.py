@@ -1,9 +1,9 @@
-"""The coordinator of one job: what its processes say becomes inputs of the membership machine, and what that decides is
-done.
+"""The coordinator of one job: messages of its processes become inputs of the membership machine, whose decisions are
+carried out.
 
-The pieces: `server` has the connections, `clocks` the detectors and limits of time, `searches` the planner's threads,
-`event_feed` the events, `write_ahead` the journal; `asyncio_executor` does what is decided with them, and
-`executor.Leader` drives it. One event loop owns the state. It never waits for a plan and never for a peer.
+The pieces: `server` has the connections, `clocks` the detectors and timeouts, `searches` the planner's threads,
+`event_feed` the events, `write_ahead` the journal; `asyncio_executor` carries decisions out, and `executor.Leader`
+drives it. One event loop owns the state. It never waits for a plan and never for a peer.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ from megatron_recycle.membership.protocol import (
 from megatron_recycle.membership.state import Member, Phase, State
 
 Measure = Callable[[State, Member, Measured], "Conclusions | None"]
-"""(state, member, measured message) -> what follows from it; called in the event loop."""
+"""(state, member, measured message) -> its consequences; called in the event loop."""
 
 _INPUTS = get_args(Input)
 _GLANCE = 0.1
-"""Seconds between looks at whether this coordinator still leads."""
+"""Seconds between checks that this coordinator still leads."""
 
 log = logging.getLogger(__name__)
 
@@ -82,21 +82,21 @@ class Coordinator:
     Args:
         size: number of workers.
         token: the job's token.
-        journal: where decisions are kept.
+        journal: the store of decisions.
         plans: the planner (this class does not know it).
-        measure: takes what workers have measured; None: nobody wants it.
+        measure: takes workers' measurements; None: they are dropped.
         emit: gets every event, see observe.events; called in the event loop.
         listener: a socket that listens already; without one, any free port of 127.0.0.1.
         launched: whether launchers report exits. If not, the end of a worker's connection is its exit.
-        offered: what a host that joins is told; None: no host can join.
-        state: what `records.restore` has read from the journal of a coordinator that has died.
-        told: the events it has told.
-        host: where this is, as workers there name their host.
-        life: which of the job's lives this is.
+        offered: facts for a joining host; None: no host can join.
+        state: the result of `records.restore` after a coordinator restart.
+        told: events emitted by the previous coordinator.
+        host: this coordinator's host, as workers there name it.
+        life: the present life of the job.
         store: the content of torch's store.
-        follows: whether another coordinator has led the job before, to which its processes may have told something.
+        follows: whether another coordinator has led the job before, whose store its processes may have written to.
         before: the number of the host whose coordinator has led before, if its lease has ended.
-        leads: whether nobody else can lead by now; what happens meanwhile is decided when that is known again.
+        leads: whether no other coordinator can lead yet; inputs are queued while that is uncertain.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Coordinator:
         offered: Offered | None = None,
         told: Iterable[Mapping[str, Any]] = (),
         host: str = "",
-        life: JobLife = JobLife(),  # noqa: B008 - it cannot change
+        life: JobLife = JobLife(),  # it is immutable
         store: RendezvousStore | None = None,
         follows: bool = False,
         before: str = "",
@@ -145,12 +145,12 @@ class Coordinator:
 
     @property
     def state(self) -> State:
-        """The state of the job, now."""
+        """The job's present state."""
         return self._leader.state
 
     @property
     def progress(self) -> Mapping[str, Any]:
-        """The last words of each process about its training thread, by incarnation."""
+        """The last report of each process about its training thread, by incarnation."""
         return self._telling.progress
 
     # Life
@@ -160,7 +160,7 @@ class Coordinator:
         address = await self.server.start(self._listener)
         if self.state.ended is not None:
             self._executor.end(End(*self.state.ended))
-        elif self.state.phase is not Phase.FORMING:  # members have as long as a heartbeat may take to connect again
+        elif self.state.phase is not Phase.FORMING:  # members have a heartbeat timeout to reconnect
             self._clocks.new_generation(self.state)
             if self._before:
                 self._clocks.follow(self._before)
@@ -174,7 +174,7 @@ class Coordinator:
         return address
 
     def _gather(self) -> None:
-        """Whoever has not told the store what it knows when it would be declared out has nothing to tell."""
+        """The store waits for its processes' knowledge, no longer than it takes to declare a process out."""
         state, store = self.state, self.server.store
         store.gather([one.rank for one in state.members.values()] or range(state.size))
         asyncio.get_running_loop().call_later(self._clocks.timeouts.detection, store.gathered)
@@ -184,8 +184,8 @@ class Coordinator:
         return await self._executor.ended
 
     async def wait_quiet(self, linger: float | None) -> None:
-        """Until nobody is connected any more, at most `linger` seconds (None: no limit). Where another coordinator has
-        led the job before, launchers may be on their way here yet: they have as long as members have."""
+        """Wait until all connections have ended, at most `linger` seconds (None: no limit). After another coordinator,
+        launchers may still be reconnecting: they have as long as members have."""
         if self._follows and self._launched:
             hosts = {member.host for member in self.state.members.values()}
             await self.server.wait_launchers(hosts, self._clocks.timeouts.detection)
@@ -200,8 +200,8 @@ class Coordinator:
         self._leader.memory.close()
 
     def feed(self, happened: Input) -> None:
-        """Decide what follows from this, and do it; call it in the event loop. One that has stood still for a while
-        first has to know whether it still leads: not all that is told is written down before."""
+        """Decide on this input and carry the decisions out; call it in the event loop. After a standstill a coordinator
+        must first know whether it still leads: not all its messages follow a write to the journal."""
         if self._closed:
             return
         if self._undecided or not self._leads():
@@ -223,8 +223,8 @@ class Coordinator:
             self.feed(happened)
 
     def deposed(self, why: str) -> None:
-        """Another one leads, or may: nothing is decided here any more. Call it in the event loop; `wait_ended` raises
-        LeadLost."""
+        """Another coordinator leads, or may: no more decisions are made here. Call it in the event loop; `wait_ended`
+        raises LeadLost."""
         if not self._closed:
             self._closed = True
             self._clocks.stop()
@@ -239,7 +239,7 @@ class Coordinator:
             for search in (one for each in IN_FORCE for one in each.seek(state)):
                 carry_out(self._executor, search)
 
-    # What comes in (called by the server)
+    # Inputs (called by the server)
 
     def worker_came(self, message: WorkerHello) -> None:
         who, now = message.incarnation, time.monotonic()
@@ -323,25 +323,25 @@ class Coordinator:
         self._emit({"event": "refused", "t": time.time(), "source": source, "reason": reason})
 
     def _vanished(self, incarnation: str, since: float) -> None:
-        """A process is about to end, or has: without a launcher the end of a connection is the end of the process."""
+        """A process is about to end, or has: without a launcher the end of its connection is the end of the process."""
         member = self.state.known.get(incarnation)
         if member is not None and incarnation not in self.state.absent.fenced:
             log = f"worker-{member.rank}.log in the run's folder" if self._launched else ""
             self.feed(Exited(member.rank, member.pid, None, since, log))
 
     def _logs_now(self, incarnation: str, offset: int) -> None:
-        """From here on this process writes the job's log."""
+        """This process is the logging rank from now on."""
         if (member := self.state.known.get(incarnation)) is not None:
             self.server.tell_launchers(LoggingRank(member.rank, member.pid, offset))
 
     def _measured(self, incarnation: str, message: Measured) -> None:
-        """Costs for the planner; the slow are reported, or declared out where the user asks for it."""
+        """Costs for the planner; slow workers are reported, or declared out if the user asks for it."""
         member = self.state.member(incarnation)
         if self._measure is None or member is None:
             return
         try:
             found = self._measure(self.state, member, message)
-        except Exception:  # it would cost the connection that brought them; without them plans are only slower
+        except Exception:  # it would cost the connection that sent them; without them plans are only slower
             log.exception("recycle: the measurements of worker %s are of no use", member.worker)
             return
         if found is None:
@@ -358,8 +358,8 @@ class Coordinator:
 
 
 def input_of(message: FromWorker) -> Input | None:
-    """The input that a message is; None of messages that change no state: signs of life, events, measurements, an end
-    without an error."""
+    """The input in a message; None for messages that change no state: heartbeats, events, measurements, an end without
+    an error."""
     if isinstance(message, WorkerHello):
         return Hello(message.member, message.generation)
     if isinstance(message, Ending):

@@ -1,4 +1,4 @@
-"""What the coordinator's process is told by whoever starts it, in JSON on its command line."""
+"""Arguments of the coordinator's process, in JSON on its command line."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from megatron_recycle.membership.next_life import JobLife
 from megatron_recycle.plan.value import Value
 
 DEPOSED = 75
-"""Status of a coordinator that leads no more: who has started it lets it stand by again."""
+"""Exit status of a coordinator that leads no more: its starter lets it stand by again."""
 
 
 class CoordinatorSpec(Value, frozen=True):
     """A coordinator of a job of `size` workers, which listens on this `interface` only; `port` 0 is any.
 
-    With `resume` it leads a job whose coordinator has died. `life`: which of the job's lives this is. `node`: the
-    number of its host among the job's. `embedded`: there is no launcher that reports exits. With a `store` (etcd://...)
-    it stands by, and leads the `job` of that name there if none of the other `hosts` does; `begun`: decisions must be
-    there.
+    With `resume` it leads a job whose coordinator has died. `life`: the present life of the job. `node`: the number of
+    its host among the job's. `embedded`: there is no launcher that reports exits. With a `store` (etcd://...) it stands
+    by, and leads the `job` of that name there if none of the other `hosts` does; `begun`: decisions must be there.
     """
 
     size: int

@@ -1,11 +1,11 @@
-"""etcd, as far as a coordinator needs it: transactions, ranges and leases, over the JSON gateway that etcd documents.
+"""A minimal etcd client: transactions, ranges and leases, over etcd's documented JSON gateway.
 
-The gateway is part of etcd since 3.4 and needs nothing but HTTP. One request at a time; a member that does not answer
-is left for the next one, so that a transaction may have happened although its answer was lost: whoever makes one has to
-know its own work again.
+The gateway is part of etcd since 3.4 and needs only HTTP. One request at a time; a member that does not answer is
+skipped for the next one. So a transaction may have happened although its answer was lost: its author must recognise its
+own work.
 
-How the members let their clients in, by certificates or as users with passwords, is in the variables that `etcdctl`
-reads. They stay in the environment: command lines are public.
+Credentials for the members (certificates, or users with passwords) are in the variables that `etcdctl` reads. They stay
+in the environment: command lines are public.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _HINTS = {
 }
 _WANTED = f"it wants a certificate of its clients: give {CERT} and {KEY}"
 _STALE = ("invalid auth token", "revision of auth store is old")
-"""What is said to a client that was let in, and has to ask to be so again."""
+"""Errors after which an authenticated client must authenticate again."""
 _MEMBER = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:@\[\]/]+))(?::(\d{1,5}))?")
-"""A name or an address, that of IPv6 in brackets, and perhaps a port."""
+"""A name or an address (IPv6 in brackets), and an optional port."""
 _SCHEMES = {"etcd": "http", "etcds": "https"}
 
 
@@ -49,7 +49,7 @@ class StoreUnreachable(OSError):
 
 
 class StoreRefused(OSError):
-    """The members answer, and do not take it: too large, no space left, no right to."""
+    """The members refuse a request: too large, no space left, no permission."""
 
 
 class _Key(Value, frozen=True):
@@ -67,7 +67,7 @@ class _Lease(Value, frozen=True):
 
 
 class _Answer(Value, frozen=True):
-    """A member's, to whatever it was asked. What is empty, zero or false is left out, and numbers are text."""
+    """A member's answer to any request. Empty, zero or false fields are omitted, and numbers are text."""
 
     header: _Header = _Header()
     kvs: tuple[_Key, ...] = ()
@@ -90,7 +90,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Place:
-    """Members of an etcd, (host, port) each."""
+    """Members of an etcd cluster, (host, port) each."""
 
     scheme: str
     members: tuple[tuple[str, int], ...]
@@ -113,8 +113,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Access:
-    """`ca`: file of the authority whose certificates are believed ("": the system's); `cert`, `key`: this client's;
-    `user`: NAME:PASSWORD."""
+    """`ca`: file of the trusted certificate authority ("": the system's); `cert`, `key`: this client's; `user`:
+    NAME:PASSWORD."""
 
     ca: str = ""
     cert: str = ""
@@ -146,8 +146,8 @@ class Etcd:
     """A client; any thread may use it.
 
     Args:
-        access: how the members let this client in.
-        limit: seconds that a request may take, whichever members answer.
+        access: this client's credentials.
+        limit: seconds that a request may take, over all members.
 
     Each request may raise StoreUnreachable, or StoreRefused.
     """
@@ -172,8 +172,8 @@ class Etcd:
 
     def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
                leased: Sequence[str] = ()) -> int:
-        """Write ``puts`` (those of ``leased`` until the ``lease`` ends) if each key of ``created`` has come to be at
-        that revision, 0 for one that must not be there. Returns the revision at which it was done; 0: it was not."""
+        """Write ``puts`` (``leased`` keys until the ``lease`` ends) if each key of ``created`` was created at that
+        revision, 0 for a key that must not exist. Returns the revision of the write; 0: it was not made."""
         compare = [{"key": _text(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
                    for key, revision in created.items()]
         success = [{"request_put": {"key": _text(key.encode()), "value": _text(value),
@@ -186,11 +186,11 @@ class Etcd:
         return self._post("/v3/lease/grant", {"TTL": str(seconds)}).ID
 
     def keep(self, lease: int) -> bool:
-        """Begin the lease's time anew; whether it still ran."""
+        """Renew the lease; whether it still ran."""
         return self._post("/v3/lease/keepalive", {"ID": str(lease)}).result.TTL > 0
 
     def revoke(self, lease: int) -> None:
-        """End the lease; its keys go."""
+        """End the lease; its keys are deleted."""
         self._post("/v3/lease/revoke", {"ID": str(lease)})
 
     def _post(self, path: str, body: Mapping[str, Any]) -> _Answer:
@@ -211,7 +211,7 @@ class Etcd:
                     text, never = ("", False) if self._answered else _hint(error, self._access)
                     why = f"{host}:{port}: {text or str(error) or type(error).__name__}"
                     hopeless.add(never)
-                    if not stale:  # a connection that was kept may have been closed meanwhile
+                    if not stale:  # a kept connection may have been closed meanwhile
                         self._first += 1
         if hopeless == {True}:
             raise StoreRefused(f"etcd at {why}")
@@ -265,7 +265,7 @@ class Etcd:
 
 
 def _hint(error: Exception, access: Access) -> tuple[str, bool]:
-    """What to do if a member does not answer as it should ("": nothing is known), and whether it never will."""
+    """Advice for an error of a member ("": none is known), and whether it is permanent."""
     if isinstance(error, ConnectionResetError):  # http.client.RemoteDisconnected is one
         return "it hangs up; perhaps it speaks TLS: give --store etcds://...", False
     if not isinstance(error, ssl.SSLError):

@@ -1,4 +1,4 @@
-"""Events on their way out: each is recorded, and launchers hear of most. Events only tell; nothing acts on them."""
+"""Outgoing events: each is recorded, and most are sent to launchers. Events only inform; nothing acts on them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatron_recycle.membership.state import State
 from megatron_recycle.membership.worker_events import Hint, WorkerEvent
 
 _KEPT = ("started", "suspected", "joined", "moving", "move_failed")
-"""Events that a launcher is told again when it comes back: its closing table is made of them."""
+"""Events repeated to a launcher that reconnects: its closing table is made of them."""
 
 _NOT_TOLD = ("stopped",)
-"""Events that launchers make nothing of, and that are large."""
+"""Large events that launchers do not use."""
 
 Event = Mapping[str, Any]
 
 
 class EventFeed:
-    """Gets events to those that read them.
+    """Sends events to their readers.
 
     Args:
         emit: gets every event, see observe.events.
-        told: the events that an earlier coordinator has told.
+        told: events emitted by an earlier coordinator.
 
     Attributes:
-        progress: what each process has said of its training thread last, by incarnation.
+        progress: the last report of each process about its training thread, by incarnation.
     """
 
     def __init__(self, emit: Callable[[Event], None], server: Server, told: Iterable[Event] = ()) -> None:
@@ -42,7 +42,7 @@ class EventFeed:
         before = [EventFields.from_json(event) for event in told]
         self.progress: dict[str, Any] = {}
         self.failures: Counter[str] = Counter()
-        """How often workers of each host, without its launcher's number, have failed; at the same time counts once."""
+        """Worker failures by host (without its launcher's number); simultaneous ones count once."""
         self._emit = emit
         self._server = server
         self._kept = [dict(event) for event, one in zip(told, before, strict=True) if one.event in _KEPT]
@@ -54,8 +54,8 @@ class EventFeed:
             self._count(one)
 
     def event(self, event: Event, state: State) -> None:
-        """Record an event, and tell the launchers. A commit that an earlier coordinator told just before its end is
-        decided once more by this one, and told by it only after the job has gone back to an earlier iteration."""
+        """Record an event, and send it to the launchers. A commit that an earlier coordinator emitted just before its
+        end is decided again here, and emitted only after the job has gone back to an earlier iteration."""
         told = EventFields.from_json(event)
         if told.event == "restored":
             self._commits = frozenset()
@@ -74,22 +74,22 @@ class EventFeed:
             self._server.tell_launchers(EventTold(brief(event)))
 
     def again(self) -> list[dict[str, Any]]:
-        """Events that a launcher which has just come may have missed."""
+        """Events that a newly connected launcher may have missed."""
         return [brief(event) for event in self._kept]
 
     def passed_on(self, incarnation: str, said: WorkerEvent | Hint, state: State) -> None:
-        """A member's own event, checked; nobody else has a say."""
+        """A member's own event, checked; those of other processes are ignored."""
         if (event := event_of(state, incarnation, said, time.time())) is not None:
             self.event(event, state)
 
     def handled(self, state: State) -> bool:
-        """Whether some script has said that it has a SIGTERM handler of its own."""
+        """Whether some script has reported its own SIGTERM handler."""
         told = [progress or {} for incarnation, progress in self.progress.items()
                 if incarnation in state.known and incarnation not in state.absent.fenced]
         return any(SignOfLife.from_json(progress).sigterm is True for progress in told)
 
     def _count(self, told: EventFields) -> None:
-        """Workers that are lost with the same generation have failed together."""
+        """Count a host's failures. Workers that are lost with the same generation have failed together."""
         if told.event == "suspected" and told.removed is not False and told.host:
             key = (plain(told.host), told.generation or 0)
             if key not in self._counted:
@@ -97,8 +97,7 @@ class EventFeed:
                 self.failures[key[0]] += 1
 
     def explained(self, message: Explains, state: State) -> None:
-        """A host says why one of its processes has failed; launchers repeat it after a reconnect, and it is passed on
-        once."""
+        """A host's explanation of a failure. Launchers repeat it after a reconnect; it is passed on once."""
         key = (message.rank, message.pid)
         one = next((one for one in state.known.values() if (one.rank, one.pid) == key), None)
         if one is not None and key not in self._explained:
@@ -117,8 +116,8 @@ class EventFeed:
 
 
 def brief(event: Event) -> dict[str, Any]:
-    """An event for launchers. Of what it says of each worker they see the count, and which hosts there are: for
-    thousands of workers the whole of it, told to each host, would be more than all that a recovery takes beside."""
+    """An event for launchers, with counts in place of facts about each worker, and the hosts: the full event of
+    thousands of workers, sent to each host, would take longer than the rest of a recovery."""
     kept = {key: value for key, value in event.items() if key not in ("members", "pids")}
     told = EventFields.from_json(event)
     if told.event == "started" and told.hosts is not None:
@@ -127,7 +126,7 @@ def brief(event: Event) -> dict[str, Any]:
 
 
 def _commits(told: Iterable[EventFields]) -> frozenset[int]:
-    """The committed iterations, since the job has gone back to an earlier one if it has."""
+    """The iterations committed since the job last went back to an earlier one, if ever."""
     iterations: set[int] = set()
     for one in told:
         if one.event == "restored":

@@ -1,4 +1,4 @@
-"""Events, as far as a coordinator looks at them."""
+"""The fields of events that a coordinator reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_recycle.plan.value import Value
 
 
 class EventFields(Value, frozen=True):
-    """An event that is told, or was; the rest of it is for those that read events.jsonl."""
+    """An emitted event; its other fields are for readers of events.jsonl."""
 
     event: str
     generation: int | None = None
@@ -25,7 +25,7 @@ class EventFields(Value, frozen=True):
 
     @classmethod
     def understood(cls, event: Mapping[str, Any]) -> bool:
-        """Whether a line of a file that anybody may have written to is an event."""
+        """Whether a line of a file that any process may have written to is an event."""
         try:
             cls.from_json(event)
         except ValueError:

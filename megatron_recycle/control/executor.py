@@ -1,4 +1,4 @@
-"""Executors carry decisions of the membership machine out, and `Leader` is the loop: decided, remembered, carried out.
+"""Executors of the membership machine's decisions, and `Leader`, the loop: decided, recorded, carried out.
 
 `Executor` has one method per decision. The coordinator's own (`asyncio_executor`) has sockets, timers and threads;
 `tests/fakes/coordinator.py` has none. `Leader` drives either.
@@ -25,11 +25,11 @@ _DEFECT = ("the coordinator cannot decide what follows from {} ({!r}), a defect 
 
 
 class Executor(Protocol):
-    """Carries decisions out, in the order in which they are given. None of it blocks, and none of it feeds an input
-    before `Leader.feed` has returned."""
+    """Carries decisions out, in the given order. No method blocks or feeds an input before `Leader.feed` has
+    returned."""
 
     def follow(self, before: State, after: State) -> None:
-        """The state has changed: watch whom it names now; timers and searches of a generation that is over are void."""
+        """The state has changed: watch its processes; timers and searches of an old generation are void."""
 
     def note(self, decision: do.Note) -> None: ...
     def tell(self, decision: do.Tell) -> None: ...
@@ -66,19 +66,19 @@ _METHODS: Mapping[type, str] = {
 
 
 def carry_out(executor: Executor, decision: do.Decision) -> None:
-    """Do what was decided. A `Record` is on disk already: see `WriteAhead.step`."""
+    """Carry out a decision. A `Record` is on disk already: see `WriteAhead.step`."""
     if not isinstance(decision, do.Record):
         getattr(executor, _METHODS[type(decision)])(decision)
 
 
 class Leader:
-    """The state of one job. Every input is decided, remembered, and carried out to its end, whatever fails of it on the
-    way; one that cannot be decided ends the job. Inputs come one at a time; whoever feeds sees to that.
+    """The state of one job. Every input is decided, recorded, and carried out to its end, despite errors on the way; an
+    input that cannot be decided ends the job. Inputs come one at a time, which the caller ensures.
 
     Args:
         clock: Unix seconds.
-        tolerant: an error of the executor is logged, and the other decisions are carried out all the same; one of the
-            machine ends the job.
+        tolerant: an error of the executor is logged, and the other decisions are carried out all the same; an error of
+            the machine ends the job.
     """
 
     def __init__(self, state: State, memory: WriteAhead, executor: Executor, clock: Callable[[], float] = time.time,
@@ -90,14 +90,14 @@ class Leader:
         self._tolerant = tolerant
 
     def feed(self, happened: Input) -> None:
-        """Decide what follows, and do it. Where nobody can be told to go on, the job ends: all would wait for ever. A
-        plan that is only better is done without."""
+        """Decide on an input, and carry the decisions out. If a message to go on cannot be sent, the job ends, since
+        all would wait for ever. An unsendable better plan is dropped."""
         before, untold = self.state, ""
         try:
             self.state, decisions = self.memory.step(before, happened, self._clock())
         except JournalError:
             raise
-        except Exception as error:  # whoever has said this would say it again and again
+        except Exception as error:  # the sender would repeat this input for ever
             if not self._tolerant:
                 raise
             log.exception("recycle: what follows from %s cannot be decided", kind := type(happened).__name__)
@@ -110,7 +110,7 @@ class Leader:
                 log.error("recycle: %s", error)
                 if isinstance(decision, do.Tell) and not isinstance(decision.message, Offer):
                     untold = f"the workers cannot be told to go on: {error}"
-            except Exception:  # the others are owed to everybody all the same
+            except Exception:  # the other decisions must still be carried out
                 if not self._tolerant:
                     raise
                 log.exception("recycle: %s could not be carried out", type(decision).__name__)

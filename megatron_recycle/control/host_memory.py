@@ -1,8 +1,7 @@
-"""A few megabytes that the processes of one host have in common: what one of them has fetched, the others need not.
+"""Host memory: a few megabytes shared by one launcher's processes, so that each parcel is fetched once per host.
 
 It has no name in any file system and leaves nothing behind: the launcher makes it, and its workers inherit it. It holds
-one content at a time, and no lock: who reads knows the digest of what it wants, so half a content, or another one, is
-none.
+one content at a time, without a lock: a reader knows the digest of its content, and rejects any other or partial one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class HostMemory:
     """Make it with `create`, or find it with `given`.
 
     Attributes:
-        name: no other memory has it.
+        name: a unique name.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -30,22 +29,22 @@ class HostMemory:
 
     @classmethod
     def create(cls) -> HostMemory | None:
-        """A new one; None where the system has none to give: each process then fetches for itself."""
+        """A new one; None where the system provides none: each process then fetches for itself."""
         name = f"recycle-{secrets.token_hex(8)}"
         try:
             return cls(os.memfd_create(name, os.MFD_CLOEXEC), name)
-        except (OSError, AttributeError) as error:  # of a C library that is too old
+        except (OSError, AttributeError) as error:  # the C library is too old
             log.warning("recycle: no memory that this host's workers have in common: %s", error)
             return None
 
     @property
     def address(self) -> str:
-        """For processes that inherit the descriptor under its number."""
+        """The address for processes that inherit the descriptor under its number."""
         return f"{self.descriptor}:{self.name}"
 
     @classmethod
     def given(cls, address: str | None) -> HostMemory | None:
-        """The memory at this address; None where it was not inherited, or its number is another file's by now."""
+        """The memory at this address; None if it was not inherited, or its number is another file's by now."""
         number, _, name = (address or "").partition(":")
         try:
             if not number.isdecimal() or os.readlink(_LINK.format(number)) != f"/memfd:{name} (deleted)":
@@ -55,7 +54,7 @@ class HostMemory:
             return None
 
     def write(self, content: bytes) -> None:
-        """In place of what is there. Without room for it nobody finds it."""
+        """Replace the content. If there is no room for it, readers find none."""
         try:
             os.ftruncate(self.descriptor, len(content))
             done = 0

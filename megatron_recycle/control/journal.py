@@ -1,7 +1,7 @@
-"""The coordinator's memory on disk: one JSON line per decision, flushed to the disk before it is announced.
+"""The coordinator's journal on disk: one JSON line per decision, flushed to the disk before it is announced.
 
-Kept behind three methods and a property (`append`, `note`, `close`, `records`), so that a replicated one
-can take its place.
+Kept behind three methods and a property (`append`, `note`, `close`, `records`), so that a replicated one can take its
+place.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from megatron_recycle.membership.resume import RESTART
 
 _RESERVE = 1 << 20
-"""Bytes of disk that are set aside for what is still to be written, where the file system can do that."""
+"""Bytes of disk reserved for the next records, where the file system supports that."""
 _NOTE = 80
-"""Bytes of a note's line, which is written over again and again."""
+"""Bytes of a note's line, which is overwritten each time."""
 _KEEP_SIZE = 1
 _FALLOCATE = ctypes.CDLL(None, use_errno=True).fallocate
 _FALLOCATE.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -36,10 +36,10 @@ class JournalInUse(JournalError):
 
 
 class Journal:
-    """A file that only grows: `create` it for a new job, `reopen` it for a coordinator that comes back.
+    """A file that only grows: `create` it for a new job, `reopen` it after a coordinator restart.
 
-    Disk for the next records is set aside ahead, so that a disk which others fill does not end the job. Not every
-    file system can do that (NFS cannot).
+    Disk space for the next records is reserved ahead, so that a disk filled by others does not end the job. Not every
+    file system supports that (NFS does not).
     """
 
     def __init__(self, path: Path, descriptor: int, records: list[dict[str, Any]], end: int = 0) -> None:
@@ -48,13 +48,13 @@ class Journal:
         """All decisions, in order, and the latest notes."""
         self._descriptor = descriptor
         self._end = end
-        self._note: int | None = None  # where the last line is, if it is a note
+        self._note: int | None = None  # offset of the last line, if it is a note
         self._reserved = 0
         self._reserve()
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Journal:
-        """A new journal; an existing file is of another job and is not touched.
+        """A new journal; an existing file belongs to another job and is not touched.
 
         Raises:
             JournalError: the file exists.
@@ -102,7 +102,7 @@ class Journal:
         return cls(path, descriptor, records, whole)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Returns when the record is on disk. Raises OSError if it cannot be written; then it is not in the file."""
+        """Write a record to the disk, and wait for it. Raises OSError if that fails; then it is not in the file."""
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         try:
             _write(self._descriptor, line, self._end)
@@ -116,8 +116,8 @@ class Journal:
         self._reserve()
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """Keep the latest of what changes all the time, in place of the note before. It survives the end of this
-        process, not of this machine. Raises OSError as `append` does."""
+        """Keep the latest of frequent changes, in place of the note before. It survives the end of this process, not of
+        this machine. Raises OSError as `append` does."""
         line = json.dumps(record, separators=(",", ":")).encode().ljust(_NOTE - 1) + b"\n"
         at = self._end if self._note is None else self._note
         try:
@@ -131,13 +131,13 @@ class Journal:
         self.records[-1] = dict(record)
 
     def _cut(self) -> None:
-        """Drop the written part of a line. Where even that fails it is half a last line, as after a crash."""
+        """Drop the written part of a line. If even that fails, it stays as half a last line, as after a crash."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, self._end)
         self._reserved = 0
 
     def _reserve(self) -> None:
-        """Without it the disk may be full when something is to be written: that is told then."""
+        """Reserve disk space. Without it the disk may be full at the next write, which then fails."""
         if self._end + _RESERVE // 2 < self._reserved:
             return
         if not _FALLOCATE(self._descriptor, _KEEP_SIZE, self._end, _RESERVE):
@@ -148,7 +148,7 @@ class Journal:
 
 
 def _write(descriptor: int, line: bytes, at: int) -> None:
-    """All of it: a disk that becomes full takes the first part of a line and says nothing."""
+    """Write all of it: a disk that becomes full takes the first part of a line without an error."""
     while line:
         written = os.pwrite(descriptor, line, at)
         line, at = line[written:], at + written
@@ -163,7 +163,7 @@ def _lock(path: Path, descriptor: int) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The file's name must survive a crash as well."""
+    """Flush the folder: the file's name must survive a crash as well."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""A journal in a store that several hosts share, and the right to write it: one coordinator leads, the others stand by.
+"""Leader election: a journal in a store that several hosts share, and the right to write it. Others stand by.
 
-Who leads holds a key with a lease, which ends when its holder is silent for a few seconds. Each record is written in a
-transaction that asks whether that very key is still there: a leader that has lost its lease, and does not know it yet,
-writes nothing, and so decides nothing. Terms and records are numbered, and no number is given twice. The store's own
-door may be open: all values carry a code made with the job's token, and what does not is not believed.
+The leader holds a key with a lease, which ends when its holder is silent for a few seconds. Each record is written in a
+transaction that requires this very key: a leader that has lost its lease unawares writes nothing, and decides nothing.
+Terms and records are numbered, and no number is used twice. The store may be open to others: all values carry a MAC
+made with the job's token, and values without it are rejected.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from megatron_recycle.plan.plan_file import PlanFile
 from megatron_recycle.plan.value import Value
 
 LEASE_S = 3
-"""Seconds without a sign of life after which another one may lead. etcd grants no lease much shorter."""
+"""Seconds of silence after which another coordinator may lead. etcd grants no lease much shorter."""
 _PIECE = 512 * 1024
 """Bytes of a value; etcd takes 1.5 MiB in a request."""
 _NOTE_S = 0.25
 _SLOW_S = LEASE_S / 4
-"""Seconds for an answer with which nobody could lead for long: what a decision takes is several of them."""
+"""Seconds for an answer at which no leader could hold its lease for long: a decision takes several answers."""
 _TRIES = 5
 
 log = logging.getLogger(__name__)
 
 
 class LeadLost(JournalError):
-    """Another one leads by now, or may: what was to be decided is not."""
+    """Another coordinator leads by now, or may: the pending decision is not made."""
 
 
 class _Came(Value, frozen=True):
-    """A host that stands by: where it will listen, which start of it this is, and which starts it has seen."""
+    """A host that stands by: its future address, an id of this start of it, and the starts that it has seen."""
 
     control: str
     came: str
@@ -55,7 +55,7 @@ class _Came(Value, frozen=True):
 
 
 class _Lead(Value, frozen=True):
-    """Who has led in a term, or leads."""
+    """The leader of a term."""
 
     me: str
     control: str
@@ -64,7 +64,7 @@ class _Lead(Value, frozen=True):
 
 
 class _Written(Value, frozen=True, omit_defaults=True):
-    """A decision: its record, or if that is large the keys of its parts."""
+    """A decision: its record, or if large the keys of its parts."""
 
     term: int
     record: dict[str, Any] = field(default_factory=dict)
@@ -72,8 +72,8 @@ class _Written(Value, frozen=True, omit_defaults=True):
 
 
 class Sealed:
-    """The keys of one job. Their values are JSON behind a code that only who has the token can make. A request that
-    raises StoreUnreachable may have been done all the same."""
+    """The keys of one job. Their values are JSON behind a MAC that requires the token. A request that raises
+    StoreUnreachable may have been carried out all the same."""
 
     def __init__(self, store: Etcd, job: str, token: str) -> None:
         self.store = store
@@ -85,7 +85,7 @@ class Sealed:
         return self._code(name, text) + b" " + text
 
     def read(self, name: str) -> dict[str, tuple[Any, int]]:
-        """Contents of all keys whose names begin with ``name``, with the revision at which each key came to be.
+        """Contents of all keys whose names begin with ``name``, with the revision at which each key was created.
 
         Raises JournalError if one was not written by this job.
         """
@@ -100,7 +100,7 @@ class Sealed:
         return found
 
     def one(self, name: str) -> tuple[Any, int] | None:
-        """The content of this key, if it is there, as `read` has it."""
+        """The content and revision of this key, as from `read`; None if it is absent."""
         return self.read(name).get(name)
 
     def put_if(self, created: Mapping[str, int], contents: Mapping[str, Any], lease: int = 0,
@@ -115,11 +115,11 @@ class Sealed:
 
 
 class Candidate:
-    """One that may lead the job.
+    """A coordinator that may lead the job.
 
     Args:
         me: its name among the job's hosts.
-        control: where it will listen.
+        control: the address where it will listen.
     """
 
     def __init__(self, keys: Sealed, me: str, control: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -131,18 +131,18 @@ class Candidate:
         self._lease = 0
         self._kept = 0.0
         self._seen = 0
-        """The latest term that another one was seen to lead in."""
+        """The latest term seen of another leader."""
 
     def announce(self) -> None:
-        """Say where this one will listen, in a job that has not begun yet.
+        """Announce where this coordinator will listen, in a job that has not begun yet.
 
         Raises:
-            JournalError: a job of this name is there, or has been; or the store is too slow.
+            JournalError: a job of this name exists, or has existed; or the store is too slow.
             StoreUnreachable.
         """
         if not self._announced:
             self._check_new()
-        self._announced = True  # it may be done although the answer is lost, and then the others begin
+        self._announced = True  # it may happen although the answer is lost, and then the others begin
         took: list[float] = []
         while not took or (took[-1] > _SLOW_S and len(took) < _TRIES):
             begun = self._clock()
@@ -167,11 +167,11 @@ class Candidate:
                            f"remove it (etcdctl del --prefix {self._keys.folder})")
 
     def meet(self, hosts: int) -> list[str]:
-        """Where those of hosts "0", "1", ... will listen, once each has seen all others; empty until then. What an
-        earlier start has left there has seen none of these.
+        """Addresses of the coordinators of hosts "0", "1", ..., once each has seen all others; empty until then.
+        Entries of an earlier start have seen none of these.
 
         Raises:
-            JournalError: another one has come in this one's name.
+            JournalError: another host has come in this one's name.
             StoreUnreachable.
         """
         read = self._keys.read("candidate/")
@@ -191,7 +191,7 @@ class Candidate:
         self._keys.put_if({}, {f"candidate/{self._me}": _Came(self._control, self._came, seen).to_json()})
 
     def try_lead(self) -> ElectedJournal | None:
-        """The job's journal, if nobody else leads. Raises StoreUnreachable, and JournalError."""
+        """The job's journal, if no other coordinator leads. Raises StoreUnreachable, and JournalError."""
         held = self._keys.one("leader")
         leader, revision = (None, 0) if held is None else (_Lead.from_json(held[0]), held[1])
         if leader is not None and leader.nonce != self._nonce:
@@ -217,7 +217,7 @@ class Candidate:
         if not terms or _Lead.from_json(read[terms[-1]][0]).nonce != self._nonce:
             return None
         now = self._clock()
-        if not self._keys.store.keep(self._lease):  # all of this has taken too long
+        if not self._keys.store.keep(self._lease):  # these steps have taken too long
             return None
         self._kept = now
         return ElectedJournal(self._keys, revision, int(terms[-1].partition("/")[2]), self._lease, read, self._kept,
@@ -230,7 +230,7 @@ class ElectedJournal:
     Attributes:
         term: the number of this leadership.
         records: all decisions, in order, and the latest note.
-        before: the name of the one that has led before, if that is another one; empty: there is none.
+        before: the name of the previous leader, if another one; else empty.
     """
 
     def __init__(self, keys: Sealed, revision: int, term: int, lease: int, read: Mapping[str, tuple[Any, int]],
@@ -252,12 +252,12 @@ class ElectedJournal:
         self._over = threading.Event()
 
     def leads(self) -> bool:
-        """Whether nobody else can lead yet."""
+        """Whether no other coordinator can lead yet."""
         return self._lost is None and self._clock() <= self._until
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Returns when a majority of the store has the record, in this term. Raises LeadLost, or OSError if the store
-        does not take it."""
+        """Write a record; returns when a majority of the store has it, in this term. Raises LeadLost, or OSError if the
+        store does not take it."""
         name = f"journal/{self._count:08d}"
         content = _Written(self.term, dict(record))
         if len(json.dumps(content.to_json())) > _PIECE:
@@ -283,11 +283,11 @@ class ElectedJournal:
                 log.warning("recycle: a decision waits for the store: %s", error)
 
     def note(self, record: Mapping[str, Any]) -> None:
-        """Keep the latest of what changes all the time: written by `beat`, soon."""
+        """Keep the latest of frequent changes: written by `beat`, soon."""
         self._note = dict(record)
 
     def beat(self) -> None:
-        """A sign of life, and the latest note. Raises LeadLost."""
+        """Renew the lease, and write the latest note. Raises LeadLost."""
         now = self._clock()
         try:
             if not self._keys.store.keep(self._lease):
@@ -305,7 +305,7 @@ class ElectedJournal:
             raise self._lose("another coordinator leads")
 
     def keep_lead(self, lost: Callable[[str], None]) -> None:
-        """Give signs of life in a thread; ``lost`` is called there once, with the reason."""
+        """Renew the lease in a thread; ``lost`` is called there once, with the reason."""
 
         def run() -> None:
             due = 0.0
@@ -325,7 +325,7 @@ class ElectedJournal:
         threading.Thread(target=run, name="recycle-lease", daemon=True).start()
 
     def close(self) -> None:
-        """Let another one lead at once."""
+        """Release the lease, so that another coordinator can lead at once."""
         self._over.set()
         try:
             if self._lost is None:
@@ -365,7 +365,7 @@ def _plan(digest: str) -> str:
 
 
 def _pieces(name: str, content: Any) -> dict[str, str]:
-    """The content, packed and cut into values that a store takes, by name."""
+    """The content, packed and cut into values of a permitted size, by name."""
     text = base64.b85encode(zlib.compress(json.dumps(content).encode())).decode()
     return {f"{name}/{index:04d}": text[at:at + _PIECE] for index, at in enumerate(range(0, len(text), _PIECE))}
 

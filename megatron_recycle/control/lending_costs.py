@@ -1,4 +1,4 @@
-"""Lent layers as the coordinator plans them: the problem in which layers may be lent, and the price of copies."""
+"""Planning of lent layers in the coordinator: the problem with lendable layers, and the price of copies."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron_recycle.plan import Costs, Problem
 from megatron_recycle.planner import CopyPrice
 
 _UNITS = 8
-"""Units of memory in a micro-batch where its bytes are not known, so that a layer's share of it can be said."""
+"""Units of memory in a micro-batch where its bytes are unknown, fine enough for a layer's share."""
 _ROUNDING = 0.05
-"""Most by which a layer's cost may be wrong, being a whole number."""
+"""Limit of the relative rounding error of a layer's cost, a whole number."""
 _BANDWIDTH = 1e9
-"""Bytes per second where no message has been timed."""
+"""Default bytes per second, before any message has been timed."""
 
 
 def with_lending(problem: Problem, job: Job, measured: Measured | None) -> Problem:
-    """The problem, where the job's layers may be lent besides. As it is while the costs of a stage are not known.
+    """The problem, with the job's lendable layers; unchanged while the costs of a stage are unknown.
 
-    The job's ``lending`` is `membership.lendable`'s. A layer takes its share of its stage's time and memory. Its
-    parameters weigh on a helper's memory with as much again for their gradients. Costs that the user gives may be so
-    small that a layer's would round to nothing: then all durations are in a `finer` unit than his. The whole iteration
-    counts, since no worker leaves one with lent layers before all have committed it.
+    The job's ``lending`` is `membership.lendable`'s. A layer takes its share of its stage's time and memory. On a
+    helper its parameters take memory, and its gradients as much again. If the user's costs are so small that a layer's
+    would round to nothing, all durations are in a `finer` unit. The whole iteration counts, since no worker leaves an
+    iteration with lent layers before all have committed it.
     """
     told = job.lending
     if not told or (measured is None and not job.costs):
@@ -54,15 +54,15 @@ def with_lending(problem: Problem, job: Job, measured: Measured | None) -> Probl
 
 
 def copy_price(job: Job, measured: Measured | None) -> CopyPrice:
-    """What copies of lent layers cost in this job."""
+    """The price of copies of lent layers in this job."""
     told = job.lending or Lending((), (), (), ())
     return CopyPrice([*told.bytes], _bandwidth(told, measured) or _BANDWIDTH, job.horizon,
                      1e-6 * unit_of(job, measured) / finer(job))
 
 
 def finer(job: Job) -> int:
-    """How many units of a problem with lending are one of the costs that the user gives: 1, or more where a layer's
-    share of them is not near a whole number."""
+    """Units of a problem with lending per unit of the user's costs: 1, or more where a layer's share of them is not
+    near a whole number."""
     given, told = job.costs, job.lending
     if not given or not told:
         return 1
@@ -75,8 +75,8 @@ def finer(job: Job) -> int:
 
 
 def unit_of(job: Job, measured: Measured | None) -> float:
-    """Microseconds in a unit of the plans' durations: 1 where these are measured. Costs that the user gives are in a
-    unit of his own, which is known by what the same work was measured to take."""
+    """Microseconds in a unit of the plans' durations: 1 where these are measured. The user's costs are in a unit of
+    their own, which follows from the measured time of the same work."""
     given = job.costs
     if not given or measured is None:
         return 1.0
@@ -86,23 +86,23 @@ def unit_of(job: Job, measured: Measured | None) -> float:
 
 
 def _bandwidth(told: Lending, measured: Measured | None) -> float | None:
-    """Bytes per second between workers, at least; None if nothing has been timed.
+    """A lower bound of the bytes per second between workers; None if nothing has been timed.
 
-    Messages of activations are timed, and may be so small that they tell the latency alone; the gradients of a stage,
-    which its peers add up in its step, are longer.
+    Messages of activations are timed, but may be so small that only latency counts. The gradients of a stage, reduced
+    by its peers in its step, are larger.
     """
     if measured is None:
         return None
     sent = max(measured.held("message"), default=0)
     timed = [(sent, measured.costs.hop)]
-    if len(told.bytes) == len(measured.costs.step):  # of chunks that share a stage's step nothing is taken
+    if len(told.bytes) == len(measured.costs.step):  # skipped for chunks that share a stage's step
         timed += [(size * count, step) for size, count, step in zip(
             told.bytes, told.layers, measured.costs.step)]
     return max((1e6 * size / took for size, took in timed if size and took), default=None)
 
 
 def _lag(told: Lending, measured: Measured | None) -> int:
-    """Microseconds that the parameters of the layers lent at one boundary take to a helper, or their gradients back."""
+    """Microseconds to send the parameters of the layers lent at one boundary to a helper, or their gradients back."""
     most = max((max(earlier * own, later * other) for (earlier, later), own, other in zip(
         told.lend, told.bytes, told.bytes[1:])), default=0)
     bandwidth = _bandwidth(told, measured)

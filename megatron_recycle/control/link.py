@@ -1,7 +1,7 @@
-"""A connection to the coordinator that runs in a thread of its own and comes back after every loss.
+"""A connection to the coordinator that runs in its own thread and is renewed after every loss.
 
-The owner hands messages over without ever blocking; the thread sends them, sends signs of life at a steady
-pace and hands on what comes in. After a reconnect `hello` says what the coordinator must be told again.
+The owner queues messages without ever blocking; the thread sends them, sends heartbeats at a steady pace and passes
+incoming messages on. After a reconnect `hello` repeats the messages that the coordinator must have.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _RETRY = (0.05, 1.0)
 """First and longest pause in seconds between attempts to connect."""
 _CONNECT_TIMEOUT = 5.0
 _TURN_TIMEOUT, _TURN_PAUSE = 1.0, 0.1
-"""The same, and the longest pause, where the next address may be the right one."""
+"""The connect timeout and longest pause where the next address may be the right one."""
 _UNANSWERED = 5.0
-"""Seconds, at least ten signs of life, without the peer's kernel acknowledging one: the connection is dead then, and
-another one is tried. Too early costs a reconnect, nothing else."""
+"""Seconds, at least ten heartbeats, without the peer's kernel acknowledging one: the connection is dead then, and
+another one is tried. A false alarm costs a reconnect, nothing else."""
 
 _RECORD_LIMIT = 60.0
-"""Seconds that a newcomer waits for a coordinator which is being started again."""
+"""Seconds that a newcomer waits for a coordinator that is being restarted."""
 
 log = logging.getLogger(__name__)
 
@@ -62,14 +62,14 @@ class AnyLink(Protocol):
 
 
 class Link:
-    """See the module. The callables run in the link's thread; an exception of `handle` is logged, no more.
+    """See the module. The callables run in the link's thread; an exception of `handle` is only logged.
 
     Args:
-        address: "host:port" of the coordinator, or several with commas, of which one leads.
+        address: "host:port" of the coordinator, or several candidates with commas.
         hello: the first messages of every connection.
         known: the messages that may come in.
-        beat: the sign of life, sent every `interval` seconds.
-        failed: called after every attempt to connect that failed.
+        beat: the heartbeat, sent every `interval` seconds.
+        failed: called after every failed attempt to connect.
         unsent: gets a message that is too large to be sent, and why; the connection goes on without it.
     """
 
@@ -93,7 +93,7 @@ class Link:
         self.error: str | None = None
         self.lost_since: float | None = time.monotonic()
         self.refused_since: float | None = None
-        """Since when every attempt was refused: the host is there, and the coordinator of this job is not."""
+        """Start of consecutive refusals: the host is there, and the coordinator of this job is not."""
         self._token = token
         self._hello = hello
         self._handle = handle
@@ -124,7 +124,7 @@ class Link:
         self._wake()
 
     def close(self, timeout: float = 1.0) -> None:
-        """Send what is queued, if that is possible within `timeout` seconds, and end the thread."""
+        """Send all queued messages, if possible within `timeout` seconds, and end the thread."""
         self._closing.set()
         self._wake()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -210,13 +210,13 @@ class Link:
             return b""
 
     def _silent(self, session: SecureChannel) -> float:
-        """Seconds without a word after which the next address is tried, if there is one."""
+        """Seconds of silence after which the next address is tried, if there is one."""
         if len(self._targets) == 1:
             return math.inf
         return SILENT_S if session.open else _TURN_TIMEOUT
 
     def _receive(self, connection: socket.socket, session: SecureChannel) -> bytes:
-        """Hands on what has come in; returns the first frames to send if the greeting was part of it."""
+        """Passes incoming messages on; returns the first frames to send if the greeting was among them."""
         data = connection.recv(1 << 16)
         if not data:
             raise ConnectionResetError("closed by the coordinator")
@@ -237,7 +237,7 @@ class Link:
 @contextmanager
 def visit(address: str, token: str, said: Sequence[Message], known: Kinds[Any], name: str
           ) -> Iterator[tuple[queue.SimpleQueue[Any], Link]]:
-    """A link for as long as the block lasts, which says this again after every loss; and what it is answered."""
+    """A link for the duration of the block, which repeats ``said`` after every loss; and its answers."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     link = Link(address, token, hello=lambda: said, handle=answers.put, beat=Heartbeat, interval=1.0, known=known,
                 name=name)
@@ -252,7 +252,7 @@ def ask_record(address: str, token: str, rank: int) -> list[dict[str, Any]]:
     """The set-up record of this rank, from the start of the job whose coordinator listens at ``address``.
 
     Raises:
-        JobEnded: nobody answers within a minute, or the token is wrong.
+        JobEnded: no answer within a minute, or the token is wrong.
     """
     hello = NewcomerHello(rank, "newcomer")
     with visit(address, token, [hello], TO_NEWCOMER, "recycle-newcomer") as (answers, link):

@@ -1,4 +1,4 @@
-"""Moves of healthy workers, as the coordinator asks the planner for them."""
+"""Moves of healthy workers, requested from the planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_recycle.planner import Prices, normalise
 
 
 def moves_of(problem: Problem, job: Job) -> dict[str, str]:
-    """Which workers had better move, and the empty position of another stage that each is to take.
+    """By worker that should move, the empty position of another stage that it should take.
 
     The job's `move_cost` and `horizon` are the planner's prices, in iterations.
     """

@@ -1,7 +1,7 @@
-"""What a job's owner asks its coordinator while it runs, and orders it: who is where, stacks, leave, out, stop.
+"""Questions and orders of a job's owner to its coordinator: status, stacks, leave, out, stop.
 
-An operator's connection proves the job's token; the lesser secret of hosts that join is not enough. Orders become
-inputs of the membership machine, or messages that a worker would get anyway, and each is an event `ordered`.
+An operator's connection proves the job's token; the lesser secret of joining hosts is not enough. Orders become inputs
+of the membership machine, or messages that a worker would get anyway, and each is an event `ordered`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megatron_recycle.membership.resume import by_stage
 from megatron_recycle.membership.state import Member, Phase, State
 
 STOPPED = 130
-"""Exit status of a job that its owner has stopped: that of Ctrl-C."""
+"""Exit status of a job stopped by its owner: that of Ctrl-C."""
 
 
 class Operators:
     """Answers operators. Call it in the event loop.
 
     Args:
-        feed: gets the inputs that orders lead to.
+        feed: gets the inputs that result from orders.
     """
 
     def __init__(self, server: Server, telling: EventFeed, feed: Callable[[Input], None]) -> None:
@@ -63,7 +63,7 @@ class Operators:
             self._lose(what, named)
 
     def stacks(self, member: Member, message: Stacks) -> None:
-        """A worker says where its threads stand."""
+        """A worker's stack traces."""
         if (connection := self._asked.get(message.number)) is not None:
             connection.send(StacksOf(member.worker, message.text))
 
@@ -72,7 +72,7 @@ class Operators:
         self._asked = {number: one for number, one in self._asked.items() if one is not connection}
 
     def _lose(self, what: str, named: Sequence[Member]) -> None:
-        """A worker that is to leave is asked to, as by SIGTERM; one that is to be out counts as stalled."""
+        """Order `leave` asks the workers to leave, as SIGTERM does; `out` declares them out, as stalled."""
         if what == "leave":
             self._server.tell(Tell(tuple(one.incarnation for one in named), AskedToLeave()))
         else:
@@ -110,7 +110,7 @@ class Operators:
         connection.send(Facts(refusal, dict(facts or {})))
 
     def _facts(self, state: State) -> dict[str, Any]:
-        """The job as only its coordinator knows it: what each worker does, and since when it is silent (seconds)."""
+        """Facts that only the coordinator has, such as each worker's activity and its seconds of silence."""
         now, connections = time.monotonic(), self._server.workers
         workers = {}
         for name in in_order(state.members):
@@ -128,14 +128,14 @@ class Operators:
 
 
 def on_host(host: str, named: str) -> bool:
-    """Whether ``host`` is called that: by its full name ("n3/2"), without the launcher's number ("n3"), or by that
+    """Whether ``named`` means this host: its full name ("n3/2"), the name without the launcher's number ("n3"), or that
     number alone."""
     plain, _, number = host.rpartition("/")
     return named in (host, plain or host, number)
 
 
 def _named(state: State, workers: Iterable[str], host: str) -> list[Member] | str:
-    """The members that are meant: all, unless some are named; or why there are none."""
+    """The named members, by default all; or the reason why there are none."""
     members = [state.members[name] for name in in_order(state.members)]
     wanted = list(workers)
     for name in wanted:

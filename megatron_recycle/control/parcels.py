@@ -1,10 +1,10 @@
-"""Messages that are too large to be sent to each process: told by their digest, and fetched once per host.
+"""Parcels: messages too large for sending to each process, announced by digest and fetched once per host.
 
-A go and an offer have a plan in them, and are the same for all that are told. The coordinator packs such a message once
-and tells its digest, a `parcel`; one that is short travels in it. Else a process asks for it part by part (`fetch`).
-Of processes with a memory in common (`host_memory`) the first that asks carries it there, and says so (`fetched`); the
-others wait until it is `there`. If the connection of the one that carries is lost, the next one carries. A process that
-is alone, or finds something else in the memory, asks for the parts itself.
+A go and an offer contain a plan, and are the same for all receivers. The coordinator packs such a message once and
+announces its digest, a `parcel`; a short message travels inside it. Otherwise a process asks for it part by part
+(`fetch`). Of processes with a common host memory (`host_memory`) the first to ask, the carrier, copies it there and
+reports that (`fetched`); the others wait until it is `there`. If the carrier's connection is lost, the next process
+carries. A process without host memory, or one that finds another content in it, asks for the parts itself.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from megatron_recycle.membership.protocol import (
 )
 
 SHORT = 16 * 1024
-"""Bytes of a packed message that travels in its parcel: to ask for it would take longer."""
+"""Size limit of a packed message inside its parcel: asking for it would take longer."""
 PART = 128 * 1024
-"""Bytes of a part: so much waits for each host that does not read."""
+"""Bytes of a part: the most that is buffered for each host that does not read."""
 Large = Go | Offer
 _LARGE: Kinds[Large] = Kinds(Large)
 _LEVEL = 3
-"""Of zlib: 0.06 s for the plan of 4,096 workers; the usual one takes three times as long, and saves a tenth."""
+"""zlib level: 0.06 s for the plan of 4,096 workers; the default takes three times as long, and saves a tenth."""
 _REMEMBERED = 2
-"""The latest of each type: the one in force, and the one before, for who has not heard of this yet."""
+"""The latest messages of each type to keep: the one in force, and the one before, for processes that lag behind."""
 
 Send = Callable[[bytes], None]
 
 
 @dataclass
 class _Shared:
-    """A parcel on its way to one host's memory. Nobody carries it: it is there."""
+    """A parcel on its way to one host's memory. Without a carrier it is there."""
 
     carrier: object | None
     waiting: dict[object, Send] = field(default_factory=dict)
 
     def tell_all(self, answer: bytes) -> None:
-        """Nobody waits any more."""
+        """Answer all waiting processes."""
         while self.waiting:
             self.waiting.popitem()[1](answer)
 
@@ -70,15 +70,15 @@ class _Packed:
 
 
 class Parcels:
-    """The coordinator's. ``who`` asks is its connection."""
+    """The coordinator's parcels. ``who`` is the asking connection."""
 
     def __init__(self) -> None:
         self._packed: dict[str, _Packed] = {}
-        self._asks: dict[object, tuple[str, str]] = {}  # the digest that each asks for at present, and its memory
+        self._asks: dict[object, tuple[str, str]] = {}  # by connection the digest that it asks for, and its host memory
         self._last: deque[tuple[Message, Parcel]] = deque(maxlen=2 * _REMEMBERED)
 
     def form(self, message: Message) -> Message:
-        """The message that travels in place of this one: itself, or its parcel. Raises TooLarge."""
+        """The form of this message on the wire: itself, or its parcel. Raises TooLarge."""
         if not isinstance(message, (Go, Offer)):
             return message
         parcel = next((parcel for known, parcel in self._last if known is message), None)
@@ -106,7 +106,7 @@ class Parcels:
         return parcel
 
     def fetch(self, who: object, ask: Fetch, send: Send) -> None:
-        """This process asks for a part; for the first one it may have to wait."""
+        """This process asks for a part; for the first part it may have to wait."""
         digest, number, memory = ask.digest, ask.part, ask.memory
         packed = self._packed.get(digest)
         if self._asks.get(who) != (digest, memory):
@@ -127,7 +127,7 @@ class Parcels:
             shared.waiting[who] = send
 
     def fetched(self, who: object, done: Fetched) -> None:
-        """This process has put it into its host's memory, as far as that was possible."""
+        """This process has put it into its host's memory, as far as possible."""
         packed = self._packed.get(done.digest)
         shared = None if packed is None else packed.shared.get(done.memory)
         if shared is not None and shared.carrier is who:
@@ -135,7 +135,7 @@ class Parcels:
             shared.tell_all(_there(done.digest))
 
     def gone(self, who: object) -> None:
-        """This connection has ended, or asks for something else: another one carries what it has carried."""
+        """This connection has ended, or asks for another parcel: a waiting process becomes carrier in its place."""
         digest, memory = self._asks.pop(who, ("", ""))
         packed = self._packed.get(digest)
         shared = None if packed is None else packed.shared.get(memory)
@@ -152,12 +152,12 @@ class Parcels:
 
 
 class Arrivals:
-    """A worker's: parcels become messages again, in the order in which they were told. All of it runs in one thread.
+    """A worker's parcels, turned back into messages, in the order of their announcement. All of it runs in one thread.
 
     Args:
         send: to the coordinator.
         handle: gets each message, checked.
-        memory: what this process has in common with others of its host.
+        memory: the host memory.
     """
 
     def __init__(self, send: Callable[[Message], None], handle: Callable[[Large], None],
@@ -167,10 +167,10 @@ class Arrivals:
         self._memory = memory
         self._due: deque[Parcel] = deque()
         self._parts: list[bytes] = []
-        self._handled: dict[str, str] = {}  # by type the digest of the last
+        self._handled: dict[str, str] = {}  # by type the digest of the last one
 
     def told(self, parcel: Parcel) -> None:
-        """There is a message. What is told again after a reconnect is known."""
+        """A message is announced. Repetitions after a reconnect are ignored."""
         known = (*self._handled.values(), *(other.digest for other in self._due))
         if parcel.digest not in known:
             self._due.append(parcel)
@@ -178,16 +178,16 @@ class Arrivals:
                 self._next()
 
     def came(self, part: Part) -> None:
-        """A part. Raises WireError if the whole is not what was told, or no message."""
+        """A part has come. Raises WireError if the whole does not match the announcement, or is no message."""
         if not self._waits_for(part):
-            self._send_fetched(part)  # of an ask from before a reconnect: nobody is to wait for this process
+            self._send_fetched(part)  # requested before a reconnect: free the processes that wait for this carrier
             return
-        if not part.parts:  # a newer message has taken its place long ago
+        if not part.parts:  # long since replaced by a newer message
             self._due.popleft()
             self._next()
             return
         if part.part != len(self._parts):
-            return  # asked for twice
+            return  # a duplicate
         self._parts.append(_decoded(part.data))
         if len(self._parts) < part.parts:
             self._ask()
@@ -200,7 +200,7 @@ class Arrivals:
         self._next()
 
     def there(self, message: There) -> None:
-        """It is in the host's memory, unless something else is there by now. Raises WireError as `came` does."""
+        """The message is in the host's memory, unless overwritten since. Raises WireError as `came` does."""
         if self._waits_for(message):
             if (content := self._remembered()) is None:
                 self._ask(alone=True)
@@ -209,14 +209,14 @@ class Arrivals:
             self._next()
 
     def over(self, generation: int) -> None:
-        """What is of generations before this one is void."""
+        """Parcels of earlier generations are void."""
         first = self._due[0] if self._due else None
         self._due = deque(parcel for parcel in self._due if parcel.generation >= generation)
         if self._due and self._due[0] is not first:
             self._next()
 
     def forget(self) -> None:
-        """The connection was lost: the coordinator will tell again what this process has not handled."""
+        """The connection was lost: the coordinator will repeat the parcels that this process has not handled."""
         self._due.clear()
 
     def _send_fetched(self, part: Part) -> None:
@@ -227,7 +227,7 @@ class Arrivals:
         return bool(self._due) and self._due[0].digest == message.digest
 
     def _next(self) -> None:
-        """Handle all that is here, and ask for the first that is not."""
+        """Handle all available parcels, and ask for the first missing one."""
         self._parts = []
         while self._due:
             content = _decoded(self._due[0].data) or self._remembered()
@@ -252,7 +252,7 @@ class Arrivals:
 
 
 def opened(content: bytes, parcel: Parcel) -> Large:
-    """The message that this parcel has told of. Raises WireError."""
+    """The message that this parcel announced. Raises WireError."""
     if hashlib.sha256(content).hexdigest() != parcel.digest:
         raise WireError("a message is not the one whose digest was told")
     unpacking = zlib.decompressobj()
@@ -270,7 +270,7 @@ def opened(content: bytes, parcel: Parcel) -> Large:
 
 
 def _part(digest: str, number: int, parts: int, data: bytes) -> bytes:
-    """A part, ready to be sealed; of no ``parts``: the message is not known, or not any more."""
+    """A part, ready to be sealed; with 0 ``parts``: the message is unknown, or no longer kept."""
     return encode(Part(digest, number, parts, base64.b64encode(data).decode()))
 
 

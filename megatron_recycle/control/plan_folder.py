@@ -1,4 +1,4 @@
-"""The folder in a run's folder that keeps every plan which was handed out, named by its digest."""
+"""The folder in a run's folder that keeps every plan in use, named by its digest."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ log = logging.getLogger(__name__)
 
 
 class PlanFolder:
-    """Plan files by digest ("sha256:...", as events name it). Training needs a plan and not its file: what cannot be
-    written or read is said in the log, no more."""
+    """Plan files by digest ("sha256:...", as in events). Training needs a plan but not its file: read and write errors
+    are only logged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Which plan is handed out when: the planner as the coordinator wants it, three callables over a job's description."""
+"""The choice of plans: the planner as the coordinator needs it, as callables over a job's description."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from megatron_recycle.planner.redo import redo
 log = logging.getLogger(__name__)
 
 WORTHWHILE = 0.02
-"""A plan in use is replaced by one that takes less time by more than this share."""
-_LENT = 8  # plans that lend layers; an interrupted iteration has followed one of the last
-_KEPT = 1000  # plans made ahead; those for costs that were measured long ago are of no use
+"""The least relative gain in time for which a plan in use is replaced."""
+_LENT = 8  # plans that lend layers; an interrupted iteration has followed a recent one
+_KEPT = 1000  # plans made ahead; those for outdated costs are of no use
 
 
 def problem_of(job: Job, failed: frozenset[str], measured: Measured | None = None) -> Problem:
     """The planner's problem for a job without its `failed` workers.
 
-    The job's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
-    Its `cap` is a number of activations for every worker, or an object with one for each; without it a worker may hold
-    twice what 1F1B holds at most, or less where its measured memory is shorter than that. `placement`: the stage of
-    each chunk, where stages have several.
+    The job's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work). Its
+    `cap` is a number of activations for every worker, or an object with one for each; by default a worker may hold
+    twice the maximum of 1F1B, or less where its measured memory is smaller. `placement`: the stage of each chunk, where
+    stages have several.
     """
     grid, costs, placement = job.grid, job.costs, job.placement
     at_home = placement or range(grid.stages)
@@ -69,8 +69,8 @@ def problem_of(job: Job, failed: frozenset[str], measured: Measured | None = Non
 
 
 def partner_price(job: Job, measured: Measured | None) -> ConnectionPrice:
-    """The price of a pair of workers that have not talked yet. It is known in seconds, so that it counts only among
-    plans whose durations are measured."""
+    """The price of a pair of workers without a connection yet. It is known in seconds, so it counts only among plans
+    with measured durations."""
     in_seconds = measured is not None and not job.costs
     return ConnectionPrice(1e6 * job.partner_cost if in_seconds else 0.0, job.horizon)
 
@@ -78,24 +78,24 @@ def partner_price(job: Job, measured: Measured | None) -> ConnectionPrice:
 class Planning:
     """`plan` at once and `improve` in the background, with the best plan of each membership kept.
 
-    While nothing else is to be searched, the plans of the likeliest next memberships are made ahead, each for
-    all memberships that are the same up to names, so that most failures find their plan ready.
+    While no other search runs, the plans of the likeliest next memberships are made ahead, each for all memberships
+    that are equal up to names, so that most failures find their plan ready.
 
     Args:
-        handed_out: gets every plan that is handed out; see `plan_folder`.
+        handed_out: called with every plan handed out; see `plan_folder`.
     """
 
     def __init__(self, handed_out: Callable[[Plan], None] = lambda plan: None) -> None:
         self._handed_out = handed_out
         self._cache = Cache()
         self._measurements = Measurements()
-        self._before: Measured | None = None  # what was known before the last change, and plans were made ahead for
+        self._before: Measured | None = None  # the measurements before the last change, for which plans were made ahead
         self._best: dict[frozenset[str], Plan] = {}
         self._lent: dict[str, Plan] = {}
-        """Plans that lend layers, by digest, the last ones that were handed out."""
+        """The last plans handed out that lend layers, by digest."""
         self._lock = threading.Lock()
         self.ahead: threading.Thread | None = None
-        """Makes plans ahead; None before that has begun."""
+        """The thread that makes plans ahead; None before its start."""
 
     def plan(self, job: Job, failed: frozenset[str]) -> PlanFile:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
@@ -125,8 +125,8 @@ class Planning:
         return plan.to_file()
 
     def _made(self, problem: Problem, before: Problem, seed: int, price: ConnectionPrice) -> Plan:
-        """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
-        better, all partners paid, since the communicator is made anew, and still has the memory."""
+        """The cached plan, or the heuristic's, or the cached plan for the costs ``before`` if that is better and still
+        fits in memory. All partners count as new, since the communicator is made anew."""
         fresh = before != problem and problem not in self._cache
         plan = plan_for(problem, self._cache, work=0, seed=seed)
         earlier = self._cache.get(before) if fresh else None
@@ -138,9 +138,9 @@ class Planning:
         return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
     def redo(self, job: Job, order: MakeRedo) -> PlanFile | None:
-        """A plan for the rest of an iteration (`planner.redo`), which may be of another size than the plan. None if
-        there is none, or if the rest takes longer than the whole, which nobody has left; or if the plan that lent
-        layers is not known here, or some of these may not be lent any more. Raises PlanError."""
+        """A plan for the rest of an iteration (`planner.redo`), which may differ in size from the plan. None if there
+        is none, if the rest takes longer than the whole and no stage is closed, or if the plan that lent layers is
+        unknown here or lends layers that may no longer be lent. Raises PlanError."""
         whole, lent_by = _sized(Plan.from_file(order.plan), *order.size), self._lent.get(order.lent)
         if order.lent and (lent_by is None or not allows(job.lending, lent_by.to_file())):
             return None
@@ -153,7 +153,7 @@ class Planning:
         return None if longer else self._hand_out(rest)
 
     def resume(self, job: Job, failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
-        """Plan for a job that another coordinator has led until now; `told` are the events so far."""
+        """Plan for a job led by another coordinator until now; `told` are the events so far."""
         profiled = [event for event in told if EventFields.from_json(event).event == "profiled"]
         with self._lock:
             self._measure(job, failed)
@@ -164,31 +164,31 @@ class Planning:
                     log.warning("recycle: what was measured before cannot be read again", exc_info=True)
 
     def _measure(self, job: Job, failed: frozenset[str]) -> None:
-        """From now on measurements of the workers that live without `failed` are waited for."""
+        """Expect measurements of the workers that live without `failed`."""
         problem = problem_of(job, failed)
         self._measurements.live = frozenset(map(str, problem.live_workers()))
         self._measurements.placement = problem.placement
 
     @property
     def slow(self) -> Mapping[str, float]:
-        """Workers that take notably longer than their peers, and how many times as long."""
+        """Stragglers, with the factor of their time over their peers'."""
         return self._measurements.slow
 
     def measured(self, profile: Mapping[str, Any], incarnation: str = "") -> Measured | None:
-        """Take in what one worker has measured. Once all live ones have been heard, returns what is known of the job if
-        that has changed so much that plans should be made again."""
+        """Take in one worker's measurements. Once all live workers have reported, returns the job's measurements if
+        they have changed enough for new plans."""
         with self._lock:
             before = self._measurements.known
             if not self._measurements.take(profile, incarnation):
                 return None
-            # What was planned before is still legal, or was then, but perhaps no longer the best to begin with.
+            # Earlier plans are still legal, or were then, but perhaps no longer the best to begin with.
             self._best, self._before = {}, before
             if len(self._cache) > _KEPT:
                 self._cache = Cache()
             return self._measurements.known
 
     def spent(self) -> dict[str, Any] | None:
-        """Where the workers' time went, when that is to be told again."""
+        """The breakdown of the workers' time, when it is due."""
         with self._lock:
             return self._measurements.spent()
 
@@ -199,16 +199,16 @@ class Planning:
         plan: PlanFile,
         cancelled: threading.Event,
     ) -> PlanFile | None:
-        """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
+        """A better plan within the job's `planner_budget`, or None. It is cached in any case.
 
-        With measured costs, which are never exact, it must be better by a share of `WORTHWHILE`, and what that saves
-        in the job's `horizon` must be more than its new partners cost. Kept for the next time it is all the same.
+        With measured costs, which are never exact, it must be better by a share of `WORTHWHILE`, and its savings in the
+        job's `horizon` must exceed the cost of its new partners.
 
-        A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what
-        may fail next are made afterwards, until ``cancelled``.
+        A plan that exceeds the memory is replaced by one that does not, with or without a budget. Afterwards plans for
+        the likeliest next failures are made, until ``cancelled``.
 
-        Only here may layers be lent, where that gains more in the horizon than the copies cost: a job goes on at once
-        with its own layers, and a worker that is back takes lending back.
+        Only here may layers be lent, if that gains more in the horizon than the copies cost: after a failure a job goes
+        on at once with its own layers, and a worker that is back ends lending.
         """
         budget = job.planner_budget
         if cancelled.is_set() or plan.source == "drop":
@@ -217,14 +217,14 @@ class Planning:
         seed = job.seed
         used, plain = Plan.from_file(plan), problem
         lending = with_lending(problem, job, self._measurements.known)
-        # Layers lent to the peers of a slow worker are too many once it is fast again.
+        # Once a slow worker is fast again, its peers have borrowed too many layers.
         if lent_schedules.helps(lending) or used.crossings:
             problem = lending
         replaced = plan_for(plain, work=0) if used.crossings and not problem.lends else None
         incumbent = replaced or recosted(problem, used)
         before = _time(incumbent, plain.objective)
         if overfull(incumbent):
-            # Memory has turned out shorter than the plan in use takes it to be.
+            # The plan in use holds more than there is memory for, by newer measurements.
             replaced = plan_for(plain, self._cache, work=0, seed=seed)
             incumbent = recosted(problem, replaced)
         better = replaced
@@ -266,15 +266,15 @@ class Planning:
 
     def _searched(self, problem: Problem, incumbent: Plan, budget: float, seed: int,
                   cancelled: threading.Event) -> Plan | None:
-        """A better plan than the ``incumbent``: where layers may be lent one that is remembered, or the heuristic's, or
-        one that a search finds from there on."""
+        """A better plan than the ``incumbent``. With lending: the cached plan, the heuristic's, or a search's result
+        from there."""
         known = plan_for(problem, self._cache, work=0, seed=seed) if problem.lends else None
         if known is None or known.objective_value >= incumbent.objective_value:
             return improve(problem, incumbent, budget, seed, cancelled.is_set)
         return improve(problem, known, budget, seed, cancelled.is_set) or known
 
     def moves(self, job: Job, failed: frozenset[str]) -> dict[str, str]:
-        """Members and the empty positions of other stages that they had better take."""
+        """By member, the empty position of another stage that it should take."""
         if job.chosen.avoids_hit:
             return {}
         problem = problem_of(job, failed, self._measurements.known)
@@ -286,12 +286,12 @@ class Planning:
                 return
             if likely not in self._cache:
                 found = plan_for(likely, None, work=0, budget_s=budget, seed=seed, cancelled=cancelled.is_set)
-                if not cancelled.is_set():  # a search that was cut short is not worth remembering
+                if not cancelled.is_set():  # the result of a cancelled search is not worth caching
                     self._cache.put(likely, found)
 
 
 def _sized(plan: Plan, microbatches: int, block: int) -> Plan:
-    """What stands for ``plan`` where each pipeline has so many micro-batches."""
+    """The equivalent of ``plan`` with this many micro-batches in each pipeline."""
     grid = plan.problem.grid
     if microbatches == max(grid.microbatches):
         return plan
@@ -299,8 +299,8 @@ def _sized(plan: Plan, microbatches: int, block: int) -> Plan:
 
 
 def _timed(plan: Plan, objective: str) -> Plan:
-    """The plan, whose `Plan.objective_value` is the time that an iteration takes. Workers overlap iterations as far as
-    the job's ``objective`` says, but not those with lent layers."""
+    """The plan, with the time of an iteration as its `Plan.objective_value`. Workers overlap iterations by the job's
+    ``objective``, except those with lent layers."""
     return plan if plan.crossings else replace(plan, problem=replace(plan.problem, objective=objective))
 
 

@@ -1,7 +1,7 @@
-"""Ports that stay ours when the process that listens on them dies and is started again.
+"""Ports that stay ours when the process listening on them dies and is restarted.
 
-A port from the range of outgoing connections could be taken by any of them in the meantime, even by a worker
-that tries to connect to the very port and so meets itself.
+A port from the ephemeral range could meanwhile be taken by any outgoing connection, even by that of a worker that tries
+to connect to this very port and so connects to itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _TRIES = 200
 
 
 def listen(interface: str, port: int) -> socket.socket:
-    """A listening socket on `interface` only; port 0 is any that no outgoing connection takes.
+    """A listening socket on `interface` only; port 0 is any port outside the ephemeral range.
 
     Raises:
-        OSError: the port, or every port that was tried, is in use.
+        OSError: the port, or every tried port, is in use.
     """
     family = _family(interface)
     if port:
@@ -37,8 +37,8 @@ def listen(interface: str, port: int) -> socket.socket:
 
 
 def reserve(interface: str, port: int) -> socket.socket:
-    """A socket on `interface` that is bound and does not listen yet: whoever connects is refused. Port 0 as for
-    `listen`. Raises OSError."""
+    """A socket on `interface` that is bound and does not listen yet: connections are refused. Port 0 as for `listen`.
+    Raises OSError."""
     if not port:
         chosen = listen(interface, 0)
         port = chosen.getsockname()[1]
@@ -65,7 +65,7 @@ def joined(host: str, port: int) -> str:
 
 
 def _free_range() -> tuple[int, int]:
-    """The larger of the two ranges beside that of outgoing connections, end excluded."""
+    """The larger of the two port ranges outside the ephemeral one, end excluded."""
     first, last = map(int, _RANGE.read_text().split())
     below, above = (min(_LOWEST, first), first), (last + 1, 65536)
     widest = max(below, above, key=lambda ports: ports[1] - ports[0])

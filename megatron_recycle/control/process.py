@@ -1,8 +1,8 @@
 """The coordinator's process: the control server, on one interface only.
 
-Run by `recycle run`, and by `embedded` under other launchers, as its own process. The token comes in the
-environment, never as an argument: arguments are public. The first line on standard output says where the server
-listens, or why it does not; everything after it goes to standard error.
+Run by `recycle run`, and by `embedded` under other launchers, as its own process. The token comes in the environment,
+never as an argument: arguments are public. The first line on standard output has the server's address, or the reason
+why it does not listen; all later output goes to standard error.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ from megatron_recycle.plan.plan_file import PlanFile
 Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
 _PAUSE = 0.25
-"""Seconds between looks at whether somebody leads."""
+"""Seconds between polls for a leader."""
 PLANS = "plans"
 """The folder in a run's folder that keeps its plans."""
 EVENTS = "events.jsonl"
 _DESCRIPTORS = 65536
 LINGER = 30.0
-"""Seconds that the services outlive a job without a launcher, for processes that still have to end."""
+"""Seconds that the services outlive a job without a launcher, for processes that are still ending."""
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """The settings in an environment, for hosts that join later."""
+    """The settings in an environment, for later joiners."""
     return {variable(option.name): environ[variable(option.name)] for option in options()
             if variable(option.name) in environ and option.name != "run_dir"}
 
 
 @dataclass(frozen=True)
 class Past:
-    """The remains of a coordinator that has died: `state` follows from its journal; of the events that its
-    decisions had, it has `told` some and not the `untold`."""
+    """The remains of a dead coordinator: `state` from its journal, and its decisions' events, already emitted (`told`)
+    or not (`untold`)."""
 
     state: State | None = None
     told: Sequence[Mapping[str, Any]] = ()
@@ -86,7 +86,7 @@ def open_journal(spec: CoordinatorSpec, run_dir: Path) -> tuple[Journal, Past]:
 
 def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[str, Any]],
           plan: Callable[[str], PlanFile | None], path: Path) -> Past:
-    """What a new coordinator has to know. Raises JournalError."""
+    """The knowledge of a new coordinator. Raises JournalError."""
     try:
         state = taken_up(restore(size, records), records, plan)
     except (KeyError, TypeError, ValueError) as error:
@@ -96,8 +96,8 @@ def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[s
 
 
 async def _stand_by(spec: CoordinatorSpec, token: str, starter: IO[str]) -> tuple[socket.socket, ElectedJournal]:
-    """Say where this one will listen, and wait until it leads. The second line to the starter is where all of them
-    will."""
+    """Announce this coordinator's address, and wait until it leads. The second line to the starter has the addresses of
+    all candidates."""
     listener = reserve(spec.interface, spec.port)
     control = joined(*listener.getsockname()[:2])
     store = Etcd(Place.parse(spec.store), Access.read(os.environ))
@@ -129,7 +129,7 @@ async def _stand_by(spec: CoordinatorSpec, token: str, starter: IO[str]) -> tupl
 
 
 def _told(run_dir: Path) -> list[dict[str, Any]]:
-    """The events so far. The file is expendable: without it some events are told twice."""
+    """The events so far. The file is expendable: without it some events are emitted twice."""
     try:
         return [event for event in read_events(run_dir / EVENTS) if EventFields.understood(event)]
     except (OSError, ValueError) as error:
@@ -138,7 +138,7 @@ def _told(run_dir: Path) -> list[dict[str, Any]]:
 
 
 async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: RecycleConfig, starter: IO[str]) -> int:
-    """Serve until the job is over; returns its status. `starter` is told where it listens, once it does."""
+    """Serve until the job is over; returns its status. `starter` gets the address, once the server listens."""
     listener, elected, plans = None, None, PlanFolder(run_dir / PLANS)
     if spec.store:
         listener, elected = await _stand_by(spec, token, starter)
@@ -208,14 +208,14 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
 
 
 def _in_loop(loop: asyncio.AbstractEventLoop, what: Callable[[str], None], why: str) -> None:
-    with contextlib.suppress(RuntimeError):  # it has ended
+    with contextlib.suppress(RuntimeError):  # the loop has ended
         loop.call_soon_threadsafe(what, why)
 
 
 def until_answered(ask: Callable[[], Answer], bears: bool = False, say: Callable[[str], None] = lambda why: None
                    ) -> Answer:
-    """The answer of a store that may be out of reach for a while; with ``bears`` it may have no room, too. ``say`` gets
-    why it is waited for."""
+    """The answer of a store that may be unreachable for a while; with ``bears`` refusals are retried too. ``say`` gets
+    the reason for a wait."""
     said = ""
     while True:
         try:
@@ -231,7 +231,7 @@ def until_answered(ask: Callable[[], Answer], bears: bool = False, say: Callable
 
 
 def both(*keep: Callable[[Plan], None]) -> Callable[[Plan], None]:
-    """Keep a plan in several places; where that is not possible, training does without."""
+    """Keep a plan in several places; errors are only logged."""
 
     def all_of_them(plan: Plan) -> None:
         for each in keep:
@@ -244,8 +244,8 @@ def both(*keep: Callable[[Plan], None]) -> Callable[[Plan], None]:
 
 
 def _take_stdout() -> IO[str]:
-    """Standard output for the one line to whoever started this process; all else goes to standard error, the
-    log file."""
+    """Standard output for the one line to this process's starter; all other output goes to standard error, the log
+    file."""
     sys.stdout.flush()
     line = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -253,7 +253,7 @@ def _take_stdout() -> IO[str]:
 
 
 def _many_connections() -> None:
-    """A thousand workers, and as many strangers, are more than the usual limit of descriptors."""
+    """Raise the limit of descriptors: the usual one is too low for a thousand workers, and as many strangers."""
     with contextlib.suppress(ValueError, OSError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
@@ -271,7 +271,7 @@ def main() -> int:
     try:
         spec = CoordinatorSpec.from_json(json.loads(args.spec))
         return asyncio.run(coordinate(spec, args.run_dir, os.environ.pop(TOKEN), RecycleConfig.resolve(), starter))
-    except (OSError, JournalError) as error:  # the log, where it would be looked for, may be on a full disk
+    except (OSError, JournalError) as error:  # the log, where a reader would look first, may be on a full disk
         if not starter.closed:
             with contextlib.suppress(OSError), starter:
                 starter.write(json.dumps({"error": str(error)}) + "\n")

@@ -1,5 +1,5 @@
-"""The workers' measurements and what follows from them: costs for the planner; slow workers are reported, and declared
-out where the user asks for it."""
+"""The workers' measurements and their consequences: costs for the planner; slow workers are reported, and declared out
+if the user asks for it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Conclusions:
     """The consequences of one measurement.
 
     Attributes:
-        profiled: the event with all that is known of the job, if that has changed so much that plans are made again.
-        spent: the event with where each worker's time went, when it is due.
-        out: members that are to be declared out.
+        profiled: the event with all measurements of the job, if they have changed enough for new plans.
+        spent: the event with the breakdown of each worker's time, when it is due.
+        out: members to be declared out.
         slow: events about members that have become slow.
     """
 
@@ -31,14 +31,14 @@ class Conclusions:
 
 
 class Slowness:
-    """The slow workers that were reported."""
+    """The slow workers reported so far."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def news(self, slow: Mapping[str, float], incarnations: Mapping[str, str]) -> dict[str, float]:
-        """The workers of ``slow`` that were not in it the last time, or were as another process. ``slow`` has all that
-        are slow now."""
+        """The newly slow workers of ``slow``: not in it the last time, or as another process. ``slow`` has all workers
+        that are slow now."""
         now = {name: incarnations[name] for name in slow if name in incarnations}
         found = {name: slow[name] for name, incarnation in now.items() if self._known.get(name) != incarnation}
         self._known = now
@@ -46,12 +46,12 @@ class Slowness:
 
 
 class Profiles:
-    """Takes in what workers measure."""
+    """Evaluates the workers' measurements."""
 
     def __init__(self, planning: Planning) -> None:
         self._planning = planning
         self._slowness = Slowness()
-        self._heard: dict[str, str] = {}  # incarnations of those that have told anything
+        self._heard: dict[str, str] = {}  # by worker, the last incarnation with a measurement
 
     def take(self, state: State, member: Member, measured: Measured) -> Conclusions:
         """The consequences of a member's `measured` message."""
@@ -63,7 +63,7 @@ class Profiles:
         spent = self._planning.spent()
         now = {"t": time.time(), "generation": state.generation}
         limit = state.job.slow_factor_out
-        # A process that has just come to the place of a slow one has measured nothing yet.
+        # A new process in the place of a slow one has no measurements yet.
         slow = {name: factor for name, factor in self._planning.slow.items()
                 if name in incarnations and incarnations[name] == self._heard.get(name)}
         return Conclusions(

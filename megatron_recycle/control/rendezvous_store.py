@@ -1,13 +1,13 @@
-"""What a job's processes tell each other before they can talk: the content of torch's store, in the coordinator.
+"""The content of torch's rendezvous store, in the coordinator: how a job's processes exchange data before they connect.
 
-It lives in memory. A coordinator that comes back, or another one that leads now, has an empty store of another name;
-the processes, which remember what they have put there, tell it again (`tell`). Every value has a stamp, and the latest
-one counts, so it does not matter who tells what first.
+It lives in memory. A restarted coordinator, or a new leader, has an empty store of another name; the processes, which
+remember their own values, send them again (`tell`). Every value has a stamp, and the latest one counts, so the order of
+senders does not matter.
 
-What must not be done twice, nor on half of what was known (counts, appended text, comparisons), is exact all the same.
-A process's asks have names, and whoever hears of a value hears which asks made it (`marks`): so one that comes again,
-since its answer was lost with its coordinator, is known although another process alone has seen what it did. And until
-all processes have told what they know (`gather`), nobody is answered out of it.
+Operations that are not idempotent, or need complete knowledge (counts, appended text, comparisons), are exact all the
+same. A process's requests have names, and each receiver of a value also gets the requests that made it (`marks`). So a
+repeated request, whose answer was lost with its coordinator, is recognised even if only another process has seen its
+effect. And until all processes have sent their knowledge (`gather`), no answer is based on it.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from msgspec.structs import replace
 from megatron_recycle.membership.protocol import Ask, Found, Mark
 
 MOST_BYTES = 1 << 30
-"""All keys and values together, with what each costs beside."""
+"""Limit of all keys and values together, with their overhead."""
 LARGEST = 2 << 20
-"""Bytes of one value, and of all that is asked for at once: an answer is one message."""
+"""Size limit of one value, and of one answer, which is one message."""
 TOO_MUCH = "more than an answer holds: ask for one at a time"
 OWN = "recycle/"
-"""The keys of the plugin itself begin so."""
+"""Prefix of the plugin's own keys."""
 ENTRY_BYTES = 200
-"""What a key costs beside its text and its value."""
+"""Overhead of a key beside its text and its value."""
 DELETED = 4096
-"""Deleted keys that are remembered, so that who tells an older value of one does not bring it back."""
+"""How many deleted keys are remembered, so that an older value sent later does not bring one back."""
 _TERM_BITS, _DAY = 32, 86400
-"""A stamp begins with the term, or with the second in which the coordinator came; a clock may go back."""
+"""The high bits of a stamp are the term, or the second in which the coordinator started; a clock may go back."""
 _GENERATION = re.compile(OWN + r"g(\d+)-")
 _SLOTS = 1 << 16
 _WAITS = ("get", "wait", "around")
 _AT_ONCE = ("tell", "wait", "around")
-"""Asks that can be answered although not all have told what they know yet."""
+"""Requests that can be answered before all processes have sent their knowledge."""
 
 Send = Callable[[Found], None]
 
 
 @dataclass
 class _Waiting:
-    """An ask that cannot be answered yet: because of ``missing`` keys, or because not all have told."""
+    """A request without an answer yet: for ``missing`` keys, or for processes that have not sent their knowledge."""
 
     message: Ask
     send: Send
@@ -57,11 +57,11 @@ class _Waiting:
 
 
 class Marks:
-    """What has been done of that which must not be done twice, by slot.
+    """Idempotency keys: remembers each client's last request, so that a retry is answered, not repeated.
 
-    A process asks in slots, in each one thing after the other, and numbers what it asks. So the last mark of a slot
-    tells of an ask that comes again, since its answer was lost, whether it was done and what its answer was. One that
-    has changed nothing has no key.
+    A process asks in slots, one request after the other in each, and numbers its requests. So the last mark of a slot
+    tells whether a retried request was carried out, and with which answer. A request that has changed nothing has no
+    key.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Marks:
         self._of_key: dict[str, set[str]] = {}
 
     def put(self, slot: str, mark: Mark) -> None:
-        """It was done, unless something later is known of this slot."""
+        """The slot's request was carried out, unless a later one is known."""
         before = self._of_slot.get(slot)
         if before is not None and (before[0] > mark[0] or (before[0] == mark[0] and before[2])):
             return
@@ -84,7 +84,7 @@ class Marks:
         return self._of_slot.get(slot, (-1, 0, ""))
 
     def on(self, keys: Iterable[str]) -> dict[str, Mark]:
-        """Those of asks that have changed one of ``keys``."""
+        """The marks of requests that have changed one of ``keys``."""
         return {slot: self._of_slot[slot] for key in keys for slot in self._of_key.get(key, ())}
 
     def _drop(self, slot: str) -> None:
@@ -99,12 +99,12 @@ class RendezvousStore:
     """Keys with values, each with the stamp of its last change (None: deleted).
 
     Args:
-        term: which of the job's stores this is; a later one has a higher number.
+        term: the number of this store among the job's; later stores have higher ones.
         most: bytes.
-        leads: whether this coordinator still is the one that leads. One that is not answers nobody.
+        leads: whether this coordinator still leads. Otherwise the store does not answer.
 
     Attributes:
-        name: no other store has it; see `term_of`.
+        name: a unique name; see `term_of`.
     """
 
     def __init__(self, term: int | None = None, most: int = MOST_BYTES, leads: Callable[[], bool] = lambda: True
@@ -116,7 +116,7 @@ class RendezvousStore:
         self._latest = self._stamp + (1 << _TERM_BITS) * (_DAY if term is None else 1)
         self._values: dict[str, tuple[int, bytes | None]] = {}
         self._folders: dict[str, dict[str, None]] = {}
-        """The keys that have a value, by what is before their last slash."""
+        """By folder (the part before the last slash), the keys that have a value."""
         self._marks = Marks()
         self._deleted: dict[str, None] = {}
         self._bytes = 0
@@ -127,10 +127,10 @@ class RendezvousStore:
         self._untold: set[int] = set()
 
     def ask(self, who: object, message: Ask, send: Send) -> None:
-        """Answer ``message`` of the connection ``who`` by ``send``, at once or when what it waits for is there. A
-        connection asks one thing at a time."""
+        """Answer ``message`` of the connection ``who`` by ``send``, at once or when the awaited keys are there. A
+        connection has one request at a time."""
         if not self._leads():
-            return  # it will turn to the one that leads
+            return  # the client will turn to the leader
         if self._untold and message.op not in _AT_ONCE and not _own(message.keys):
             self._held[who] = _Waiting(message, send)
             return
@@ -143,7 +143,7 @@ class RendezvousStore:
             send(_answer(error=f"{message.op!r:.40}: {error}"))
 
     def gone(self, who: object) -> None:
-        """This connection has ended: nobody waits for an answer any more."""
+        """This connection has ended: its pending request is dropped."""
         self._held.pop(who, None)
         if (waited := self._waiting.pop(who, None)) is not None:
             for key in waited.missing:
@@ -157,18 +157,18 @@ class RendezvousStore:
         return frozenset((*self._waiting, *self._held))
 
     def gather(self, ranks: Iterable[int]) -> None:
-        """This store follows another one: each of these processes has something to tell first."""
+        """This store follows another one: each of these processes must first send its knowledge."""
         self._untold = set(ranks)
 
     def gathered(self) -> None:
-        """Whoever has not told by now will not: answer those that have waited for it."""
+        """No more knowledge will come: answer the requests that have waited for it."""
         self._untold.clear()
         held, self._held = self._held, {}
         for who, asked in held.items():
             self.ask(who, asked.message, asked.send)
 
     def forget(self, generation: int) -> None:
-        """Nobody needs the keys of this generation and of those before any more."""
+        """The keys of this generation and of earlier ones are no longer needed."""
         if generation <= self._forgotten:
             return
         self._forgotten = generation
@@ -176,7 +176,7 @@ class RendezvousStore:
             self._remove(key)
 
     def __len__(self) -> int:
-        """Keys that are remembered, deleted ones among them."""
+        """The number of remembered keys, deleted ones included."""
         return len(self._values)
 
     def _ask(self, who: object, message: Ask, keys: Sequence[str], values: Sequence[bytes | None],
@@ -185,7 +185,7 @@ class RendezvousStore:
         last, result, changed = self._marks.get(slot)
         if slot and last > number:
             return  # of a connection that its process has left long ago
-        if slot and last == number and changed:  # it was done, and its answer lost
+        if slot and last == number and changed:  # carried out, and the answer lost
             stamp, value = self._values.get(changed, (0, None))
             send(_answer([value], result, stamp, marks=self._marks.on(keys)))
             return
@@ -226,7 +226,7 @@ class RendezvousStore:
 
     def _change(self, message: Ask, name: tuple[str, int], keys: Sequence[str], values: Sequence[bytes | None],
                 send: Send) -> None:
-        """The answer has the stamp of the change, which its author remembers with it."""
+        """Carry out a changing request. The answer has the stamp of the change, which its author keeps with it."""
         op, now = message.op, self._get(keys[0]) if keys else None
         number, put = 0, list(zip(keys, values, strict=False))
         if op == "add":
@@ -259,7 +259,7 @@ class RendezvousStore:
         return self._values.get(key, (0, None))[1]
 
     def _check_room(self, put: Iterable[tuple[str, bytes | None]]) -> None:
-        """Raises ValueError."""
+        """Raise ValueError if the values are too large."""
         more = 0
         for key, value in put:
             if len(key) + len(value or b"") > LARGEST:
@@ -305,7 +305,7 @@ class RendezvousStore:
             self._folders.pop(_folder(key), None)
 
     def _found(self, message: Ask) -> Found:
-        """With `around`, all that is in the folders of the keys asked for."""
+        """The answer to a reading request; with `around`, including all other keys in the same folders."""
         if message.op == "around":
             beside = [key for folder in {*map(_folder, message.keys)} for key in self._folders.get(folder, ())]
             keys = list(dict.fromkeys((*message.keys, *beside)))
@@ -330,24 +330,24 @@ def _answer(values: Sequence[bytes | None] = (), number: int = 0, stamp: int = 0
 
 
 def generation_of(key: str) -> int | None:
-    """The generation whose members meet by this key; None: it is of none."""
+    """The generation whose members meet by this key; None: it belongs to none."""
     found = _GENERATION.match(key)
     return None if found is None else int(found[1][:18])
 
 
 def term_of(name: str) -> int:
-    """The term of the store of this name; 0: it has none, or there is no store yet."""
+    """The term in this store's name; 0: there is none, or no store yet."""
     return int(name.partition(".")[0] or 0)
 
 
 def _named(once: str) -> tuple[str, int]:
-    """Slot and number of an ask, as ``SLOT:NUMBER``; without a name it is of no slot. Raises ValueError."""
+    """Slot and number in a request's name, ``SLOT:NUMBER``; an empty name has no slot. Raises ValueError."""
     slot, _, number = once.rpartition(":")
     return (slot, int(number)) if once else ("", -1)
 
 
 def _own(keys: Sequence[str]) -> bool:
-    """Whether all of them are the plugin's, which meets again by other keys when something was lost."""
+    """Whether all keys are the plugin's: after a loss the plugin meets again by other keys."""
     return bool(keys) and all(key.startswith(OWN) for key in keys)
 
 
@@ -360,15 +360,15 @@ def _size(key: str, value: bytes | None) -> int:
 
 
 def _number(value: bytes | None) -> int:
-    """As torch counts: a number is kept as text."""
+    """A number as torch keeps it: as text."""
     return 0 if value is None else int(value)
 
 
 def encoded(values: Sequence[bytes | None]) -> tuple[str | None, ...]:
-    """Values as JSON has them."""
+    """Values in JSON form."""
     return tuple(None if one is None else base64.b64encode(one).decode() for one in values)
 
 
 def decoded(values: Sequence[Any]) -> list[bytes]:
-    """What `encoded` gave; nothing for what is not there."""
+    """The inverse of `encoded`; missing values become empty."""
     return [b"" if one is None else base64.b64decode(one) for one in values]

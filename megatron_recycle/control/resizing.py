@@ -1,4 +1,4 @@
-"""A plan for another number of micro-batches, made from the plan in use: the same on every worker that makes it."""
+"""A plan for another number of micro-batches, derived from the plan in use: the same on every worker."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from megatron_recycle.planner import quick
 
 
 def resized(plan: Plan, grid: Grid, block: int) -> Plan:
-    """The planner's quick plan for ``plan``'s workers, costs and rules, but for ``grid``, whose exact reduction has
+    """The planner's quick plan for ``plan``'s workers, costs and rules, but for ``grid`` and an exact reduction in
     blocks of ``block``. No layer is lent: that begins with a later plan of the coordinator's, if it pays."""
     return quick(replace(plan.problem, grid=grid, block=block, lend=()))

@@ -1,4 +1,4 @@
-"""The planner's work beside the coordinator's event loop: each search in a thread, its answer as an input."""
+"""The planner's work beside the coordinator's event loop: each search in a thread, its result as an input."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Planner = Callable[[Job, "frozenset[str]"], PlanFile]
 Improver = Callable[[Job, "frozenset[str]", PlanFile, threading.Event], "PlanFile | None"]
 """(job, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
 Redoer = Callable[[Job, MakeRedo], "PlanFile | None"]
-"""(job, order) -> a plan that begins with what is done or None, at once; runs in a thread."""
+"""(job, order) -> a plan that begins with the finished actions, or None, at once; runs in a thread."""
 Mover = Callable[[Job, "frozenset[str]"], "dict[str, str]"]
-"""(job, failed) -> which members had better take which empty positions; runs in a thread."""
+"""(job, failed) -> by member, the empty position that it should take; runs in a thread."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Plans:
-    """The planner, as far as a coordinator needs it. Without `improve` no better plan is looked for, without `moves` no
-    healthy worker changes its stage; without `redo` an interrupted iteration begins anew."""
+    """The planner's functions that a coordinator uses. Without `improve` there is no search for better plans, without
+    `moves` no healthy worker changes its stage, without `redo` an interrupted iteration begins anew."""
 
     plan: Planner
     improve: Improver | None = None
@@ -41,20 +41,20 @@ class Plans:
 
 
 def make_plan(plans: Plans, job: Job, order: MakePlan) -> Input:
-    """The plan of a new generation, or why there is none."""
+    """The plan of a new generation, or the reason why there is none."""
     began = time.monotonic()
     if order.policy is not None:
         job = structs.replace(job, policy=order.policy)
     try:
         plan = plans.plan(job, order.failed)
-    except Exception as error:  # whatever a planner meets, the job must hear of it instead of waiting
+    except Exception as error:  # on any planner error the job must hear of it instead of waiting
         log.exception("recycle: planning failed")
         return PlanFailed(order.generation, str(error) or type(error).__name__)
     return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
 
 
 def make_redo(plans: Plans, job: Job, order: MakeRedo) -> Input:
-    """The plans for the rest of an interrupted iteration, and of the one after it, if there are some."""
+    """The plans for the rest of an interrupted iteration, and of the one after it, if there are any."""
     plan = _rest(plans, job, order)
     return Redone(order.generation, plan, None if plan is None else _rest(plans, job, order.ahead))
 
@@ -81,18 +81,18 @@ def improve(plans: Plans, job: Job, order: Improve, cancelled: threading.Event) 
 
 
 def find_moves(plans: Plans, job: Job, order: FindMoves) -> Input | None:
-    """The moves that pay off, if there are some."""
+    """The moves that pay off, if there are any."""
     try:
         found = plans.moves and plans.moves(job, order.failed)
-    except Exception:  # everybody trains where it is
+    except Exception:  # all workers train where they are
         log.exception("recycle: the search for moves failed")
         return None
     return MovesFound(order.generation, found or dict(order.wanted)) if found or order.wanted else None
 
 
 class Searches:
-    """Searches in threads. A better plan is looked for by one at a time: one for an earlier membership is cancelled,
-    and one for the same, whose costs have changed since, ends first: where they change often none would ever end."""
+    """Searches in threads; one at a time for a better plan. A search for an earlier membership is cancelled; one with
+    outdated costs runs to its end: with frequent changes none would ever end otherwise."""
 
     def __init__(self, plans: Plans, feed: Callable[[Input], None], state: Callable[[], State]) -> None:
         self._plans = plans
@@ -101,21 +101,21 @@ class Searches:
         self._cancelled = threading.Event()
         self._under_way: Improve | None = None
         self._again: Improve | None = None
-        """What is asked for behind the search that is under way."""
+        """The search to run after the present one."""
 
     def cancel(self) -> None:
-        """The search for a better plan ends soon, with nothing."""
+        """The search for a better plan ends soon, without a result."""
         self._cancelled.set()
         self._cancelled = threading.Event()
         self._under_way = self._again = None
 
     def make_plan(self, order: MakePlan) -> None:
-        """Everybody waits for it: without a thread this one's event loop rather stands still itself."""
+        """All workers wait for it: if no thread can be started, it runs in the event loop instead."""
         job = self._state().job
         self._in_thread("recycle-plan", lambda: make_plan(self._plans, job, order), needed=True)
 
     def make_redo(self, order: MakeRedo) -> None:
-        """Everybody waits for it, as for `make_plan`."""
+        """All workers wait for it, as for `make_plan`."""
         job = self._state().job
         self._in_thread("recycle-redo", lambda: make_redo(self._plans, job, order), needed=True)
 
@@ -132,8 +132,8 @@ class Searches:
                         ended=lambda: self._improved(cancelled))
 
     def _improved(self, cancelled: threading.Event) -> None:
-        """A search has ended: if it is still the last one, what was asked for meanwhile comes next, from the plan that
-        is in force or on offer by now."""
+        """A search has ended: if it was the last one, the search requested meanwhile comes next, from the plan now in
+        force or on offer."""
         if cancelled is not self._cancelled:
             return
         again, state, self._under_way, self._again = self._again, self._state(), None, None
@@ -147,8 +147,8 @@ class Searches:
 
     def _in_thread(self, name: str, work: Callable[[], Input | None], needed: bool = False,
                    ended: Callable[[], None] | None = None) -> None:
-        """Run `work` beside the running event loop and feed what it returns, then call `ended` there. A daemon: it must
-        not delay the end."""
+        """Run `work` beside the running event loop and feed its result, then call `ended` there. A daemon thread: it
+        must not delay the end."""
         loop = asyncio.get_running_loop()
 
         def tell(happened: Input | None) -> None:
@@ -164,7 +164,7 @@ class Searches:
 
         try:
             threading.Thread(target=run, name=name, daemon=True).start()
-        except RuntimeError:  # the machine has no thread left for us
+        except RuntimeError:  # no more threads on this machine
             log.exception("recycle: no thread for %s", name)
             if needed:
                 loop.call_soon(run)

@@ -1,8 +1,8 @@
 """The control server: connections in, checked messages out of them, and messages out. It decides nothing; a `Hearer`
-takes what comes in.
+takes the messages.
 
-A peer that does not prove the token in time, sends what is not due, or does not read what it is sent, is closed. No
-message of a connection is acted on before all of the frame has been authenticated.
+A peer that does not prove the token in time, sends a message that is not due, or does not read, is disconnected. No
+message is acted on before its whole frame has been authenticated.
 """
 
 from __future__ import annotations
@@ -63,32 +63,32 @@ _ROLES: Mapping[str, Kinds[Any]] = {
     "operator": FROM_OPERATOR}
 _HELLO: Kinds[FirstHello] = Kinds(FirstHello)
 _UNREAD_LIMIT = 32 * 1024 * 1024
-"""Bytes that may wait for a peer before it is cut off."""
+"""Bytes buffered for a peer before it is disconnected."""
 _UNANSWERED = 30.0
-"""Seconds after which a connection counts as ended to a peer whose kernel acknowledges nothing. Whether the peer is a
-member is decided long before, by its heartbeats; this only keeps dead connections from piling up."""
+"""Seconds after which a connection ends if the peer's kernel acknowledges nothing. Whether the peer is a member is
+decided long before, by its heartbeats; this only keeps dead connections from piling up."""
 _SPARE_STRANGERS = 1000
-"""Connections without a hello, beside one for each worker. With thousands of them each second one with the token needs
-this many to have the time to say it; each costs a descriptor, and 64 KiB at most."""
+"""Connections without a hello, beside one for each worker. With thousands of workers, processes with the token need
+this room to have the time to say hello; each costs a descriptor, and 64 KiB at most."""
 
 _OWN_EACH, _OWN, _LEAST = 4, 128, 16
-"""Descriptors for each worker and for the coordinator itself; connections that there is room for in any case."""
+"""Descriptors for each worker and for the coordinator itself; the least number of connections in any case."""
 _TOLD = 100
-"""Addresses whose refusal is told in a minute: a line costs as much as ten connections."""
+"""Addresses whose refusal is logged per minute: a line costs as much as ten connections."""
 
 log = logging.getLogger(__name__)
 
 
 def _room(size: int) -> int:
-    """How many may be in without a hello, and how many may wait at the door: no more than there are descriptors for,
-    beside those of the job's own."""
+    """Limit of admitted connections without a hello, and of waiting ones: no more than there are descriptors for,
+    beside the job's own."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     left = size + _SPARE_STRANGERS if limit == resource.RLIM_INFINITY else (limit - _OWN_EACH * size - _OWN) // 2
     return max(_LEAST, min(size + _SPARE_STRANGERS, left))
 
 
 class Hearer(Protocol):
-    """Takes what comes in, in the event loop. Messages are checked, and their senders have proved the token."""
+    """Takes incoming messages, in the event loop. They are checked, and their senders have proved the token."""
 
     @property
     def state(self) -> State: ...
@@ -140,7 +140,7 @@ class Server:
         self._door: AcceptQueue | None = None
 
     async def start(self, listener: socket.socket | None) -> str:
-        """Listen, without a ``listener`` on any free port of 127.0.0.1; returns "host:port"."""
+        """Listen, by default on any free port of 127.0.0.1; returns "host:port"."""
         listener = listener or socket.create_server(("127.0.0.1", 0))
         self._door = AcceptQueue(listener, _room(self._size), lambda: Connection(self), self._turned_away)
         self._door.open()
@@ -148,7 +148,7 @@ class Server:
         return joined(host, port)
 
     async def wait_launchers(self, hosts: Collection[str], seconds: float) -> None:
-        """Until the launchers of these ``hosts`` have come, at most so many ``seconds``."""
+        """Wait for the launchers of these ``hosts``, at most so many ``seconds``."""
         async def come() -> None:
             while not self._met.issuperset(hosts):
                 self._meeting.clear()
@@ -158,20 +158,20 @@ class Server:
             await asyncio.wait_for(come(), seconds)
 
     async def wait_quiet(self, linger: float | None) -> None:
-        """Until nobody is connected any more, at most `linger` seconds (None: no limit)."""
+        """Wait until all connections have ended, at most `linger` seconds (None: no limit)."""
         try:
             await asyncio.wait_for(self._quiet.wait(), linger)
         except asyncio.TimeoutError:
             log.info("recycle: %d connections are still open", len(self._connections))
 
     def stop_listening(self) -> None:
-        """Whoever comes now is refused; those that are connected stay so."""
+        """Refuse new connections; existing ones stay."""
         if self._door is not None:
             self._door.close()
             self._door = None
 
     async def close(self) -> None:
-        """Stop listening, and end all connections once what is queued has been sent."""
+        """Stop listening, and end all connections once all queued messages have been sent."""
         self.stop_listening()
         for connection in tuple(self._connections):
             connection.close()
@@ -180,7 +180,7 @@ class Server:
     # Out
 
     def tell(self, decision: Tell) -> None:
-        """Send a message to all of its receivers that are connected. Raises TooLarge."""
+        """Send a message to all connected receivers. Raises TooLarge."""
         for form in messages.wire_forms(decision):
             encoded = encode(self.parcels.form(form.message))
             for incarnation in form.to:
@@ -188,7 +188,7 @@ class Server:
                     connection.send_encoded(encoded)
 
     async def give_signs(self) -> None:
-        """Say each second that this coordinator lives, to whoever would turn to another one if it did not."""
+        """Send a heartbeat each second to all peers that would otherwise turn to another coordinator."""
         sign = encode(Lives())
         while True:
             waiting = self.store.waiting
@@ -232,7 +232,7 @@ class Server:
             self._quiet.set()
 
     def refused(self, source: str, reason: str) -> None:
-        """A stranger or a broken peer; it may not fill the log."""
+        """Log the refusal of a stranger or a broken peer, which may not fill the log."""
         if self._refusals.allows(source, time.monotonic()):
             log.warning("recycle: refused a connection from %s: %s", source, reason)
             self._hearer.refused(source, reason)
@@ -307,11 +307,11 @@ class Server:
 class Connection(asyncio.Protocol):
     """`role` is "worker", "launcher", "newcomer", "store" (a process at the job's store) or "operator" once the peer
     has said hello; `incarnation` (a worker's), `host` and `places` (a launcher's: the processes that its host can start
-    in the job's next life) are set by the owner. `heard` is when something last came in (monotonic)."""
+    in the job's next life) are set by the owner. `heard` is the time of the last received data (monotonic)."""
 
     @property
     def guest(self) -> bool:
-        """Whether the peer may join and no more: it has the secret of those that join, not the job's token."""
+        """Whether the peer is a guest: it has the secret for joining, not the job's token."""
         return self._session.guest
 
     def __init__(self, server: Server) -> None:
@@ -353,11 +353,11 @@ class Connection(asyncio.Protocol):
         self._server.disconnected(self)
 
     def send(self, message: Message) -> None:
-        """Queue `message` for the peer; nothing happens if it is gone."""
+        """Queue `message` for the peer; a no-op if it is gone."""
         self.send_encoded(encode(message))
 
     def send_encoded(self, encoded: bytes) -> None:
-        """As `send`, of what `wire.encode` gave: for what many are told."""
+        """As `send`, for the result of `wire.encode`: for messages to many peers."""
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(self._session.seal_encoded(encoded))
@@ -365,7 +365,7 @@ class Connection(asyncio.Protocol):
             self._refuse("it does not read what it is sent")
 
     def close(self) -> None:
-        """Close after what is queued has been sent."""
+        """Close once all queued messages have been sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -400,7 +400,7 @@ class Connection(asyncio.Protocol):
 
 
 def _role(hello: dict[str, Any]) -> str:
-    """The role of one that says hello. Raises WireError."""
+    """The role in a hello. Raises WireError."""
     try:
         if (role := _HELLO.read(hello).role) in _ROLES:
             return role

@@ -1,22 +1,22 @@
-"""Where a job's coordinator may be, and TCP connections that notice that a peer has vanished without a word: a cut
-cable sends no end of a connection."""
+"""Addresses of a job's coordinator, and TCP connections that notice a silently vanished peer: a cut cable sends no end
+of a connection."""
 
 from __future__ import annotations
 
 import socket
 
 SIGN_S = 1.0
-"""Seconds between the signs of life of a coordinator in whose place another one may lead."""
+"""Seconds between the heartbeats of a coordinator that another one may replace."""
 SILENT_S = 4.0
-"""Seconds without one after which it is left: its lease has ended by then. A kernel answers for a process that is
-stopped."""
+"""Seconds of silence after which it is abandoned: its lease has ended by then. The kernel still answers for a stopped
+process, so TCP alone does not show that."""
 FOUND_S = SILENT_S + 2.0
-"""Seconds after which whoever lives has found the coordinator that leads in another one's place."""
+"""Seconds after which all live processes have found the new leader."""
 _IDLE_PROBES = 3
 
 
 def targets(address: str) -> tuple[tuple[str, int], ...]:
-    """Host and port of each: one address, or several of which one leads, "host:port,host:port". Raises ValueError."""
+    """Host and port of each: one address, or several candidates, "host:port,host:port". Raises ValueError."""
     found = []
     for each in address.split(","):
         host, _, port = each.rpartition(":")
@@ -27,8 +27,8 @@ def targets(address: str) -> tuple[tuple[str, int], ...]:
 
 
 def watch_peer(connection: socket.socket, limit: float) -> None:
-    """Let the kernel end `connection` once what was sent has not been acknowledged for `limit` seconds, or, while
-    nothing is sent, once the peer's kernel has not answered for about as long."""
+    """Let the kernel end `connection` once sent data has not been acknowledged for `limit` seconds, or, while nothing
+    is sent, once the peer's kernel has not answered for about as long."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,9 +1,9 @@
-"""A process's way to the coordinator's store, which is what torch's store is made of.
+"""The client of the coordinator's store, on which torch's store is built.
 
-Any thread may ask. Each ask has a connection to itself for as long as it lasts, and leaves it to the next one: so one
-thread can wait for a key that another one puts there, and none of it needs a thread of its own. A connection that ends
-is made again, until the ask's time is over. What this process has put into the store it remembers, and tells a
-coordinator that has come back with an empty one.
+Any thread may ask. Each request has a connection of its own for its duration, which the next request reuses: so one
+thread can wait for a key that another one puts there, without extra threads. A lost connection is renewed until the
+request's time is over. The client remembers the values that this process has put into the store, and sends them to a
+restarted coordinator with an empty one.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from megatron_recycle.membership.protocol import (
 Kind = TypeVar("Kind", bound=Message)
 _CONNECT_S = 5.0
 _TURN_S = 1.0
-"""The same, where the next address may be the right one."""
+"""The connect timeout where the next address may be the right one."""
 _PAUSE = 0.05
-"""Seconds between tries to connect, and between looks at whether an ask was given up."""
+"""Seconds between attempts to connect, and between checks whether a request was given up."""
 _UNANSWERED = 5.0
 _MARKS = 1 << 14
-"""Asks of other processes that are remembered as done."""
+"""How many requests of other processes are remembered as done."""
 
 
 class NotThere(TimeoutError):
-    """What was waited for did not come in time, or the coordinator was out of reach."""
+    """The awaited keys did not come in time, or the coordinator was unreachable."""
 
 
 class GivenUp(RuntimeError):
-    """Whoever asked needs no answer any more."""
+    """The caller no longer needs an answer."""
 
 
 @dataclass
 class Said:
-    """Values that a process has put into the store, each with its stamp, in case they must be told again."""
+    """Values that a process has put into the store, each with its stamp, in case they must be sent again."""
 
     values: dict[str, tuple[bytes | None, int]] = field(default_factory=dict)
     _deleted: dict[str, None] = field(default_factory=dict)
 
     def put(self, key: str, value: bytes | None, stamp: int) -> None:
-        """None: it was deleted, which is remembered of the latest such keys."""
+        """Remember a value. None: it was deleted, which is remembered for the latest such keys."""
         if stamp < self.values.get(key, (None, 0))[1]:
             return
         self.values[key] = value, stamp
@@ -76,7 +76,7 @@ class Said:
 
 @dataclass
 class Answer:
-    """`keys` are named where more was found than was asked for."""
+    """`keys` has all found keys, which may be more than the requested ones."""
 
     keys: list[str]
     values: list[bytes]
@@ -85,26 +85,26 @@ class Answer:
 
 @dataclass
 class _Slot:
-    """Asks that come one after the other: each has the slot's name and a number."""
+    """A sequence of requests: each has the slot's name and a number."""
 
     name: str
     number: int = 0
 
 
 class _Memory:
-    """What a process knows of the store: what it has put there, and which asks, of whomever, have been done."""
+    """A process's knowledge of the store: its own values, and the requests, of any process, that were carried out."""
 
     def __init__(self) -> None:
         self.store = ""
-        """The one that answers: of a coordinator that was followed by another one no answer counts."""
+        """The present store: answers of a replaced coordinator do not count."""
         self.told = ""
-        """The one that knows all of this."""
+        """The store that has all of this."""
         self._always = Said()
         self._said: list[Said] = []
         self._marks: dict[str, Mark] = {}
 
     def said(self, most: int) -> Said:
-        """A new part of it. All but the latest ``most`` are forgotten; 0: the one part that is not."""
+        """A new part of it. Only the latest ``most`` parts are kept; 0: the permanent part."""
         if not most:
             return self._always
         self._said.append(made := Said())
@@ -112,7 +112,8 @@ class _Memory:
         return made
 
     def add(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], told: Found) -> None:
-        """This has become of an ask: of what was set it has no values, or, if it was set earlier, those of now."""
+        """Remember a request's effect. ``told`` has no values after a fresh `set`; otherwise it has the present
+        ones."""
         now = [None if one is None else base64.b64decode(one) for one in told.values]
         for key, value in zip(keys, values if op == "set" and not now else now, strict=True):
             said.put(key, value, told.stamp)
@@ -123,7 +124,7 @@ class _Memory:
             del self._marks[next(iter(self._marks))]
 
     def parts(self, rank: int) -> list[Ask]:
-        """All of it, as asks; the last one says whose it is."""
+        """All of it, as requests; the last one has the rank."""
         told = [(key, value, stamp) for said in (self._always, *self._said)
                 for key, (value, stamp) in said.values.items()]
         parts = [*_parts(told)] or [()]
@@ -136,7 +137,7 @@ class StoreClient:
     """See the module.
 
     Args:
-        address: "host:port" of the coordinator, or several, of which one leads.
+        address: "host:port" of the coordinator, or several candidates.
         token: the job's.
         rank: of this process among the job's.
     """
@@ -154,13 +155,13 @@ class StoreClient:
         os.register_at_fork(after_in_child=self._forked)
 
     def said(self, most: int) -> Said:
-        """A new memory of what is put there. All but the latest ``most`` are forgotten; 0: the one that is not."""
+        """A new memory of values put there. Only the latest ``most`` memories are kept; 0: the permanent one."""
         with self._lock:
             return self._memory.said(most)
 
     def ask(self, op: str, keys: Sequence[str], values: Sequence[bytes] = (), *, number: int = 0, timeout: float,
             given_up: Callable[[], bool] = lambda: False, said: Said | None = None) -> Answer:
-        """The store's answer. Of an ask that has ended without one nobody knows whether it was done.
+        """The store's answer. Without one it is unknown whether the request was carried out.
 
         Raises:
             NotThere: not within ``timeout`` seconds.
@@ -188,8 +189,8 @@ class StoreClient:
         return Answer([*(told.keys or keys)], decoded(told.values), told.number)
 
     def tell(self, timeout: float) -> None:
-        """See to it that the coordinator which leads now knows what this process has put into the store of the one
-        before. Raises NotThere."""
+        """Ensure that the leading coordinator's store has all values that this process has put into the previous one.
+        Raises NotThere."""
         self.ask("check", [OWN], timeout=timeout)
 
     def _answered(self, message: Ask, values: Sequence[bytes], until: float, given_up: Callable[[], bool],
@@ -219,7 +220,8 @@ class StoreClient:
                     line.close()
 
     def _counts(self, line: _Line, message: Ask, values: Sequence[bytes], told: Found, said: Said | None) -> bool:
-        """Whether this answer is one. It is remembered before another store is told all, or it is asked for again."""
+        """Whether this answer is valid: remembered before another store gets all values; else the request is
+        repeated."""
         with self._lock:
             if line.store != self._memory.store:
                 line.busy = True
@@ -251,7 +253,7 @@ class StoreClient:
         raise ConnectionError(str(failed) or type(failed).__name__)
 
     def _tell_again(self, line: _Line, until: float, given_up: Callable[[], bool]) -> None:
-        """An empty store hears of all that this process has put on the one before."""
+        """Send all values that this process has put into the previous store to an empty one."""
         with self._lock:
             known = self._memory
             if line.store == known.told:
@@ -267,7 +269,7 @@ class StoreClient:
                 known.told = line.store
 
     def _forked(self) -> None:
-        """A child keeps no connection of its parent's open, and is another process."""
+        """A forked child closes its parent's connections, and counts as another process."""
         self._lock = threading.Lock()
         for line in self._idle:
             line.close()
@@ -276,7 +278,7 @@ class StoreClient:
 
 
 class _Line:
-    """One connection, which one ask at a time has."""
+    """One connection, for one request at a time."""
 
     def __init__(self, connection: socket.socket, token: str, one_of_many: bool) -> None:
         self.busy = False
@@ -310,7 +312,7 @@ class _Line:
         return line
 
     def exchange(self, message: Message, kind: type[Kind], until: float, given_up: Callable[[], bool]) -> Kind:
-        """Say this and wait for the answer, which is of this ``kind``. Afterwards `busy` is whether none has come."""
+        """Send a request; returns the answer, of this ``kind``. Afterwards `busy` is whether none has come."""
         self.busy = True
         unsent = memoryview(self._session.seal(message))
         while unsent:

@@ -1,4 +1,4 @@
-"""The job's token. Its owner commands the job, so it is long, and no process gets it without need."""
+"""The job's token. Its owner commands the job, so it is long, and only processes that need it get it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOW = "make one with `openssl rand -hex 16`"
 
 
 def given(environ: Mapping[str, str], file: Path | None = None) -> str | None:
-    """The token that the user has given, in a file or a variable; None: neither.
+    """The user's token, from a file or a variable; None: neither.
 
     Raises:
         ConfigError: the file cannot be read, or the token is too short to be a secret.
@@ -33,7 +33,7 @@ def given(environ: Mapping[str, str], file: Path | None = None) -> str | None:
 
 def publish(folder: Path, token: str) -> None:
     """Write the secret for hosts that join into FOLDER/join.token, for this user only."""
-    with contextlib.suppress(OSError):  # a convenience
+    with contextlib.suppress(OSError):  # only a convenience
         path = folder / FOR_JOINING
         path.unlink(missing_ok=True)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -41,7 +41,7 @@ def publish(folder: Path, token: str) -> None:
 
 
 def without(environ: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a process that has no use for the token."""
+    """An environment for a process that does not need the token."""
     return {name: text for name, text in environ.items() if name != TOKEN}
 
 

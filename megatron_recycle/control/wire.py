@@ -1,12 +1,12 @@
-"""Frames of the control protocol, without any input or output of their own.
+"""Frames of the control protocol, without any I/O of their own.
 
-A frame is a 4-byte big-endian length, a 32-byte HMAC-SHA256 and that many bytes of UTF-8 JSON. The server
-speaks first and sends a random challenge; every later frame is authenticated under a key made from the job's
-token and the nonces of this very connection, and carries a count. So a frame recorded on one connection is
-refused on every other one, a repeated or dropped frame is refused on its own, and the token never travels.
+A frame is a 4-byte big-endian length, a 32-byte HMAC-SHA256 and that many bytes of UTF-8 JSON. The server speaks first
+and sends a random challenge; every later frame is authenticated under a key made from the job's token and the nonces of
+this very connection, and carries a count. So a frame recorded on one connection is refused on every other one, a
+repeated or dropped frame is refused on its own, and the token never travels.
 
-A host that joins may have a lesser secret, made from the token: it opens connections on which less is allowed (see
-`SecureChannel.guest`), and does not tell the token.
+A host that joins may have a lesser secret, made from the token: it opens connections with fewer permissions (see
+`SecureChannel.guest`), and does not reveal the token.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from megatron_recycle.plan.value import Value
 
 VERSION = 7
 _KEYS = "1"
-"""In the keys of every version: so two versions understand that they differ, and say so."""
+"""Part of the keys of every version: so two versions can still tell each other that they differ."""
 MAX_PAYLOAD = 4 * 1024 * 1024
 MAX_FIRST_PAYLOAD = 64 * 1024
-"""The limit until a peer has proved the token: a stranger cannot make us hold much."""
+"""The limit until a peer has proved the token: a stranger cannot make us buffer much."""
 GUEST = "join-"
-"""The beginning of a secret with which a host can join and nothing else, and of the incarnations of its workers."""
+"""Prefix of a secret that only allows a host to join, and of the incarnations of its workers."""
 _LENGTH = struct.Struct(">I")
 _MAC_BYTES = 32
 _HEADER = _LENGTH.size + _MAC_BYTES
@@ -49,8 +49,8 @@ def for_joining(token: str) -> str:
 
 
 class Envelope(Value, frozen=True):
-    """What each frame has beside its message: the protocol's version, its number on this connection, and on the first
-    one a nonce."""
+    """The fields of each frame beside its message: the protocol's version, its number on this connection, and on the
+    first one a nonce."""
 
     type: str
     v: Any = None
@@ -76,14 +76,14 @@ def _frame(payload: bytes, key: bytes) -> bytes:
 
 
 def unseal(payload: bytes, mac: bytes, key: bytes) -> dict[str, Any]:
-    """The message of a frame; nothing of the payload is looked at before its authenticity is known."""
+    """The message of a frame; the payload is not parsed before it is authenticated."""
     if not hmac.compare_digest(mac, _mac(key, payload)):
         raise WireError("a frame does not authenticate: wrong token, or a frame of another connection")
     return opened(payload)
 
 
 def opened(payload: bytes) -> dict[str, Any]:
-    """The message of a payload that is authentic, or does not have to be; raises WireError."""
+    """The message of a payload that is authentic, or need not be; raises WireError."""
     try:
         message = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -100,15 +100,15 @@ def opened(payload: bytes) -> dict[str, Any]:
 
 
 class SecureChannel:
-    """One end of one connection: bytes in, messages out, and the other way round.
+    """One end of one connection: converts bytes to messages and back.
 
-    Make it with `SecureChannel.server` or `SecureChannel.client`. A server's `greeting` is to be sent first. A client
+    Make it with `SecureChannel.server` or `SecureChannel.client`. A server's `greeting` must be sent first. A client
     may call `seal` only when `open` is true, that is after it was fed the greeting. Every error is final: close the
     connection.
 
     Attributes:
-        guest: whether the client has proved the secret of those that join, and not the job's token. A client with that
-            secret cannot check the greeting; the server proves itself with its next frame.
+        guest: whether the client has proved the secret for joining, and not the job's token. A client with that secret
+            cannot check the greeting; the server proves itself with its next frame.
     """
 
     def __init__(self, token: str, server: bool) -> None:
@@ -154,7 +154,7 @@ class SecureChannel:
         return self.seal_encoded(encoded)
 
     def seal_encoded(self, encoded: bytes) -> bytes:
-        """As `seal`, of what `encode` gave; a client's first frame must not be sent so."""
+        """As `seal`, for the result of `encode`; not for a client's first frame."""
         if self._send_key is None:
             raise WireError("nothing can be sent before the other side has spoken")
         frame = _frame(encoded[:-1] + b',"n":%d,"v":%d}' % (self._sent, VERSION), self._send_key)
@@ -162,7 +162,7 @@ class SecureChannel:
         return frame
 
     def feed(self, data: bytes) -> list[dict[str, Any]]:
-        """The complete messages in what was received so far; raises WireError at the first bad one."""
+        """The complete messages in the data received so far; raises WireError at the first bad one."""
         self._buffer += data
         messages = []
         while len(self._buffer) >= _HEADER:
@@ -200,7 +200,7 @@ class SecureChannel:
 
 
     def _recognise(self, payload: bytes, mac: bytes) -> None:
-        """Whether a client's first frame was made with the secret of those that join."""
+        """Detect whether a client's first frame was made with the secret for joining."""
         token = for_joining(self._token.decode()).encode()
         key = _derive(token, "client", self._challenge)
         if token != self._token and hmac.compare_digest(mac, _mac(key, payload)):

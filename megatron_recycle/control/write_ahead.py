@@ -1,4 +1,4 @@
-"""Decisions are remembered before they are told: their records are on disk, or they are not made."""
+"""Write-ahead: decisions are on disk before they are announced, or they are not made."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Records(Protocol):
 
 
 class WriteAhead:
-    """The machine's steps, remembered in a journal. A disk that does not take them costs as little as possible:
-    expendable records are left out, then expendable work is not begun; where neither helps the job ends."""
+    """The machine's steps, recorded in a journal. A failing disk costs as little as possible: expendable records are
+    omitted, then expendable work is not begun; if neither helps, the job ends."""
 
     def __init__(self, journal: Records) -> None:
         self._journal = journal
@@ -48,13 +48,13 @@ class WriteAhead:
         return self.end(before, text, now)
 
     def end(self, before: State, why: str, now: float) -> Step:
-        """The job is over, for reasons that are not the machine's."""
+        """The job is over, for reasons outside the machine."""
         after, decisions = job_end.end(before, 1, why, now)
         self._write(decisions)
         return after, decisions
 
     def note(self, note: Note) -> None:
-        """Keep it if the disk takes it."""
+        """Keep the note if the disk takes it."""
         try:
             self._journal.note(note.record.to_json())
         except OSError as error:
@@ -64,7 +64,7 @@ class WriteAhead:
         self._journal.close()
 
     def _write(self, decisions: Iterable[Decision]) -> None:
-        """Raises OSError if a record that is needed cannot be written."""
+        """Write the records. Raises OSError if a needed one cannot be written."""
         for decision in decisions:
             if isinstance(decision, Record):
                 try:
@@ -82,7 +82,7 @@ class WriteAhead:
 
 
 def _unwritable(journal: Path, error: OSError) -> str:
-    """Why a job without a memory ends."""
+    """Why a job without a journal ends."""
     return (f"the journal {journal} cannot be written ({error.strerror or error}), and a failure that is not written "
             f"down cannot be recovered: make room on, or mend, the disk of {journal.parent}, or choose another "
             f"--run-dir. {RESTART}")

@@ -3,9 +3,9 @@ like `machine`.
 
 While a stage has one worker, every worker copies its own state between two iterations now and then, and another stage's
 worker takes the copy of that stage too. A lost stage gets a new process (`stage_restore`) with its keeper's state; all
-others go back to their own copies of the same iteration. Where the newest whole checkpoint of this run is newer than
-all copies, all load that instead (`guard: checkpoint`). The same happens where an optimizer shard is lost, without a
-new process: the remaining workers of its stage load all shards between them.
+others go back to their own copies of the same iteration. If the newest whole checkpoint of this run is newer than all
+copies, all load the checkpoint instead (`guard: checkpoint`). The same happens where an optimizer shard is lost,
+without a new process: the remaining workers of its stage load all shards between them.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ ToLauncher = Ordered | EventTold | Lives | Places | End
 TO_LAUNCHER: Kinds[ToLauncher] = Kinds(ToLauncher)
 
 
-# Of processes
+# From processes
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
@@ -418,8 +418,8 @@ class StoreHello(Message, frozen=True, tag="hello", omit_defaults=True):
 
 
 class Ask(Message, frozen=True, tag="ask"):
-    """Of the store: an operation on keys; ``once`` is the name of an ask that must not be carried out twice, and
-    ``stamps`` and ``marks`` are what a process tells a store that follows another one."""
+    """A request to the store: an operation on keys. ``once`` is its idempotency key; ``stamps`` and ``marks`` are a
+    process's knowledge, for a store that follows another one."""
 
     op: str
     keys: tuple[str, ...] = ()

@@ -132,8 +132,8 @@ def left_for_good(state: State) -> bool:
 
 
 def without_kept(state: State, resume: Resume) -> Resume:
-    """``resume`` with only those lost actions counted that no survivor has kept. Where the iteration begins anew, no
-    stage stays closed."""
+    """``resume`` with only those lost actions counted that no survivor has kept. If the iteration begins anew, no stage
+    stays closed."""
     redo, reports = state.round.redo, _by_worker(state)
     if redo is None or redo.plan is None:
         return replace(resume, closed=())

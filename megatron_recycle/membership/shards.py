@@ -31,7 +31,7 @@ class Shard(NamedTuple):
 
 class ShardTable(Value, frozen=True):
     """The shards of part ``part`` of stage ``stage``: the processes that ``had`` them when the generation began (none,
-    where all load a checkpoint), and its `holders`, the first of which speaks for the shard."""
+    where all load a checkpoint), and its `holders` (the first speaks for the shard)."""
 
     stage: int
     part: int

@@ -135,7 +135,7 @@ class LostStages(Extension):
         return state.with_(committed=resume.target, committed_by=by, losses={}, behind=0, restoring={}), (event,)
 
     def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-        """Start the next process, or take in those that are there."""
+        """Start the next process, or take in the waiting ones."""
         if not _waits(state) or len(state.round.reports) < len(state.members) - len(state.arrivals.unproven):
             return state, decisions
         entering = boundary.entering(state)

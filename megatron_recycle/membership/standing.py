@@ -97,8 +97,8 @@ class Standing:
         verified: the iteration before which the peers of this stage were last found equal; -1 for none.
         unverified: whether a recovery still requires that comparison.
         passes: the number of the last evaluation pass or checkpoint that the script has asked for. Numbers derive from
-            the iteration that follows, so that joiners agree. `evaluated`: the number of the last one that is done
-            everywhere, as far as this worker knows.
+            the iteration that follows, so that joiners agree. `evaluated`: the number of the last one done everywhere,
+            as far as this worker knows.
         asked: the last iteration that the script has asked for.
         promises: this worker's promises in the generation.
     """

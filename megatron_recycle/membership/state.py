@@ -63,7 +63,7 @@ class Said(Value, frozen=True):
 
 
 class Closing(Value, frozen=True, omit_defaults=True):
-    """The job ends with this message once the members have saved what is committed."""
+    """The job ends with this message once the members have saved the committed state."""
 
     message: str
     status: int = 1
