@@ -81,7 +81,7 @@ class _Answer(Value, frozen=True):
 
 @dataclass(frozen=True)
 class Entry:
-    """A key's value; `created` is the revision of the whole store at which the key came to be."""
+    """A key's value; `created` is the revision of the whole store at which the key was created."""
 
     key: str
     value: bytes

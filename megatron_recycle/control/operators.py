@@ -1,4 +1,4 @@
-"""Questions and orders of a job's owner to its coordinator: status, stacks, leave, out, stop.
+"""Questions and orders of a job's owner to its coordinator: status, stacks, leave, out, stop, save.
 
 An operator's connection proves the job's token; the lesser secret of joining hosts is not enough. Orders become inputs
 of the membership machine, or messages that a worker would get anyway, and each is an event `ordered`.

@@ -112,8 +112,7 @@ class _Memory:
         return made
 
     def add(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], told: Found) -> None:
-        """Remember a request's effect. ``told`` has no values after a fresh `set`; otherwise it has the present
-        ones."""
+        """Remember a request's effect. ``told`` has no values after a fresh `set`, else the present ones."""
         now = [None if one is None else base64.b64decode(one) for one in told.values]
         for key, value in zip(keys, values if op == "set" and not now else now, strict=True):
             said.put(key, value, told.stamp)
@@ -220,8 +219,7 @@ class StoreClient:
                     line.close()
 
     def _counts(self, line: _Line, message: Ask, values: Sequence[bytes], told: Found, said: Said | None) -> bool:
-        """Whether this answer is valid: remembered before another store gets all values; else the request is
-        repeated."""
+        """Whether this answer counts: it is remembered before another store gets all values. If not, ask again."""
         with self._lock:
             if line.store != self._memory.store:
                 line.busy = True

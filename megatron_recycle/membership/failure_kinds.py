@@ -51,7 +51,7 @@ class FailureKind(str, Enum):
 
 
 def describe_status(status: int | None) -> str:
-    """An exit status in words: ``status 1``, ``signal SIGKILL``; for None that it is unknown."""
+    """An exit status in words: ``status 1``, ``signal SIGKILL``; None is an unknown one."""
     if status is None:
         return "an unknown status"
     if status >= 0:

@@ -30,7 +30,7 @@ _FEWEST = 2
 
 
 def seek(state: State) -> tuple[FindMoves, ...]:
-    """Ask the planner, if the job wants moves and no process is about to come in or leave, now or by itself later."""
+    """Ask the planner, if the job wants moves and no process is coming in or leaving, or will come back by itself."""
     changing = state.arrivals.joiners or state.absent.leaving or state.moving.moves
     quiet = state.phase is Phase.TRAINING and state.since is None and not changing
     wanted = state.job.moves and state.moving.fruitless < _FRUITLESS

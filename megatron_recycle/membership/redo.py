@@ -47,7 +47,7 @@ def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
 
 
 def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """The actions that count of those done by the parts of a worker, which follow one order.
+    """The valid actions among those of a worker's parts, which follow one order.
 
     A forward or a backward counts if all parts have done it, and W if all have done its backward and one has done W:
     the others can do that alone. A part drops a forward that does not count. Nothing counts at all where a part would

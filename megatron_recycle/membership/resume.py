@@ -32,8 +32,8 @@ CHECKPOINTS = 3
 
 
 def noted(checkpoints: Sequence[Checkpoint], one: Checkpoint) -> tuple[Checkpoint, ...]:
-    """``checkpoints`` with one more, or, if it is ``unread``, with that entry updated. Workers keep what going back to
-    so many takes."""
+    """``checkpoints`` with one more, or, if it is ``unread``, with that entry updated. Workers keep enough state to go
+    back to each of these."""
     if one.unread is not None:
         return tuple(one if known.place == one.place else known for known in checkpoints)
     return (*checkpoints, one)[-CHECKPOINTS:]

@@ -236,7 +236,7 @@ class State:
     host: str = ""
     """The coordinator's host, as its members would name it; empty: unknown."""
     shape: Shape | None = None
-    """What this life of the job must have in common with the one before; None: it is the first."""
+    """The facts that this life of the job must share with the one before; None: it is the first."""
     phase: Phase = Phase.FORMING
     generation: int = 0
     known: Mapping[str, Member] = field(default_factory=dict)
