@@ -1,7 +1,6 @@
 """One attempt at an iteration: a worker's actions, in order.
 
-All that an attempt has computed is thrown away if the attempt is, but for the complete gradient, which the stepper
-keeps.
+Results are discarded with the attempt, unless it is resumable, but for the complete gradient, which the stepper keeps.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from megatron_recycle.runtime.stepper import Stepper, only_failures
 
 
 def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> Exchanges:
-    """Begin to exchange with the others what belongs to an attempt at ``iteration``: receives are posted, and what
-    peers compare and add up beside gradients is under way. Raises GenerationOver."""
+    """Begin an attempt's exchanges with other workers: receives are posted, and comparisons and sums beside gradients
+    are under way. Raises GenerationOver."""
     groups, transport = generation.groups, generation.transport
     program = generation.program_of(iteration)
     transport.follow(program.plan)
@@ -60,7 +59,7 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
     acknowledgements = Acknowledgements(groups, program.readers if closes else (), program.last_reads if closes else {},
                                         iteration, attempt, site.tied)
     loans = Loans(program.terms, groups, site.trainable.neighbours)
-    if len(generation.shared) > 1:  # what was sent in the last attempt but one has been read
+    if len(generation.shared) > 1:  # messages of the last attempt but one have been read
         generation.shared[0].loans.let_go()
     found = Exchanges(agreement, losses, loans, acknowledgements)
     generation.shared.append(found)
@@ -73,8 +72,8 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
 def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     """Whether stages find out when they are closed for ``iteration``; the same on all workers.
 
-    The rest of an iteration with left out micro-batches cannot be planned: it would have to begin anew after a failure.
-    With lent layers a stage would need parameters of another one's that has stepped.
+    The rest of an iteration with left out micro-batches cannot be planned: after a failure it would begin anew.
+    With lent layers a stage would need parameters of another stage that has stepped.
     """
     program = generation.program_of(iteration)
     closes = site.closes and generation.scope.closes and generation.groups.world.backend.host
@@ -82,17 +81,17 @@ def may_close(site: Site, generation: Generation, iteration: int) -> bool:
 
 
 def _may_keep(site: Site, generation: Generation, program: Program, iteration: int) -> bool:
-    """Whether an attempt with this program is kept when it is given up, so that it goes on after a failure."""
+    """Whether an attempt with this program is kept when it is given up, to go on after a failure."""
     plain = not generation.scope.poisoned(iteration)
     if POLICIES[site.config.policy].in_flight == "whole":
-        # There nobody runs another pipeline's micro-batches.
+        # There no worker runs another pipeline's micro-batches.
         return plain and program.of_one_pipeline and not program.terms.crossings
     return plain and site.keeps_messages
 
 
 class Attempt:
-    """An attempt at the iteration after the last that was stepped. A context manager: however it is left, it discards
-    what it has computed; left by an error, what lies on the parameters too.
+    """An attempt at the iteration after the last one stepped. A context manager: its exit keeps the results of a
+    resumable attempt and discards all others; after an error, it drops the gradients on the parameters too.
 
     Args:
         site: the worker's surroundings.
@@ -100,7 +99,7 @@ class Attempt:
         generation: in force.
 
     Attributes:
-        computed: what it has computed so far.
+        computed: its results so far.
     """
 
     def __init__(self, site: Site, stepper: Stepper, generation: Generation) -> None:
@@ -129,18 +128,18 @@ class Attempt:
         else:
             self._take_up(kept)
         self._share_losses_if_complete()
-        site.current.kept.pop(iteration, None)  # this attempt has it
+        site.current.kept.pop(iteration, None)  # this attempt owns it now
         site.current.torn = False
         if self._levelling is not None:
             self._levelling.begin(iteration, standing.attempt, len(standing.done))
 
     @property
     def _levelling(self) -> Levelling | None:
-        """Of this worker's parts."""
+        """The levelling of this worker's parts."""
         return self._generation.groups.levelling
 
     def _room(self) -> Accumulators:
-        """For the sums of gradients."""
+        """The accumulators for gradients."""
         reduction, layout = self._reduction, self._site.trainable.layout
         chunks, block = self._site.place.chunks, self._program.plan.problem.block
         apart = reduction.apart if isinstance(reduction, ShardedReduction) else reduction
@@ -151,9 +150,9 @@ class Attempt:
         return self._shared.loans.sums(chunks, layout, reduction.place, block)
 
     def _take_up(self, kept: ResumableAttempt) -> None:
-        """Go on where an earlier attempt stood. Messages that an action still to run reads are sent again. Raises
-        GenerationOver: what is kept can be taken up once more."""
-        if not kept.computed.under_way:  # the next iteration may have been, which begins anew
+        """Resume an earlier attempt. Messages that a remaining action reads are sent again. Raises GenerationOver: the
+        kept attempt can be taken up once more."""
+        if not kept.computed.under_way:  # the next iteration may have been under way, which begins anew
             self._site.meters.memory.give_up()
         self._stepper.standing.take_up(kept.done)
         self.computed = kept.computed
@@ -183,7 +182,7 @@ class Attempt:
             kept = ResumableAttempt(self._iteration, keeping.chain, tuple(standing.done), self.computed, keeping.log,
                         self._generation.transport.metas, max(problem.grid.microbatches), problem.block,
                         self._program.plan.digest if self._program.terms.crossings else "")
-            if keeping.used is not None:  # a backward that has come to nothing
+            if keeping.used is not None:  # an unfinished backward has used up its forward
                 kept = kept.levelled(tuple(action for action in kept.done if action != keeping.used), self._site.place,
                                      self._site.meters.memory)
             self._site.current.kept[self._iteration] = kept
@@ -192,21 +191,21 @@ class Attempt:
             self.computed.discard()
 
     def run(self) -> None:
-        """All actions. Raises GenerationOver, WrongGuess, DataError, and whatever the user's code raises."""
+        """Run all actions. Raises GenerationOver, WrongGuess, DataError, and user code's errors."""
         self._stepper.begin()
         handlers = {**dict.fromkeys(self._COMPUTES, self._micro_batch), "S": self._reduce_and_step}
         rest = self._program.actions[len(self._stepper.standing.done):]
         execute(self._site, self._stepper.standing, rest, handlers, self._enter, f"iteration {self._iteration}")
 
     def close(self) -> None:
-        """Wait until the stage is closed for the iteration, if that can be found out. Raises FailureMet."""
+        """Wait until the stage is closed for the iteration, if it `may_close`. Raises FailureMet."""
         if may_close(self._site, self._generation, self._iteration):
             with self._site.phases.waiting("the readers of its messages"), only_failures():
                 self._shared.acknowledgements.close()
             self._stepper.standing.close()
 
     def _enter(self, action: Action) -> None:
-        # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.
+        # Full backwards, and their forwards, take other times than split ones, and are compiled apart.
         phase = OF_ACTION[action.kind]
         work = f"full {phase.value}" if action in self._program.full else None
         self._site.phases.enter(phase, self._iteration, action, work)
@@ -237,7 +236,7 @@ class Attempt:
         site, place = self._site, self._site.place
         first, last, batch = place.first(chunk), place.last(chunk), None
         if first or last or read_everywhere(site.framework.data):
-            # Its first part may read for all of them.
+            # The worker's first part may read for all parts.
             with self._site.phases.working("data"), self._generation.groups.together():
                 batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))
         inputs = None
@@ -251,7 +250,7 @@ class Attempt:
                    else run(inputs, batch))
         self._pass_on(action, forward.outputs)
         self._keeping.torn = True
-        if batch is not None:  # not before: an action that was not run may be another worker's after a failure
+        if batch is not None:  # not before: an action not yet run may go to another worker after a failure
             number = digest(batch)
             self.computed.digests.update({(pipeline, microbatch, end): number
                                           for end, here in ((False, first), (True, last)) if here})
@@ -261,8 +260,8 @@ class Attempt:
 
     def _run(self, action: Action, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None,
              metered: bool = True) -> Forward:
-        """The forward that ``action`` is, with the random numbers of its place. Raises GenerationOver, and whatever the
-        user's code raises."""
+        """The forward of ``action``, with the random numbers of its place. Raises GenerationOver, and user code's
+        errors."""
         site, place, (_, pipeline, microbatch, chunk) = self._site, self._site.place, action
         layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
         measured = self._measured(action) if metered else nullcontext()
@@ -274,20 +273,19 @@ class Attempt:
             return site.stage.forward(inputs, batch)
 
     def _arrive(self, action: Action) -> None:
-        """Wait for the layers that others lend for ``action``, if they are needed for the first time. Raises
-        GenerationOver, UnsupportedError."""
+        """Wait for the lent layers of ``action``, on their first use. Raises GenerationOver, UnsupportedError."""
         chunk, span = self._span(action)
         if any(span.borrowed):
             with self._site.phases.waiting("lent layers"):
                 self._shared.loans.arrive(chunk, span)
 
     def _span(self, action: Action) -> tuple[int, Span]:
-        """The chunk of the model that ``action`` is of, and the layers that it goes through here."""
+        """The model's chunk that ``action`` belongs to, and the layers that run here for it."""
         chunk = self._site.place.chunks[action.chunk]
         return chunk, self._shared.loans.span(chunk, (action.pipeline, action.microbatch))
 
     def _running(self, action: Action) -> AbstractContextManager[None]:
-        """A block in which the stage runs the layers that ``action`` is to go through here. Raises GenerationOver,
+        """A block in which the stage runs exactly the layers of ``action`` that are due here. Raises GenerationOver,
         UnsupportedError."""
         site, (_, pipeline, microbatch, _) = self._site, action
         chunk, span = self._span(action)
@@ -296,14 +294,13 @@ class Attempt:
             chunk, span, lambda layer: site.framework.generators.seed(seed_of(*at, layer)))
 
     def _read(self, action: Action) -> list[torch.Tensor]:
-        """What ``action`` begins with, from another worker or from another chunk of this one's. Raises
-        GenerationOver."""
+        """The input of ``action``, from another worker or from another chunk of this one. Raises GenerationOver."""
         message = Message("F" if action.kind == "F" else "B", *action[1:])
         handed = self.computed.handed.pop(message, None)
         return self._receive(message) if handed is None else handed
 
     def _pass_on(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """What ``action`` has made goes to whoever reads it, if anybody does."""
+        """Send the result of ``action`` to its reader, if there is one."""
         result = results_in(self._program.plan, self._site.place.me, action)
         if result is not None:
             self._keeping.made(action, tensors)
@@ -311,7 +308,7 @@ class Attempt:
                 self._deliver(*result, tensors)
 
     def _deliver(self, to: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """``message`` goes to the worker that reads it, unless that was done before a failure. Raises
+        """Send ``message`` to the worker that reads it, unless that was done before a failure. Raises
         GenerationOver."""
         transport, me = self._generation.transport, self._site.place.me
         if is_read(self._program.plan, to, message):
@@ -323,8 +320,8 @@ class Attempt:
             transport.send(message, tensors)
 
     def _measured(self, action: Action) -> AbstractContextManager[None]:
-        """A block whose time is the action's. The coordinator is told what it takes with the stage's own layers: those
-        that are lent are no reason to plan for a slower stage, or a faster one."""
+        """A block that is timed as ``action``. The time is scaled to the stage's own layers: lent layers are no reason
+        to plan for a slower stage, or a faster one."""
         plan, me = self._program.plan, self._site.place.me
         whole = plan.problem.duration(action.kind, me, action.chunk) if plan.crossings else 0
         share = plan.duration(me, action) / whole if whole else 1.0
@@ -354,7 +351,7 @@ class Attempt:
         site = self._site
         forward, gradients = self._begin_backward(action)
         self._keeping.torn = True
-        # Layers that it runs again, after a checkpoint, have to be those that F ran.
+        # Layers recomputed by activation checkpointing have to be those that F ran.
         with (site.framework.splitter.whole(), self._generation.groups.together(),
               site.stage.running_chunk(action.chunk), self._running(action),
               self.computed.sums.of(action.chunk).lent(pipeline, microbatch)):
@@ -370,8 +367,8 @@ class Attempt:
         forward = self.computed.forwards.pop(action[1:])
         self._site.meters.memory.begin_backward(action[1:], gradients)
         at = (self._iteration, action.pipeline, action.microbatch, place.chunks[action.chunk])
-        # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
-        # where their forward began, so that at least a single checkpoint draws the same numbers again.
+        # Activation checkpoints restore torch's generators to their forward's state, but no other generators. Those
+        # begin where their forward began, so that at least a single checkpoint draws the same numbers again.
         self._site.framework.generators.seed(seed_of(seed, *at), first=seed_of(seed, *at, "backward"))
         return forward, gradients
 
@@ -393,7 +390,7 @@ class Attempt:
         "F": _forward, "B": _backward, "W": _weight, "FB": _full_backward}
 
     def _share_losses_if_complete(self) -> None:
-        """Where the loss is computed, once the last forward of that has run: tell everybody the loss."""
+        """On the loss stage: announce the loss to all workers, once the last forward that contributes has run."""
         place, complete = self._site.place, len(self.computed.losses) == self._program.of_loss
         if place.me.stage == place.loss_stage and complete and not self._shared.losses.added:
             self._shared.losses.add(self.computed.losses, self.computed.reports)
@@ -412,7 +409,7 @@ class Attempt:
             copied = self._keeping.wanted and not self._reduction.keeps_sums and sums is self.computed.sums
             gradient = self._reduction.gradient(Copies(sums) if copied else sums, groups, stage.ties)
             fold_parts(getattr(stage, "partial", ()), site.trainable.layout, gradient, groups, self._generation.cuts)
-            site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
+            site.meters.pace.catch_up()  # the gradient is held once it is computed, not once it is launched
         with site.phases.waiting("the loss"):
             loss, weight = self._shared.losses.wait()
         if stage.averaging == "tokens":

@@ -1,8 +1,8 @@
 """A bundle of tensors and facts on its way from workers to a worker: the one way in which state travels.
 
-Raw tensors and JSON travel, no pickle. A bundle's head is text: its facts, and which tensors there are. The tensors,
-laid end to end, are cut into pieces; each giver sends an equal share of them, and after these the CRC-32 of each piece.
-Everything lands in buffers of its own, and counts when all of it is there and right: half a bundle is none.
+Raw tensors and JSON travel, no pickle. A bundle's head is text: its facts, and the list of its tensors. The tensors,
+laid end to end, are cut into pieces. Each giver sends an equal share of the pieces, followed by their CRC-32s.
+Everything lands in buffers of its own, and counts once it is complete and verified: half a bundle is none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.tags import Tags
 
 PIECE = 16 * 2**20
-"""Bytes that have one checksum."""
+"""Bytes of a piece, which has one checksum."""
 _SCALARS = (type(None), bool, int, float, str)
 _SIZE, _TEXT, _SUMS, _FIRST_PIECE = range(4)
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
         return cls(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu")
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Room for it, on ``device`` if it is not in CPU memory."""
+        """An empty tensor for it, on ``device`` if it is not in CPU memory."""
         return torch.empty(self.shape, dtype=getattr(torch, self.kind), device="cpu" if self.on_cpu else device)
 
 
@@ -53,8 +53,8 @@ class Head(Value, frozen=True):
 
     @classmethod
     def of(cls, facts: Any, own: dict[str, torch.Tensor]) -> Head:
-        """Of anything made of numbers, text, None, lists, tuples, dicts, counters, values and tensors; these go to
-        ``own``."""
+        """The head of ``facts``, which are made of numbers, text, None, lists, tuples, dicts, counters, values and
+        tensors; the tensors are added to ``own``."""
         return cls(written(facts, own), [Shape.of(name, tensor) for name, tensor in own.items()])
 
     @property
@@ -100,7 +100,7 @@ class Outgoing:
                 for number, part in enumerate(self._parts)]
 
     def send_sums(self, lane: Lane, *takers: int) -> list[Pending]:
-        """Send the checksums, which are made while pieces travel."""
+        """Send the checksums, which are computed while pieces travel."""
         sums = torch.tensor([*map(checksum, self._parts)] or [0])
         return [lane.control.send(sums, to, lane.tag(_SUMS)) for to in takers]
 
@@ -125,7 +125,7 @@ class Incoming:
                 self._arriving.append((piece, lane.of(part).receive(part, giver, lane.tag(_FIRST_PIECE + number))))
 
     def finish(self, what: str) -> dict[str, torch.Tensor]:
-        """The tensors, once all are there. Raises TransferError, which names ``what`` arrived damaged."""
+        """The tensors, once all are there. Raises TransferError, which calls the damaged bundle ``what``."""
         found = []
         for piece, pending in self._arriving:
             pending.wait()
@@ -149,7 +149,7 @@ class Lane:
     Attributes:
         control: for text, and tensors in CPU memory.
         bulk: for tensors on a device.
-        tags: of which the bundle has those from ``first`` on: one for each piece of a share, and three.
+        tags: the bundle uses those from ``first`` on: three, and one for each piece of a share.
     """
 
     control: Comm
@@ -189,8 +189,8 @@ def checksum(part: torch.Tensor) -> int:
 
 
 def written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` for JSON; tensors in it go to ``tensors``. `read` gives it back, equal and of the same types; a
-    value as the dict of its fields."""
+    """``value`` for JSON; tensors in it are added to ``tensors``. `read` gives it back, equal and of the same types,
+    but for a `Value`, which becomes the dict of its fields."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, Value):
@@ -204,12 +204,12 @@ def written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) in (dict, Counter):
         items = [[written(key, tensors), written(item, tensors)] for key, item in value.items()]
         return [type(value).__name__, *items]
-    # A giver must not fail: the one that wants to come in is told, and refuses.
+    # A giver must not fail: the taker finds this, and refuses.
     return ["unknown", f"{type(value).__module__}.{type(value).__qualname__}"]
 
 
 def read(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """What `written` was given; its tensors are taken out of ``tensors``. Raises TransferError."""
+    """The inverse of `written`; takes the value's tensors out of ``tensors``. Raises TransferError."""
     if not isinstance(value, list):
         return value
     kind, *items = value

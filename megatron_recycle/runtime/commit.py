@@ -1,12 +1,12 @@
-"""The commit of an iteration: one exchange over all workers that shows that every stage holds its gradient,
-and gives each of them the same numbers to step with.
+"""The commit of an iteration: one exchange over all workers, which shows that every stage holds its gradient,
+and gives all workers the same numbers to step with.
 
-It is a sum of float64 vectors in which every slot is filled by at most one worker (the lowest live one of
-a stage; for what is known of a micro-batch's data, whoever ran it) or holds whole numbers, and is zero
-elsewhere: such a sum is exact in any order, so the verdict has the same bits on all workers, whoever is
-left. The sum cannot complete anywhere before every worker has contributed, that is, before every worker
-holds its gradient. It goes up and down a tree: two messages each way and worker, where a ring would need as
-many as there are workers.
+The exchange sums float64 vectors. Every slot is filled by at most one worker (the lowest live one of a stage;
+for the digests of a micro-batch's data, the worker that ran it) or holds whole numbers, and is zero elsewhere.
+Such a sum is exact in any order, so the verdict has the same bits on all workers, whichever are left. The sum
+cannot complete anywhere before every worker has contributed, that is, before every worker holds its gradient.
+It goes up and down a tree: two messages each way and worker, where a ring would need as many as there are
+workers.
 
 A stage need not wait for the verdict to step. It may step at once with the coefficient that its own numbers
 suggest (`guesses`) and learn later whether that was right; see :mod:`megatron_recycle.runtime.stepper`.
@@ -34,26 +34,26 @@ from megatron_recycle.runtime.comm.tree_allreduce import add_up
 from megatron_recycle.runtime.quiesce import Halt
 
 _LONGEST_CLOSE = 5.0
-"""Seconds that the end waits for a thread that waits for a verdict."""
+"""Seconds that closing waits for a thread that waits for a verdict."""
 
 _ALONE = 7  # scalars of a contribution: loss, weight, offer and its square, zeros, plan and its square
 
 
 @dataclass
 class Held:
-    """The complete reduced gradient of an iteration and what goes into its verdict; equal on all peers but for
+    """The complete reduced gradient of an iteration, with its contribution to the verdict; equal on all peers but for
     ``digests``.
 
     Attributes:
         iteration: the iteration.
-        gradient: flat, (numel,); with shards, what lies in those that this worker holds, which is not equal on peers.
-        norm_squares: this stage's squared norm, one number; with shards that of each shard.
-        zeros: of this stage's gradient.
+        gradient: flat, (numel,); with shards, the parts in this worker's shards, which differ between peers.
+        norm_squares: this stage's squared norm, one number; with shards one for each shard.
+        zeros: number of zeros in this stage's gradient.
         loss, weight: as in the verdict.
         digests: CRC-32 of the data of each micro-batch that this worker has read itself, apart for the model's first
-            chunk and (the third of the key is true) for its last. A worker that dies takes its
-            own along: a micro-batch that nobody can compare any more is not compared.
-        reports: (total micro-batches, width) float64, what the last stage reports of each; zeros elsewhere.
+            chunk and (the third of the key is true) for its last. Digests die with their worker: a micro-batch
+            that lacks one is not compared.
+        reports: (total micro-batches, width) float64, the last stage's reports of each; zeros elsewhere.
     """
 
     iteration: int
@@ -66,14 +66,13 @@ class Held:
     zeros: float = 0.0
 
     def numbers(self) -> torch.Tensor:
-        """The numbers that peers have alike, without the gradient, as one float64 vector for a copy to a peer."""
+        """The numbers that are equal on peers, without the gradient, as one float64 vector for a copy to a peer."""
         alone = torch.tensor([*self.norm_squares, self.loss, self.weight, self.zeros], dtype=torch.float64)
         return torch.cat([alone, self.reports.flatten()])
 
     @staticmethod
     def count(total: int, width: int, norms: int) -> int:
-        """How many `numbers` there are for ``total`` micro-batches that report ``width`` numbers each, and so many
-        ``norms``."""
+        """Length of `numbers` for ``total`` micro-batches that report ``width`` numbers each, and ``norms`` norms."""
         return norms + 3 + total * width
 
     @classmethod
@@ -85,8 +84,7 @@ class Held:
 
 @dataclass(frozen=True)
 class _Sum:
-    """The sum that a commit is, of ``numbers`` (`_contribution`), which are this worker's before and all workers'
-    afterwards."""
+    """The sum of a commit over ``numbers`` (`_contribution`): this worker's before it, all workers' afterwards."""
 
     iteration: int
     grid: Grid
@@ -99,7 +97,7 @@ class _Sum:
         add_up(self.numbers, self.groups.control, COMMITS[self.iteration])
 
     def verdict(self) -> tuple[Verdict, bool]:
-        """As `Commit.verdict`, once it is there."""
+        """As `Commit.verdict`, once the sum is complete."""
         total, members = self.grid.total, self.groups.control.size
         alone = len(self.numbers) - _ALONE - 2 * total
         norms = alone - self.grid.stages * self.groups.parts
@@ -123,15 +121,15 @@ class Commit:
         offer: number of the better plan that this worker has been offered, 0 for none. The commit carries the
             promise to adopt it: numbers whose mean is this worker's, and whose squares' mean is its square, are
             all the same.
-        plan: a number of the plan that was followed, below 2**20: workers that followed another one find out.
-        coefficient: that a verdict asks for, by what the script has set for this iteration.
+        plan: a number of the plan that was followed, below 2**20: shows when workers followed different plans.
+        coefficient: gives the one that a verdict asks for, under the script's settings for this iteration.
         heard: called with this object, in the thread that runs it, when the verdict is known, and before it is done.
-        halt: where the next iteration stops if the guess was wrong; None: there is none under way.
+        halt: where the next iteration stops if the guess was wrong; None: none is under way.
         last: the stage that computes the loss; None: the last one.
 
     Attributes:
-        right: the coefficient that the verdict asks for, once that is `known`. The script may set other limits from
-            then on, for the next iteration: so this is computed before, once.
+        right: the coefficient that the verdict asks for, once that is `known`. It is computed once, before the script
+            can set other limits for the next iteration.
     """
 
     def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int, plan: int,
@@ -147,14 +145,14 @@ class Commit:
             held, grid, groups, guess, offer, plan, grid.stages - 1 if last is None else last))
 
     def run(self) -> None:
-        """Take part; returns when it is done, whichever way."""
+        """Take part; returns when the commit is done, with or without a verdict."""
         try:
             self._sum.add_up()
-            with suppress(DataError, VerificationError):  # there is none then, and whoever asks for it hears why
+            with suppress(DataError, VerificationError):  # no verdict then: `verdict` raises the reason
                 self.right = self._coefficient(self._sum.verdict()[0])
             self._errors = ()
             self._heard(self)
-        except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits, which would wait for ever)
+        except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits, and would wait for ever)
             self._errors = (error,)
         self.done.set()
 
@@ -172,7 +170,7 @@ class Commit:
         """The verdict, and whether every worker has the offer; call when it is `known`, or `done`.
 
         Raises:
-            GenerationOver: the generation ended before all workers held the iteration, as far as this one knows.
+            GenerationOver: the generation ended before this worker knew that all hold the iteration.
             DataError: the first and the last stage read different data.
             VerificationError: workers followed different plans.
         """
@@ -182,7 +180,7 @@ class Commit:
 
 
 class Committer:
-    """The thread that one worker's commits run in, one after the other."""
+    """The thread that runs one worker's commits, one after the other."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Commit | None] = SimpleQueue()
@@ -192,7 +190,7 @@ class Committer:
     def start(self, commit: Commit) -> None:
         """Let ``commit`` run."""
         if self._last is None or not self._last.done.is_set():
-            # The first one; or one of an older generation, which ends when its handles do, is not waited for.
+            # The first commit; or an older generation's, which ends with its handles, is not waited for.
             self._queue.put(None)
             self._queue = SimpleQueue()
             self._threads.start("recycle-commit", partial(_run_all, self._queue), _LONGEST_CLOSE)
@@ -200,7 +198,7 @@ class Committer:
         self._queue.put(commit)
 
     def close(self) -> None:
-        """No more commits; waits for the last one, whose handles have been aborted."""
+        """End the thread; waits for the last commit, whose handles have been aborted."""
         self._queue.put(None)
         self._last = None
         self._threads.close()
@@ -241,7 +239,7 @@ def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: i
 
 def _compare(iteration: int, grid: Grid, first: Sequence[float], last: Sequence[float]) -> None:
     for (pipeline, microbatch), one, other in zip(grid.items(), first, last):
-        if one != other and one and other:  # 0: nobody is left who knows
+        if one != other and one and other:  # 0: no worker is left that knows
             raise DataError(
                 f"iteration {iteration}: the first and the last stage read different data for pipeline {pipeline}, "
                 f"micro-batch {microbatch}; the dataset must give the same sample for the same index on every worker "

@@ -1,13 +1,13 @@
-"""A chunk's first forward on a worker is run twice, with the same random seeds, and has to give the same bits.
+"""The check of first forwards: a chunk's first forward on a worker runs twice, with the same seeds, and must give the
+same bits.
 
-Else what a micro-batch gives depends on when and where it runs: its layers draw from a generator that nobody has found,
-or follow the clock, other threads, or a count of their calls. One failure then changes all numbers, and nobody would
-notice.
+Otherwise a micro-batch's results depend on when and where it runs: its layers draw from an unknown generator, or follow
+the clock, other threads, or a count of their calls. One failure then changes all numbers, without a sign of it.
 
-The first run is there to be compared: what it computes is dropped, so that no more memory is needed than for one. What
-it makes for later ones (generators, tables, compiled code) stays, as in any worker that has run a micro-batch before.
-Where the second run differs, a third one tells whether the first was an exception for that; a fourth one, whose modules
-are followed as are the third's, tells which layer it is.
+The first run serves the comparison only: its results are dropped, so that it needs no more memory than one run. Its
+lasting effects (generators, tables, compiled code) stay, as in any worker that has run a micro-batch before. If the
+second run differs, a third one shows whether the first was an exception for that reason. A fourth one, traced by module
+like the third, shows which layer differs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_recycle.runtime.stage import Forward
 from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 _TWICE = "first forward"
-"""This work has limits of its own: it takes several forwards' time."""
+"""Name of this work, which has limits of its own: it takes several forwards' time."""
 _PLAIN = (bool, int, float, complex, str)
 
 Inputs = tuple[torch.Tensor, ...] | None
@@ -42,19 +42,19 @@ Run = Callable[[Inputs, Batch | None, bool], Forward]
 
 
 def first_forward(site: Site, groups: Groups, chunk: int, run: Run, inputs: Inputs, batch: Batch | None) -> Forward:
-    """The first forward of ``chunk`` of the stage, which a run before has given the same bits for.
+    """The first forward of the stage's ``chunk``, after an earlier run that gave the same bits.
 
     Raises GenerationOver; with `exact` UnsupportedError, which names the layer, if the bits differ.
     """
     def make(metered: bool) -> Forward:
-        given, data = tree_map_only(torch.Tensor, _copied, (inputs, batch))  # a layer may write to what it is given
+        given, data = tree_map_only(torch.Tensor, _copied, (inputs, batch))  # a layer may write to its inputs
         return run(given, data, metered)
 
     left = _Left(site.stage.module)
     with site.phases.working(_TWICE):
         before = _outcome(make(False))
         left.remember()
-        site.framework.generators.adopt("the model", site.stage.module)  # it may have made some
+        site.framework.generators.adopt("the model", site.stage.module)  # the run may have made some
     made = make(True)
     now = _outcome(made)
     if any(_on_any_part(site, groups, now != before)):
@@ -67,8 +67,8 @@ def first_forward(site: Site, groups: Groups, chunk: int, run: Run, inputs: Inpu
 
 
 class FirstForwards(WorkerExtension):
-    """All parts of a worker run a forward twice if one of them has to: it may have come in, or not have ended its own
-    before a failure."""
+    """All parts of a worker run a forward twice if any of them has to: a part may be new, or a failure may have
+    interrupted its own check."""
 
     def settle(self, meeting: Meeting) -> None:
         _agree(meeting.site, meeting.groups)
@@ -95,14 +95,14 @@ def _on_any_part(site: Site, groups: Groups, *flags: bool) -> list[bool]:
 
 
 def _once_more(site: Site, groups: Groups, run: Callable[[], Forward], second: int) -> Forward:
-    """A forward that gives the same bits as the one before it, or that the user is told of. ``second``: the outcome of
-    the last one, and not of the first. Raises UnsupportedError, GenerationOver."""
+    """A forward with the same bits as the one before it, or about which the user is warned. ``second``: the outcome of
+    the last run, which differs from the first's. Raises UnsupportedError, GenerationOver."""
     names = {id(module): name for name, module in site.stage.module.named_modules()}
     with _followed(names) as events:
         made = run()
     third = _outcome(made)
     if not any(_on_any_part(site, groups, third != second)):
-        return made  # only the first was another one
+        return made  # only the first run differed
     del made
     with _followed(names) as others:
         made = run()
@@ -125,7 +125,7 @@ def _complain(site: Site, layer: str) -> None:
 
 
 def _outcome(forward: Forward) -> int:
-    """A checksum of the bits that a forward hands on."""
+    """A checksum of the bits of a forward's results."""
     return digest((forward.outputs, () if forward.loss is None else forward.loss, forward.report))
 
 
@@ -134,8 +134,8 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Left:
-    """What forwards leave in ``module``: numbers, texts and tensors that are attributes, and buffers. However often the
-    first one is run, that is to be as after once."""
+    """Traces of forwards in ``module``: numbers, texts and tensors that are attributes, and buffers. Repeated runs of
+    the first forward must leave them as one run does."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
@@ -143,26 +143,26 @@ class _Left:
         self._kept: list[tuple[dict[str, Any], str, Any, torch.Tensor | None]] = []
 
     def remember(self) -> None:
-        """It has been run once."""
+        """Record the traces of the first run."""
         for module, before in zip(self._modules, self._before, strict=True):
-            # A batch norm's statistics do not tell that they are written to; its count does.
+            # A batch norm's statistics do not show that they are written to; its count does.
             wrote = _marks(module) != before
             self._kept += [(held, name, value, value.detach().clone() if isinstance(value, torch.Tensor) else None)
                            for held, name, value in _simple(module) if wrote or not isinstance(value, torch.Tensor)]
 
     def put_back(self) -> None:
-        """It is not run any more."""
+        """Put back the recorded traces, after the last run."""
         for held, name, value, copy in self._kept:
             now = held.get(name)
             if copy is None and isinstance(now, _PLAIN):
                 held[name] = value
             elif copy is not None and now is value:
-                held[name] = copy  # not written to it: the graph of the run that counts may need it
+                held[name] = copy  # not copied in place: the graph of the run that counts may need it
 
 
 def _simple(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """What holds each number, text and tensor of ``module``, its name there, and itself; tensors with a graph belong to
-    a forward."""
+    """The holder, name and value of each number, text and tensor of ``module``, but for tensors with a graph, which
+    belong to a forward."""
     for held in (vars(module), module._buffers):
         for name, value in held.items():
             tensor = isinstance(value, torch.Tensor)
@@ -171,18 +171,18 @@ def _simple(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
 
 
 def _marks(module: nn.Module) -> list[tuple[str, int, int]]:
-    """What tells whether something has been written to a tensor of ``module``."""
+    """Marks of ``module``'s tensors, which change when a tensor is written to."""
     return [(name, id(value), value._version) for _, name, value in _simple(module) if isinstance(value, torch.Tensor)]
 
 
 class _Event(NamedTuple):
-    """Tensors go into a module, or come out of it.
+    """Tensors that enter a module, or leave it.
 
     Attributes:
-        layer: the module that has made them: the one around it, or itself.
-        module: it.
-        out: whether they come out of it.
-        bits: a checksum of them.
+        layer: the module that has made them: the enclosing one, or the module itself.
+        module: the module.
+        out: whether they leave it.
+        bits: their checksum.
     """
 
     layer: str
@@ -193,7 +193,7 @@ class _Event(NamedTuple):
 
 @contextmanager
 def _followed(names: Mapping[int, str]) -> Iterator[list[_Event]]:
-    """A block in which this thread's modules are followed, which have ``names`` by their `id`; gives what is seen."""
+    """A block in which this thread's modules, with ``names`` by their `id`, are traced; gives the events."""
     found: list[_Event] = []
     inside: list[str] = []
     thread = threading.get_ident()
@@ -208,7 +208,7 @@ def _followed(names: Mapping[int, str]) -> Iterator[list[_Event]]:
         if threading.get_ident() == thread and not torch.compiler.is_compiling():
             name = _name(module, names)
             while inside and inside.pop() != name:
-                pass  # one that was left by an error which the layer around it has handled
+                pass  # left by an error that an enclosing layer has handled
             found.append(_Event(name, name, True, _bits(made)))
 
     hooks = register_module_forward_pre_hook(begins), register_module_forward_hook(ends)
@@ -234,7 +234,7 @@ def _bits(tree: Any) -> int:
 
 
 def _culprit(one: Sequence[_Event], other: Sequence[_Event]) -> str:
-    """The layer, in words, that two runs differ in first."""
+    """The first layer, in words, in which two runs differ."""
     behind = ""
     for mine, others in zip_longest(one, other):
         if mine != others:

@@ -1,6 +1,6 @@
 """A generation as a value: its process groups, its plan, and all that follows from both.
 
-A recovery makes the next one; nothing of one is changed, but replaced as a whole.
+A recovery makes the next generation. A generation is never changed, but replaced as a whole.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Program:
         plan: of all workers.
         me: the worker.
         actions: this worker's, in order.
-        full: the forwards and backwards of those micro-batches whose backward the plan has in full.
-        number: below 2**20; workers that follow different plans find out by it.
+        full: the forwards and backwards of the micro-batches that the plan gives a full backward.
+        number: below 2**20; shows when workers follow different plans.
     """
 
     plan: Plan
@@ -65,7 +65,7 @@ class Program:
 
     @cached_property
     def last_reads(self) -> Mapping[Action, tuple[Worker, ...]]:
-        """The actions with which this worker has read the last message of others."""
+        """The actions with which this worker has read the last message of other workers, and those workers."""
         return last_reads(self.plan, self.me)
 
     @cached_property
@@ -95,7 +95,7 @@ class Course(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, me: Worker, exact: bool, stage: Stage, cuts: Cuts | None) -> Course:
-        """Of worker ``me``; ``cuts``: of its stage's optimizer state."""
+        """The course of worker ``me``; ``cuts``: of its stage's optimizer state."""
         reduction = reduction_of(exact, plan, me, stage.averaging) if cuts is None else sharded(
             exact, plan, me, stage.averaging, cuts)
         return cls(Program.of(plan, me), reduction)
@@ -103,13 +103,13 @@ class Course(NamedTuple):
 
 @dataclass(frozen=True)
 class Scope:
-    """What of the grid's micro-batches is run, and until when scripts wait for it.
+    """The micro-batches of the grid that are run, and until when scripts wait for an iteration.
 
     Attributes:
-        left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
-        without: pipelines whose micro-batches are not run; the mean is over those that are.
-        carried: iterations that go on where they stood: a generation's first one, and what is begun of the next one.
-        closes: whether scripts may leave an iteration before all have committed it.
+        left_out: micro-batches (``1.3``) that the job goes on without, each with its iteration.
+        without: pipelines whose micro-batches are not run; the mean is over the others.
+        carried: iterations that go on where they stood: a generation's first one, and the begun part of the next one.
+        closes: whether scripts may leave an iteration before all workers have committed it.
     """
 
     left_out: Sequence[tuple[int, str]] = ()
@@ -118,7 +118,7 @@ class Scope:
     closes: bool = True
 
     def carried_in(self, iteration: int) -> ResumedIteration | None:
-        """What of ``iteration`` goes on where it stood."""
+        """The part of ``iteration`` that goes on where it stood; None: it begins anew."""
         return next((carried for carried in self.carried if carried.iteration == iteration), None)
 
     def hit(self, plan: Plan) -> frozenset[Microbatch]:
@@ -126,18 +126,18 @@ class Scope:
         return frozenset(each for each in plan.problem.grid.items() if each[0] in self.without)
 
     def poisoned(self, iteration: int) -> frozenset[Microbatch]:
-        """The micro-batches that ``iteration`` is to do without."""
+        """The micro-batches that ``iteration`` does without."""
         return frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
 
 
 class Exchanges(NamedTuple):
-    """What workers share in one attempt beside activations and gradients.
+    """Exchanges between workers in one attempt, beside activations and gradients.
 
     Attributes:
-        agreement: on which parameters are trained.
+        agreement: on the parameters that are trained.
         losses: of the micro-batches.
         loans: of layers.
-        acknowledgements: that messages are used.
+        acknowledgements: of messages that have been used.
     """
 
     agreement: Agreement
@@ -146,7 +146,7 @@ class Exchanges(NamedTuple):
     acknowledgements: Acknowledgements
 
     def end(self) -> None:
-        """The attempt is void, and all have begun it: bring what is under way to its end. Raises GenerationOver."""
+        """Drain the exchanges of a void attempt, which all workers have begun. Raises GenerationOver."""
         for each in self:
             each.end()
 
@@ -157,15 +157,15 @@ class Generation:
 
     Attributes:
         epoch: its number, and how often its members have made new groups.
-        prefix: of its keys in torch's store, whichever its groups are.
+        prefix: of its keys in torch's store, the same for all its groups.
         tries: generations with the same members in a row, before this one.
-        scope: what is run of its iterations.
+        scope: the part of its iterations that is run.
         groups: of its members.
         course: of the plan in use.
-        rests: of the iterations that go on where they stood.
+        rests: courses of the iterations that go on where they stood.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
-        shared: of the last two attempts. An idle worker may be an iteration late: a loss that is let
+        shared: exchanges of the last two attempts. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
     """
 
@@ -183,7 +183,7 @@ class Generation:
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,
            exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None) -> Generation:
-        """A new one, that follows ``plan``."""
+        """A new generation, which follows ``plan``."""
         hit = scope.hit(plan)
         rests = {carried.iteration: Course.of(
             replace(carried.plan.without(hit), done=carried.done), groups.me, exact, stage, cuts)
@@ -198,12 +198,12 @@ class Generation:
 
     @property
     def reduction(self) -> Reduction:
-        """How the gradients of the plan in use become one."""
+        """The reduction of the gradients of the plan in use."""
         return self.course.reduction
 
     @property
     def cuts(self) -> Cuts | None:
-        """Who holds which shard of this stage's optimizer state; None: each peer has all of it."""
+        """The shards of this stage's optimizer state and their holders; None: each peer has all of it."""
         return self.reduction.cuts if isinstance(self.reduction, ShardedReduction) else None
 
     @property
@@ -213,7 +213,7 @@ class Generation:
 
     @property
     def store_prefix(self) -> str:
-        """Prefix of the groups in use: another one for each renewal."""
+        """Prefix of the groups in use; each renewal has its own."""
         return store_prefix(self.prefix, self.epoch)
 
     def follow(self, plan: Plan, exact: bool, stage: Stage) -> Generation:
@@ -227,7 +227,7 @@ class Generation:
                        shared=deque(maxlen=2))
 
     def begun_anew(self) -> Generation:
-        """The same generation, in which nothing goes on where it stood."""
+        """The same generation, without iterations that go on where they stood."""
         return replace(self, scope=replace(self.scope, carried=()), rests={})
 
     def program_of(self, iteration: int) -> Program:
@@ -238,25 +238,25 @@ class Generation:
         return self._of_whole.without(left_out, self.groups.me) if left_out else self._of_whole
 
     def reduction_of(self, iteration: int) -> Reduction:
-        """How the gradients of ``iteration`` become one."""
+        """The reduction of the gradients of ``iteration``."""
         if iteration in self.rests:
             return self.rests[iteration].reduction
         return self.reduction
 
     def left_out_of(self, iteration: int) -> int:
-        """How many micro-batches ``iteration`` goes without."""
+        """Number of micro-batches that ``iteration`` goes without."""
         return len(self.scope.poisoned(iteration) | self.scope.hit(self.plan))
 
     @property
     def share(self) -> float:
-        """What makes a mean over all micro-batches one over those of the pipelines that take part."""
+        """Factor from a mean over all micro-batches to one over those of the pipelines that take part."""
         counts = self.plan.problem.grid.microbatches
         run = sum(count for pipeline, count in enumerate(counts) if pipeline not in self.scope.without)
         return sum(counts) / run
 
     @cached_property
     def _of_whole(self) -> Program:
-        """Of the pipelines that take part."""
+        """The program of the pipelines that take part."""
         hit = self.scope.hit(self.plan)
         return self.program.without(hit, self.groups.me) if hit else self.program
 
@@ -266,12 +266,12 @@ class Current:
     reference.
 
     Attributes:
-        last: the one in force, between two the one before, with its members and its plan; None before the first.
-        reusable: communicators of older ones that whoever builds the next may go on with.
-        kept: by iteration, attempts that may be taken up again: of the one that is not committed, and of the next one.
+        last: the generation in force; between two, the previous one, with its members and its plan; None at first.
+        reusable: communicators of older generations, which the next one may go on with.
+        kept: resumable attempts by iteration: at the one that is not committed, and at the next one.
         torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
         owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
-        had: who holds which shard until then; None: the generation's cuts say so.
+        had: the holders of the shards until then; None: as in the generation's cuts.
     """
 
     def __init__(self) -> None:
@@ -285,27 +285,27 @@ class Current:
         self.had: Cuts | None = None
 
     def get(self) -> Generation:
-        """The one in force."""
+        """The generation in force."""
         assert self._in_force is not None
         return self._in_force
 
     @property
     def broken(self) -> bool:
-        """Whether none is in force: it has been given up, and the next one does not stand yet."""
+        """Whether no generation is in force: the last was given up, and the next does not stand yet."""
         return self._in_force is None
 
     def let_go(self, iterations: Iterable[int]) -> None:
-        """What was kept of attempts at these iterations is not taken up again."""
+        """Discard the kept attempts at these iterations."""
         for iteration in [each for each in iterations if each in self.kept]:
             self.kept.pop(iteration).computed.discard()
 
     def set(self, generation: Generation) -> None:
-        """From now on ``generation`` is in force, and may be aborted."""
+        """Put ``generation`` in force. From now on it may be aborted."""
         with self._lock:
             self._in_force = self.last = generation
 
     def take(self) -> Generation | None:
-        """None is in force from now on; returns the one that was."""
+        """Take the generation in force out of force, and return it."""
         with self._lock:
             taken, self._in_force = self._in_force, None
         return taken

@@ -1,9 +1,9 @@
-"""The last copy of a stage, guarded (`guard`): who copies what before which iteration, and the way back.
+"""Guards of a stage's last copy (`guard`): which copies are made before which iteration, and the way back.
 
 As long as some stage has one worker, all workers copy their own state every `guard_interval` iterations, at the same
-boundary, and that stage's goes to its keeper, a worker of another stage, as well. A stage that is lost comes back with
-a new process: it gets its keeper's copy, and all others take up their own copies of the same iteration. Or all load the
-newest checkpoint, where no copy is as new; there each gets the shards that are its own from then on.
+boundary. That stage's copy also goes to its keeper, a worker of another stage. A lost stage comes back with a new
+process, which gets the keeper's copy; all others take up their own copies of the same iteration. Where no copy is as
+new as the newest checkpoint, all load that instead, and each worker gets from it its own shards of the new cuts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_recycle.runtime.worker_extension import PEERS, Meeting, Source, Wo
 
 
 class LastCopies(WorkerExtension):
-    """A stage that is lost comes back."""
+    """The way back of a lost stage."""
 
     def reports(self, site: Site, standing: Standing) -> Mapping[str, Any]:
         """The copies that this worker has, and the earliest checkpoint that it can go back to."""
@@ -48,12 +48,12 @@ class LastCopies(WorkerExtension):
         return _WayBack() if meeting.resume.restored else None
 
     def settle(self, meeting: Meeting) -> None:
-        """A closed stage does not come to the beginning of the iteration that others still make."""
+        """Copies wait for an iteration that all begin: a closed stage does not begin the one that others still do."""
         meeting.site.trainable.guard.first = meeting.resume.next + bool(meeting.resume.closed)
 
     def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
-        """Make copies if they are due; all workers do so at the same iteration. Not before an iteration was committed:
-        what there is then, the script can make again."""
+        """Make copies if they are due; all workers do so at the same iteration. Not before an iteration is committed:
+        the script can make that state again."""
         guard, number = site.trainable.guard, generation.epoch.generation
         if not generation.keepers:
             guard.forget()
@@ -73,7 +73,7 @@ class LastCopies(WorkerExtension):
 
 
 def _exchange(generation: Generation, own: StateCopy) -> dict[int, StateCopy]:
-    """The copies of other stages that this worker keeps."""
+    """Send and receive copies; returns the copies of other stages that this worker keeps."""
     groups = generation.groups
     found: dict[int, StateCopy] = {}
     for stage, keeper in generation.keepers.items():
@@ -86,7 +86,7 @@ def _exchange(generation: Generation, own: StateCopy) -> dict[int, StateCopy]:
 
 
 def _tell(site: Site, iteration: int, own: StateCopy, kept: Mapping[int, StateCopy], ms: float) -> None:
-    """The cost of copies: an event of each keeper, and a line of each worker that begins to copy."""
+    """Report the cost of copies: an event of each keeper, and a log line of each worker that begins to copy."""
     if kept:
         size = sum(copy.nbytes for copy in kept.values())
         site.agent.event(Guarded(iteration - 1, tuple(sorted(kept)), size, round(ms, 1)))
@@ -101,7 +101,7 @@ class _WayBack(Source):
     """The state after an iteration that all go back to, from copies or a checkpoint."""
 
     def give(self, meeting: Meeting) -> None:
-        """Take up that state, and give those that come in what they need."""
+        """Take up that state, and send the joiners their part."""
         site, groups, resume = meeting.site, meeting.groups, meeting.resume
         guard, target, checkpoint = site.trainable.guard, resume.target, resume.checkpoint
         guard.go_back(target)
@@ -111,7 +111,7 @@ class _WayBack(Source):
         if checkpoint is None:
             self._from_copies(meeting)
         else:
-            guard.midway = site.stage.shards is not None  # else a stage that is lost says so
+            guard.midway = site.stage.shards is not None  # without shards a lost stage is seen by itself
             begin_anew(site.stage, groups, resume)
             (tensors, facts), past = load(site, meeting.go.generation, checkpoint), site.past
             meeting.stepper.enter(tensors, facts(past))
@@ -135,13 +135,13 @@ class _WayBack(Source):
         meeting.stepper.enter(tensors, Facts.from_json(copied))
 
     def take(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Facts, Received]:
-        """From the keeper or, if others hold the stage, from them; or from the checkpoint. Raises what loading that
-        raises, too."""
+        """From the keeper; from peers, if the stage has any; or from the checkpoint. Raises the errors of loading,
+        too."""
         began, site, groups, resume = time.monotonic(), meeting.site, meeting.groups, meeting.resume
         if resume.checkpoint is not None:
             begin_anew(site.stage, groups, resume)
             tensors, facts = load(site, meeting.go.generation, resume.checkpoint)
-            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # not what the script changes
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the script changes the originals
             giver = min(member for member in groups.members if member not in meeting.joined)
             _, told = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)
             return tensors, facts(Past.from_json(told)), Received(sum(tensor.nbytes for tensor in tensors.values()),
@@ -158,15 +158,15 @@ class _WayBack(Source):
         self._await_all(meeting)
 
     def _await_all(self, meeting: Meeting) -> None:
-        """Wait until everybody stands where all go back to. Only then does one that has come in count: else a failure
-        would find a stage behind the others, with nobody who holds what they do."""
+        """Wait until all workers stand at the state to go back to. Only then does a joiner count: else a failure would
+        find a stage behind the others, and no worker that holds what they hold."""
         with meeting.site.phases.waiting("the others' way back"):
             count(meeting.groups.control, True)
         meeting.site.trainable.guard.midway = False
 
 
 def _lost(go: Go) -> str:
-    """What nobody has any more."""
+    """The state that no worker has any more, in words."""
     new = {worker.stage for worker in workers_of(go.resume.joined)}
     stages = [stage for stage in go.resume.restored if int(stage) in new]
     cut = [stage for stage in go.resume.restored if int(stage) not in new]

@@ -1,7 +1,7 @@
 """The loop of one worker: from iteration to iteration, and from one generation to the next.
 
-An iteration is :mod:`megatron_recycle.runtime.attempt`, its end :mod:`megatron_recycle.runtime.stepper`, a failure
-:mod:`megatron_recycle.runtime.recovery`. Here is what goes from one to the other, whatever the script has asked for.
+:mod:`megatron_recycle.runtime.attempt` runs an iteration, :mod:`megatron_recycle.runtime.stepper` ends it, and
+:mod:`megatron_recycle.runtime.recovery` handles a failure. This module goes from one to the other, for all requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Kept(Exception):
 
 
 class RecoveryFailed(Exception):
-    """A recovery has met an error that is no end of a generation, its cause; the coordinator decides what follows."""
+    """A recovery has failed with an error, its cause, that is no end of a generation; the coordinator decides on it."""
 
 
 class Loop:
@@ -42,7 +42,7 @@ class Loop:
 
     Args:
         site, standing, stepper: of the worker.
-        between: what the script does between two iterations.
+        between: the script's edits between two iterations.
     """
 
     def __init__(self, site: Site, standing: Standing, stepper: Stepper, between: UserEdits) -> None:
@@ -51,8 +51,8 @@ class Loop:
         self._asked_apart = False
 
     def run_to(self, iteration: int, commit: bool = False) -> None:
-        """All iterations up to this one, until this worker's stage is closed for it, or, with ``commit``, until it is
-        final. Raises GenerationOver and WrongGuess."""
+        """Run all iterations up to this one. Returns when this worker's stage is closed for it, or, with ``commit``,
+        when it is final. Raises GenerationOver and WrongGuess."""
         # More than one iteration to run: a failure has undone a step that train() had already returned from.
         while self.standing.stepped < iteration:
             generation = self._at_boundary(self.standing.stepped + 1)
@@ -91,12 +91,12 @@ class Loop:
         if plan is not generation.plan:
             generation = generation.follow(plan, site.exact, site.stage)
             site.current.set(generation)
-        # Others may still be in the script's own code.
+        # Other workers may still be in the script's own code.
         connect_partners(site, self.standing, generation, site.config.transport_timeout, site.phases.waiting(HANDLES))
         return generation
 
     def _await_switch(self, iteration: int) -> None:
-        """Wait between two iterations, with nothing in flight, for the generation that others come in or leave with."""
+        """Wait between two iterations, with nothing in flight, for the generation in which others join or leave."""
         number = self.standing.epoch.generation
         self.stepper.wait()
         self.site.phases.enter(Phase.BOUNDARY, iteration)
@@ -107,7 +107,7 @@ class Loop:
         raise GenerationOver(f"generation {number} ends before iteration {iteration}, as agreed")
 
     def apart(self, run: Callable[[], None]) -> None:
-        """Run what all do together between two iterations, through any failures."""
+        """Run a joint call of all workers between two iterations, through any failures."""
         self._asked_apart = True
         try:
             self.through_failures(run)
@@ -115,18 +115,18 @@ class Loop:
             self._asked_apart = False
 
     def stand_again(self) -> bool:
-        """Between two iterations: make those again that all have gone back before. Returns True."""
+        """Between two iterations: run again the iterations that all have gone back before. Returns True."""
         if self.standing.stepped < self.standing.asked:
             with self._between.again():
                 self.run_to(self.standing.asked, commit=True)
         return True
 
     def through_failures(self, run: Callable[[], None]) -> None:
-        """Run this, through any failures. Raises JobEnded, and what ``run`` raises if the job is over for that."""
+        """Run this, through any failures. Raises JobEnded, and ``run``'s error if that ends the job."""
         self._through(run, None)
 
     def into_the_next(self) -> None:
-        """Go to the next generation: the script has raised, and the coordinator wants this worker all the same."""
+        """Go to the next generation: the script has raised, and the coordinator keeps this worker all the same."""
         self._through(lambda: None, _Kept())
 
     def _through(self, run: Callable[[], None], kept: _Kept | None) -> None:
@@ -151,7 +151,7 @@ class Loop:
                 self._leave_generation(error)
 
     def _leave_generation(self, error: GenerationOver) -> None:
-        """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""
+        """Handle a transfer that was given up: for a failure, or for a wrong guess that another worker knows of."""
         commit, site = None if isinstance(error, FailureMet) else self.stepper.pending, self.site
         with site.phases.waiting("a verdict"):
             while commit is not None and not commit.done.wait(_POLL_SECONDS) and not site.interrupted(self.standing):
@@ -171,16 +171,16 @@ class Loop:
             recovery.recover(self.site, self.stepper, error)
 
     def _roll_back(self, drains: bool) -> None:
-        """Void the work on the next iteration, on all workers alike, and begin it again. ``drains``: all can bring what
-        is under way of it to its end."""
+        """Void the work on the next iteration, on all workers alike, and begin it again. ``drains``: all can drain
+        it."""
         site, standing, committed = self.site, self.standing, self.standing.committed
         generation, begun = self.site.current.get(), not standing.promises.ends_before(committed + 1)
         generation.groups.reopen()
-        # Of an iteration that goes on where it stood not all know the shapes of what is under way.
+        # In an iteration that goes on where it stood, not all know the shapes of the transfers under way.
         drains = drains and committed + 1 not in generation.rests
         site.current.let_go([*site.current.kept])
         try:
-            if drains and begun and standing.iteration == committed:  # others may have: all end the same
+            if drains and begun and standing.iteration == committed:  # others may have begun it: all end the same
                 opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)
             site.agent.event(RolledBack(committed, standing.roll_back()))
             site.phases.enter(Phase.RECOVERING, committed + 1)
@@ -195,8 +195,8 @@ class Loop:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """A block whose errors the coordinator hears, and decides on, before the script gets them: the others know
-        first."""
+        """A block whose errors are reported to the coordinator, which decides on them before the script gets them: the
+        others know first."""
         try:
             yield
         except JobEnded:
@@ -219,7 +219,7 @@ class Loop:
 
 @contextmanager
 def _failing_alone() -> Iterator[None]:
-    """A block of a recovery: what it meets is neither the script's nor another worker's. Refusals stay refusals."""
+    """A block of a recovery: an error in it is neither the script's nor another worker's. Refusals stay refusals."""
     try:
         yield
     except RecycleError:

@@ -22,11 +22,11 @@ _USABLE = 0.9
 """Share of a GPU's free memory that is promised to activations; the allocator loses some between its blocks."""
 _MIB, _GIB = 2**20, 2**30
 _FIRST = ("0:0", "0:0.0")
-"""The process that says what holds for all."""
+"""Names of the process that logs on behalf of all."""
 
 
 class KeptBytes(NamedTuple):
-    """Bytes that a worker uses besides its micro-batches. ``spare`` is not in use most of the time; ``log``: messages
+    """Bytes that a worker uses besides its micro-batches. ``spare``: not in use most of the time; ``log``: messages
     and sums that are kept until an iteration is committed."""
 
     state: int
@@ -39,7 +39,7 @@ class KeptBytes(NamedTuple):
 
 class Budget(NamedTuple):
     """The measurements for the planner: bytes that a micro-batch holds in each of the stage's chunks (``held``), the
-    most that was held at a time and the plan's own number, bytes used otherwise, and bytes left for activations."""
+    measured peak and the plan's own number, bytes used otherwise, and bytes left for activations."""
 
     held: Sequence[Held]
     peak: int
@@ -48,15 +48,16 @@ class Budget(NamedTuple):
     room: int | None
 
     def told(self) -> Profiled:
-        """For the coordinator: "before_b" of ``held`` is in the stage's first chunk, "before_b/1" in its second."""
+        """The message to the coordinator: "before_b" of ``held`` is the stage's first chunk's, "before_b/1" its
+        second's."""
         held = {of_place(name, chunk): size for chunk, each in enumerate(self.held)
                 for name, size in each._asdict().items()}
         return Profiled({**held, "peak": self.peak, "planned": self.planned}, self.kept._asdict(), self.room)
 
 
 def sum_buffers(sums: Sequence[Piece]) -> int:
-    """Flat buffers that the sums of these pieces fill: one for a single block, two for a run of them (the block that is
-    being summed lies apart); one where nothing is kept apart."""
+    """Number of flat buffers for the sums of these pieces: one for a single block, two for a run of them (the block
+    that is being summed lies apart); one where nothing is kept apart."""
     return sum(1 if first == last else 2 for _, first, last in sums) or 1
 
 
@@ -70,24 +71,24 @@ def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Se
         gradient: bytes of one flat gradient.
         sums: the pieces that this worker keeps sums of; none with the fast reduction.
         peers: live workers of this stage.
-        messages: bytes of the receives that are posted ahead; what a plan needs beyond the usual ones is in its caps.
+        messages: bytes of the receives that are posted ahead; a plan's needs beyond the usual ones are in its caps.
         communicators: bytes of those in use: the next generation's are made before they are given back.
-        on_the_way: bytes that a reduction sends and takes in; None: its slice of everybody's pieces, where it is exact.
+        on_the_way: bytes that a reduction sends and takes in; None: its slice of all workers' pieces, if it is exact.
     """
     buffers = sum_buffers(sums)
     if on_the_way is None:
         on_the_way = gradient * -(-(buffers + 1) // peers) if sums else 0
-    spare = on_the_way + (gradient if sums else 0)  # a peer's death brings another block
+    spare = on_the_way + (gradient if sums else 0)  # a peer's death adds another block
     return KeptBytes(nbytes(state), undo, gradient, buffers * gradient, spare + messages + communicators)
 
 
 def room_on(device: Device, limit: float | None, kept: KeptBytes, held: int) -> int | None:
-    """Bytes that a worker has for activations; None if nobody has said, and the device does not know.
+    """Bytes that a worker has for activations; None if neither ``limit`` nor the device says.
 
     Args:
-        device: where they live.
-        limit: GiB that the worker may use in all; None: what the device has.
-        kept: what else it uses.
+        device: the activations' device.
+        limit: GiB that the worker may use in all; None: all of the device.
+        kept: bytes in other use.
         held: bytes of activations right now.
     """
     if limit is not None:
@@ -97,7 +98,7 @@ def room_on(device: Device, limit: float | None, kept: KeptBytes, held: int) -> 
 
 
 def announce(site: Site, plan: Plan) -> None:
-    """Say at the start what is kept for undo and commit."""
+    """Log at the start the bytes that are kept for undo and commit."""
     kept = _kept(site, plan, 0)
     text = f"{kept.gradient / _MIB:.1f} MiB of reduced gradient until each commit"
     if site.exact:
@@ -121,9 +122,9 @@ def announce(site: Site, plan: Plan) -> None:
 
 
 def profile(site: Site, plan: Plan, undo: int) -> Budget:
-    """What is measured by now."""
+    """The measurements so far."""
     memory, me = site.meters.memory, site.place.me
-    each = [memory.held(chunk) for chunk in plan.problem.place_of]  # all that counts is this worker's stage
+    each = [memory.held(chunk) for chunk in plan.problem.place_of]  # only this worker's stage counts
     weighed = replace(plan.problem, before_b=tuple(held.before_b for held in each),
                       after_b=tuple(held.after_b for held in each))
     kept = _kept(site, plan, undo)
@@ -148,7 +149,7 @@ def announce_profile(me: Worker, found: Budget) -> None:
 
 
 def _mib(sizes: Iterable[int]) -> str:
-    """Of each of the stage's chunks."""
+    """Sizes in MiB, one for each of the stage's chunks."""
     return " + ".join(f"{size / _MIB:.2f}" for size in sizes)
 
 
@@ -165,16 +166,15 @@ def _kept(site: Site, plan: Plan, undo: int) -> KeptBytes:
                       plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators,
                       _on_the_way(site, plan))
     kept = kept._replace(log=_log(site, plan, kept.sums if plan.crossings else 0 if exact else gradient))
-    if shards is not None:  # of the reduced gradient only what lies in them
+    if shards is not None:  # only the reduced gradient's elements in them
         length = sum(shards.length(shard) for shard in shards.held)
         kept = kept._replace(gradient=length * site.trainable.layout.dtype.itemsize)
     return kept
 
 
 def _log(site: Site, plan: Plan, copied: int) -> int:
-    """Bytes of the messages and sums that are kept until an iteration is committed. Where a stage goes on once it is
-    closed, the next iteration's messages are there as well by then. ``copied``: bytes of the sums that a reduction
-    works on a copy of."""
+    """Bytes of the messages and sums that are kept until an iteration is committed, with those of the next iteration
+    where a stage goes on once it is closed. ``copied``: bytes of the sums that a reduction copies to work on."""
     if not site.keeps_messages:
         return 0
     me, open_ = site.place.me, 2 if site.config.step == "staggered" and site.closes else 1
@@ -183,9 +183,9 @@ def _log(site: Site, plan: Plan, copied: int) -> int:
 
 
 def _on_the_way(site: Site, plan: Plan) -> int | None:
-    """Bytes that a reduction of shards takes for a time: what is under way at once of the pieces of others, in the
-    shards that this worker speaks for, and of its own in all others; and the slices that it folds, and is told, before
-    they lie as they are kept. None without shards."""
+    """Bytes that a reduction of shards takes for a time. These are the transfers under way at once (others' pieces in
+    the shards that this worker speaks for, and its own pieces in all others), and the slices that it folds or receives,
+    before they lie as they are kept. None without shards."""
     me, last, shards, layout = site.place.me, site.current.last, site.stage.shards, site.trainable.layout
     if shards is None or last is None or last.cuts is None:
         return None

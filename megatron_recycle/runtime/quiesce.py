@@ -1,19 +1,19 @@
-"""The end of an attempt that a wrong guess has made void: where its workers stop, and what they do with its transfers.
+"""The end of an attempt that a wrong guess has made void: where its workers stop, and how they drain its transfers.
 
-A wrong guess voids what all workers have of the next iteration. Who waits for an activation or a gradient then leaves
-the wait. But where a worker has parts (tensor parallelism), a sibling may be inside an action that this part has not
-come to, in a collective of the framework's that only an abort would get it out of. So all parts of a worker stop after
-the same action, the last one that any of them has entered. What that one was entered with the equal parts of other
-workers have sent; and they stop alike, after the action that sends it or a later one: so all that is needed comes, in
-the order in which it came before, and nobody has to make anything up.
+A wrong guess voids all work on the next iteration. A worker that waits for an activation or a gradient then leaves the
+wait. But where a worker has parts (tensor parallelism), a sibling may be inside an action that this part has not come
+to, in a collective of the framework's that only an abort would end. So all parts of a worker stop after the same
+action, the last one that any of them has entered. The inputs of that action have been sent by the equal parts of other
+workers. Those stop alike, after the action that sends them or a later one. So all messages that are needed come, in
+their usual order, and none has to be made up.
 
-Each part's thread that waits for the verdict, and not the one that trains, sees to that: it keeps the other one from
-entering anything more, tells all processes how far it has come, and hears where to stop.
+Each part's thread that waits for the verdict sees to that, not its training thread. It keeps the training thread from
+entering more actions, announces its progress to all processes, and receives the action to stop after.
 
-All workers live then: what one end of a channel has begun, the other one can bring to its end. So nothing is aborted,
-and no communicator is made again, which takes NCCL seconds. Each worker, stopped as above, opens the void attempt, if
-it has not, tells how many transfers it has begun on each of its channels, and then sends and receives what is missing
-(`drain`). Equal parts of workers have channels of their own.
+All workers live then: each end of a channel can complete the transfers that the other end has begun. So nothing is
+aborted, and no communicator is made again, which takes NCCL seconds. Each worker, stopped as above, opens the void
+attempt, if it has not, announces how many transfers it has begun on each of its channels, and then sends and receives
+the missing ones (`drain`). Equal parts of workers have channels of their own.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from megatron_recycle.runtime.comm.tree_allreduce import add_up
 from megatron_recycle.runtime.generation import Generation
 
 OUT = -1
-"""How far a process has come that is not in the attempt, and does not get into it before the verdict."""
+"""Progress of a process that is outside the attempt, and does not enter it before the verdict."""
 
 
 def last_actions(entered: Sequence[int], parts: int) -> list[int] | None:
-    """After how many actions each worker stops, if its processes, ``parts`` of each worker, have ``entered`` so many,
-    or are `OUT`; None if a worker's parts cannot stop alike, since one of them is out and another one is not."""
+    """Number of actions after which each worker stops. ``entered``: how many each process has entered, ``parts``
+    processes of each worker, or `OUT`. None if a worker's parts cannot stop alike: one is out and another is not."""
     workers = [entered[first:first + parts] for first in range(0, len(entered), parts)]
     if any(min(worker) == OUT < max(worker) for worker in workers):
         return None
@@ -49,10 +49,10 @@ class Halt:
 
     Args:
         groups: the generation's handles.
-        iteration: the one whose verdict is awaited.
+        iteration: the iteration whose verdict is awaited.
 
     Attributes:
-        decided: set once it is known where to stop, or that nobody will know.
+        decided: set once the action to stop after is known, or will never be.
     """
 
     def __init__(self, groups: Groups, iteration: int) -> None:
@@ -66,12 +66,12 @@ class Halt:
 
     @property
     def drains(self) -> bool:
-        """Whether all have stopped where nobody has to be got out of anything."""
+        """Whether all have stopped where no thread needs to be freed by an abort."""
         return self._last is not None
 
     @property
     def runs_on(self) -> bool:
-        """Whether there are actions yet that a sibling has entered."""
+        """Whether a sibling has entered actions that this part has yet to run."""
         return self._last is not None and max(0, self._entered or 0) < self._last
 
     # ---- the thread that trains
@@ -81,12 +81,12 @@ class Halt:
         self._come_to(0)
 
     def stay_out(self) -> None:
-        """The attempt, if it has not begun, does not before the verdict is known."""
+        """Keep out of the attempt, if it has not begun, until the verdict is known."""
         self._come_to(OUT)
 
     def enter(self, number: int) -> bool | None:
-        """Whether action ``number`` (from 1) of the attempt, which has all that it waits for, may be begun; None: that
-        is not `decided` yet."""
+        """Whether action ``number`` (from 1) of the attempt, whose inputs are there, may begin; None: that is not
+        `decided` yet."""
         with self._changed:
             if self._frozen and not self.decided.is_set():
                 return None
@@ -112,7 +112,7 @@ class Halt:
     # ---- the thread that waits for the verdict
 
     def agree(self) -> None:
-        """The guess was wrong: find out, with all others, where to stop, and free the other thread if it is there."""
+        """The guess was wrong: agree with all others where to stop, and free the training thread if it is there."""
         groups = self._groups
         with self._changed:
             if groups.parts > 1:
@@ -132,7 +132,7 @@ class Halt:
             self._decide(last)
 
     def break_off(self) -> None:
-        """Get the other thread out of whatever it is in."""
+        """Free the training thread from whatever it is in."""
         groups = self._groups
         self._decide(None)
         if groups.siblings is None:
@@ -158,10 +158,9 @@ class Halt:
 
 
 def drain(generation: Generation, iteration: int) -> bool:
-    """Bring what is under way of the attempt at ``iteration``, which all workers have opened, to its end; all members
-    come here.
+    """Drain the attempt at ``iteration``, which all workers have opened; all members come here.
 
-    Returns False, on all workers alike, where that cannot be done: new groups are needed then. Raises GenerationOver.
+    Returns False, on all workers alike, if that cannot be done: new groups are needed then. Raises GenerationOver.
     """
     groups, transport = generation.groups, generation.transport
     plan = generation.program_of(iteration).plan

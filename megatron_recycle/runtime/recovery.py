@@ -1,8 +1,8 @@
 """A recovery, step by step: one function per step.
 
-The coordinator decides who is in and where training goes on; this is what every survivor does about it. The steps run
-in the training thread. A further failure on the way (another death, say) ends in another generation, and each
-generation starts again with fresh reports.
+The coordinator decides the members and where training goes on; these steps carry it out on every survivor, in the
+training thread. A further failure on the way (another death, say) ends in another generation, and each generation
+starts again with fresh reports.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _LONGEST_ABSENCE = 3.0  # of the coordinator, in times that any failure takes to
 
 
 def join(site: Site, stepper: Stepper) -> Generation:
-    """Take part in the first generation: say that the model is built, and wait for all others. A worker that joins a
-    running job waits to be taken in."""
+    """Take part in the first generation: report that the model is built, and wait for all others. A worker that joins a
+    running job waits until it is admitted."""
     agent, setup = site.agent, site.framework.setup
     learnt, joins = setup.close() if setup is not None else (), agent.outside
     agent.ready(description(site), _report(site, stepper.standing), () if joins else learnt)
@@ -52,9 +52,9 @@ def join(site: Site, stepper: Stepper) -> Generation:
 
 
 def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
-    """From a broken generation to the next one that holds, which is in force then.
+    """From a broken generation to the next one that holds, which is then in force.
 
-    Raises JobEnded if training cannot go on, and ``error`` if nobody declared a failure for it.
+    Raises JobEnded if training cannot go on, and ``error`` if no failure was declared for it.
     """
     await_stop(site, stepper.standing, error)
     retire(site, stepper)
@@ -62,7 +62,7 @@ def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
 
 
 def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
-    """Rebuild, reconcile, resume; with every newer generation that comes up meanwhile, again from the report."""
+    """Rebuild, reconcile, resume; whenever a newer generation comes up meanwhile, again from the report."""
     while True:
         try:
             if go is not None:
@@ -82,7 +82,7 @@ def await_stop(site: Site, standing: Standing, error: GenerationOver) -> None:
     """1-2. Wait until the coordinator has ended the generation in force.
 
     A communication error is only a hint: it never names the culprit. If no decision follows within the time
-    that any failure takes to be found, the error is this worker's own and is raised.
+    in which any failure is found, the error is this worker's own and is raised.
     """
     agent, config = site.agent, site.config
     if not site.interrupted(standing):
@@ -92,7 +92,7 @@ def await_stop(site: Site, standing: Standing, error: GenerationOver) -> None:
     limit = begun + patience
     while not site.interrupted(standing):
         if agent.out_of_reach:
-            # A coordinator that is started again has to find the failure first.
+            # A restarted coordinator has to find the failure first.
             limit = min(time.monotonic() + patience, begun + _LONGEST_ABSENCE * patience)
         if time.monotonic() > limit:
             raise error
@@ -102,7 +102,7 @@ def await_stop(site: Site, standing: Standing, error: GenerationOver) -> None:
 
 
 def comes_of_failure(site: Site, standing: Standing, error: RuntimeError) -> bool:
-    """Whether ``error``, met in a collective over all ranks between two iterations, comes of a failure: the next
+    """Whether ``error``, raised by a collective over all ranks between two iterations, is due to a failure: the next
     iteration then begins with the recovery. Raises JobEnded."""
     if not is_broken(error):
         return False
@@ -114,8 +114,7 @@ def comes_of_failure(site: Site, standing: Standing, error: RuntimeError) -> boo
 
 
 def retire(site: Site, stepper: Stepper) -> None:
-    """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten. Twice does no
-    harm."""
+    """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten. Idempotent."""
     site.phases.enter(Phase.RECOVERING, stepper.standing.iteration)
     uninstall(site, lambda: not site.goes_on)
     stepper.leave()
@@ -123,15 +122,15 @@ def retire(site: Site, stepper: Stepper) -> None:
 
 
 def uninstall(site: Site, given_up: Callable[[], bool] = lambda: True) -> None:
-    """Take the groups in force out of use and tear them down, but for what the next generation may go on with.
-    ``given_up()`` as in `Groups.park`."""
+    """Take the groups in force out of use and tear them down, but for communicators that the next generation may go on
+    with. ``given_up()`` as in `Groups.park`."""
     old = site.current.take()
     if old is not None:
         site.current.reusable = old.groups.park(given_up)
 
 
 def dismantle(site: Site) -> None:
-    """Nothing is done on any groups any more: tear down what there is."""
+    """Tear down all groups that are left; none is used any more."""
     uninstall(site)
     _forget_reusable(site)
 
@@ -143,9 +142,9 @@ def _forget_reusable(site: Site) -> None:
 
 
 def install(site: Site, standing: Standing, generation: Generation) -> Generation:
-    """From now on ``generation`` is in force, for the framework too.
+    """Put ``generation`` in force, for the framework too.
 
-    Raises GenerationOver if a still newer one was announced meanwhile.
+    Raises GenerationOver if a newer one was announced meanwhile.
     """
     site.current.set(generation)
     site.stage.regroup(generation.groups)
@@ -155,16 +154,16 @@ def install(site: Site, standing: Standing, generation: Generation) -> Generatio
 
 
 def report(site: Site, stepper: Stepper) -> Go | None:
-    """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first.
+    """3-4. Report where this worker stands and wait for the decision; None if a newer generation came first.
 
-    A part of a worker that has lost another part waits here until that one is replaced. Raises JobEnded.
+    A part of a worker that has lost another part waits here until the lost part is replaced. Raises JobEnded.
     """
     standing, held = stepper.standing, stepper.held
     if site.agent.outside:
         if site.place.parts > 1:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
                                  "that one is replaced", site.place.me, site.place.name)
-        # Or it came in with the last generation, and that is over before it counted.
+        # Or it came in with the last generation, which was over before it counted.
         return site.agent.enter_again(_report(site, standing))
     generation = site.agent.stop_generation
     closed = None
@@ -185,7 +184,7 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun, standing = time.monotonic(), stepper.standing
     standing.join(go.generation)
-    if go.tries:  # nobody is gone, and yet they could not go on: it may be the communicators
+    if go.tries:  # no member is gone, and yet they could not go on: the communicators may be the cause
         _forget_reusable(site)
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout,
                       site.current.reusable)
@@ -204,12 +203,12 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
 
 
 def renew(site: Site, standing: Standing, old: Generation) -> Generation:
-    """New groups for the same members and plan: what was under way on the old ones is void.
+    """New groups for the same members and plan: everything under way on the old ones is void.
 
-    All members come here after the same verdict. A member that arrives tears nothing down before all have arrived,
-    since the verdict may still be on its way to another.
+    All members come here after the same verdict. No member tears anything down before all have arrived, since the
+    verdict may still be on its way to another.
     """
-    # Some may still be in the script's own code.
+    # Some members may still be in the script's own code.
     groups = _connect(site, standing, old.prefix, old.tries, old.groups.members, site.config.transport_timeout)
     site.current.take()
     old.groups.retire()
@@ -223,11 +222,11 @@ def renew(site: Site, standing: Standing, old: Generation) -> Generation:
 
 def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: Sequence[Worker],
              patience: float, reusable: ReusableGroups | None = None) -> Groups:
-    """The groups of the epoch that ``standing`` is in. ``patience``: seconds that the members may take to come to the
-    store. ``reusable``: communicators that may be used again."""
+    """The groups of the epoch that ``standing`` is in. ``patience``: seconds for all members to come to the store.
+    ``reusable``: communicators that may be used again."""
     config, epoch = site.config, standing.epoch
     connect = connect_limit(config, len(members) * site.place.parts, tries)
-    with site.phases.working(CONNECT):  # these limits hold, and none that has been learnt
+    with site.phases.working(CONNECT):  # these limits hold, not learnt ones
         groups = site.network.connect(
             generation=epoch.generation, prefix=store_prefix(prefix, epoch), place=site.place, members=members,
             limits=Limits(config.transport_timeout, connect, max(patience, connect)),
@@ -238,18 +237,18 @@ def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: S
 
 
 def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
-    """Seconds that one handle may take to connect ``ranks`` processes, after ``tries`` generations with the same
-    members in a row: a try that was too slow gets twice the time, and that again. The coordinator finds a member that
-    dies or freezes meanwhile, however long this is."""
+    """Seconds for one handle to connect ``ranks`` processes, after ``tries`` generations with the same members in a
+    row. A try that was too slow gets twice the time, at most `_MOST_PATIENT` times over. However long this is, the
+    coordinator finds a member that dies or freezes meanwhile."""
     derived = config.heartbeat_timeout + _CONNECT_PER_RANK * ranks
     return (config.connect_timeout or derived) * 2 ** min(tries, _MOST_PATIENT)
 
 
 def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
-    """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by everybody,
-    anything beyond it is undone and forgotten. A worker that comes in gets everything from its peers.
+    """6. Bring all workers to the same place: every worker steps the last iteration that every stage holds, and undoes
+    and forgets anything beyond it. A joiner gets everything from its peers.
 
-    Raises GenerationOver; VerificationError and TransferError where state is not what it should be; and JobEnded.
+    Raises GenerationOver; VerificationError and TransferError if state is not as it should be; and JobEnded.
     """
     todo = stepper.standing.reconciliation(go.resume)
     meeting = Meeting(site, stepper, generation, go, todo)
@@ -270,8 +269,8 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
 
 
 def _let_go(meeting: Meeting) -> None:
-    """Keep attempts that go on, and no others. Not before the last step is undone: until then a worker that says that
-    its stage is closed has all its messages."""
+    """Keep only the attempts that go on. Not before the last step is undone: until then a worker that reports that its
+    stage is closed has all its messages."""
     current, resume, me = meeting.site.current, meeting.resume, meeting.site.place.me
     scope = meeting.generation.scope
     goes_on = {carried.iteration for carried in scope.carried if me in carried.done}

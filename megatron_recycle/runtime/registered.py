@@ -1,11 +1,11 @@
-"""What a script keeps of training beside the model, and has registered: an average of the weights, say.
+"""Registered state: state that a script keeps beside the model, such as an average of the weights.
 
-The script of a worker that comes in passes over the iterations that the job has behind it, with weights that stay the
-same, so what it has kept by then is wrong: it gets a peer's. Such a state belongs to a place in the script. A peer that
-has updated it for an iteration already, or is in the midst of that, must not give it to one whose script has that still
-to do. So it is given where the scripts of both are inside the same call: the first iteration that the new worker
-trains is one, and nobody trains it alone. Where a failure has left scripts at different places it waits for the next
-such call.
+A joiner's script passes over the iterations that the job has behind it, with weights that stay the same. So its own
+state is wrong by then, and it gets a peer's. Such a state belongs to a place in the script. A peer that has updated it
+for an iteration already, or is updating it, must not give it to a worker whose script still has that update to do. So
+it is given where both scripts are inside the same call. The first iteration that the joiner trains is such a call,
+since no worker trains it alone. Where a failure has left scripts at different places, it waits for the next such
+call.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.copies import StateCopy, receive, send
 
 Place = tuple[int, int]
-"""A call of the script to all workers: the iteration that it trains, or that it comes before, and the number of the
-pass (`Standing.passes`), 0 where it trains."""
+"""A joint call of all workers' scripts: the iteration that it trains, or precedes, and the number of the pass
+(`Standing.passes`), 0 where it trains."""
 _BETWEEN = (-1, -1)
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be registered. torch's modules can."""
+    """An object that can be registered, such as a torch module."""
 
     def state_dict(self) -> Any:
         """Numbers, text, None, lists, tuples, dicts and tensors."""
 
     def load_state_dict(self, state_dict: Any) -> Any:
-        """Become as another one whose `state_dict` this is."""
+        """Take over the `state_dict` of another object."""
 
 
 THINGS: dict[str, Stateful] = {}
-"""Those of this process's script, by name."""
+"""Objects that this process's script has registered, by name."""
 
 
 def register(name: str, thing: Any, things: MutableMapping[str, Stateful] = THINGS) -> None:
-    """Register ``thing``. Raises ConfigError, and UnsupportedError where its state cannot be sent."""
+    """Register ``thing``. Raises ConfigError, and UnsupportedError if its state cannot be sent."""
     if not isinstance(thing, Stateful):
         raise ConfigError(f"register_state({name!r}): a {type(thing).__qualname__} has no state_dict() and "
                           "load_state_dict(); give an object that has both")
@@ -62,7 +62,7 @@ def register(name: str, thing: Any, things: MutableMapping[str, Stateful] = THIN
 
 
 class _Told(Value, frozen=True):
-    """The state of a thing, or why it cannot be sent."""
+    """The state of an object, or why it cannot be sent."""
 
     why: str | None
     state: Any
@@ -70,12 +70,12 @@ class _Told(Value, frozen=True):
 
 @dataclass
 class Registered:
-    """One worker's part in giving what scripts have registered to those that come in.
+    """One worker's part in giving registered state to joiners.
 
     Attributes:
-        things: what its own script has, by name.
+        things: its own script's objects, by name.
         lacks: whether it has come in, and has no peer's state yet.
-        owed: whether one of its stage's workers lacks it.
+        owed: whether a worker of its stage lacks that.
     """
 
     things: MutableMapping[str, Stateful] = field(default_factory=dict)
@@ -93,13 +93,13 @@ class Registered:
             self._place = _BETWEEN
 
     def look(self, groups: Groups) -> None:
-        """Find out whether any peer lacks it; all peers together. Raises GenerationOver."""
+        """Find out whether any peer lacks registered state; all peers together. Raises GenerationOver."""
         (lacking,) = count(groups.stage_control, self.lacks)
         self.owed = lacking > 0
 
     def share(self, groups: Groups, device: torch.device) -> str | None:
-        """Give it to those that lack it, or get it, where scripts are at the same place; all peers together, which may
-        be inside other calls of their scripts. Returns why this worker cannot take it. Raises GenerationOver.
+        """Give registered state to peers that lack it, or get it, where scripts are at the same place; all peers
+        together, perhaps inside different calls. Returns why this worker cannot take it. Raises GenerationOver.
 
         Args:
             device: of this worker, for tensors that are not in a peer's CPU memory.
@@ -126,7 +126,7 @@ class Registered:
         return why
 
     def _copy(self) -> StateCopy:
-        """What is sent. The giver does not fail: the one that takes it is told."""
+        """The copy to send. The giver does not fail: the copy tells the taker why a state is missing."""
         found: dict[str, _Told] = {}
         for name, thing in self.things.items():
             try:
@@ -160,7 +160,7 @@ class Registered:
         return None
 
     def _lost(self) -> None:
-        """All workers of the stage have come in: nobody has it."""
+        """All workers of the stage have come in: no worker has the state."""
         self.lacks = False
         if self.things:
             get_logger().error(
@@ -174,14 +174,14 @@ def _names(things: Iterable[str]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with plain dicts in place of those that keep an order, as all do: torch's modules have such."""
+    """``value`` with plain dicts in place of the OrderedDicts of torch's modules: plain dicts keep an order, too."""
     if isinstance(value, dict) and type(value) in (dict, OrderedDict):
         return {key: _plain(item) for key, item in value.items()}
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 def _unsendable(value: Any, where: str) -> str | None:
-    """What in ``value`` cannot be sent, and ``where`` it is; None: all of it can."""
+    """The first part of ``value`` that cannot be sent, with its place (``where``); None: all of it can."""
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
         return None if plain and not (value.is_quantized or value.is_meta or value.is_complex()) else (

@@ -1,13 +1,13 @@
-"""Checkpoints: the workers that are left write one together between two iterations, through failures.
+"""Checkpoints: the live workers write one together between two iterations, through failures.
 
-All that a checkpoint is made of lives on every peer of a stage, so it is complete however many are gone. It is made in
-three moves: all parts are written, beside what is named so far; the coordinator notes it; one worker names it. Before
-the last move the checkpoint before is the newest, whole, whatever happens. A failure on the way costs what was written:
-those that are left write it again. A worker that has seen the end of a checkpoint is at most one ahead of others, and
-tells them in the recovery, as after an evaluation.
+All content of a checkpoint lives on every peer of a stage, so it is complete however many peers are gone. It is made in
+three moves: all parts are written, beside the newest named checkpoint; the coordinator notes it; one worker names it.
+Until the last move the previous checkpoint is the newest, whole, whatever happens. A failure on the way costs the files
+written: the survivors write them again. A worker that has seen the end of a checkpoint is at most one ahead of others,
+and reports that in the recovery, as after an evaluation.
 
-Where a file cannot be written (a full disk) nobody has failed: all agree that there is no such checkpoint, what there
-is of it goes, and training goes on without (`on_failed_save`). In the framework's own code a worker that cannot write
+A worker that cannot write a file (a full disk) has not failed: all agree that there is no such checkpoint, its files
+are removed, and training goes on without (`on_failed_save`). In the framework's own code a worker that cannot write
 leaves the others waiting in the midst of theirs: then a new generation frees them, and all agree at its first try.
 """
 
@@ -40,7 +40,7 @@ from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import stage_tensors
 
 _LONGEST = 1024
-"""Bytes of a reason that all are told."""
+"""Bytes of a reason that is sent to all workers."""
 
 
 class Whole(Protocol):
@@ -50,15 +50,15 @@ class Whole(Protocol):
 
 
 class Written(NamedTuple):
-    """A checkpoint that was written earlier: the iteration it is of, and `Save.facts` of then."""
+    """A checkpoint that was written earlier: its iteration, and its `Save.facts`."""
 
     iteration: int
     facts: Mapping[str, Any] | None
 
 
 class NotWritten(SaveError):
-    """All members know that the checkpoint cannot be written, and why. ``first``: one that cannot, of how `many`;
-    ``noted``: the iteration that it is of, if the coordinator has noted it as whole all the same, or -1."""
+    """The checkpoint cannot be written, as all members know, and why. ``first``: rank of the first of `many` members
+    that cannot; ``noted``: its iteration, if the coordinator has noted it as whole all the same, or -1."""
 
     def __init__(self, why: str, first: int, many: int, noted: int) -> None:
         super().__init__(why)
@@ -67,14 +67,14 @@ class NotWritten(SaveError):
 
 @dataclass
 class Tries:
-    """What one worker knows of its tries to write one checkpoint: ``why`` it could not, if the others may not know;
-    the iteration of what the coordinator has `noted` for it, or -1."""
+    """One worker's tries to write one checkpoint: ``why`` it could not, if the others may not know that; the iteration
+    of the checkpoint that the coordinator has `noted` for it, or -1."""
 
     why: str | None = None
     noted: int = -1
 
     def agree(self, comm: Comm) -> None:
-        """Whether any member of ``comm`` could not write. Raises NotWritten, on all of them, and GenerationOver."""
+        """Return if all members of ``comm`` could write. Raises NotWritten, on all of them, and GenerationOver."""
         flags = torch.zeros(2, comm.size, dtype=torch.float64)
         flags[:, comm.rank] = torch.tensor([self.why is not None, self.noted + 1], dtype=torch.float64)
         comm.sum(flags).wait()
@@ -93,15 +93,15 @@ class Save(NamedTuple):
 
     Attributes:
         generation: its members write.
-        number: of the checkpoint (`Standing.passes`), the same on all of them.
-        whole: to be called by the one that names the checkpoint, with its place, once all parts are written and before
-            it is named, and with what was ``of`` it, if another try has written it. Raises GenerationOver: then it is
-            not to be named.
-        check: to be called between files. Raises GenerationOver if what is written is of no use any more.
-        alone: to be called with why this worker cannot write its part, where others wait for it in the midst of
+        number: of the checkpoint (`Standing.passes`), the same on all members.
+        whole: called by the worker that names the checkpoint, with its place, once all parts are written and before it
+            is named; ``of``: the checkpoint, if another try has written it. Raises GenerationOver: then it must not be
+            named.
+        check: called between files. Raises GenerationOver if the files are of no use any more.
+        alone: called with the reason why this worker cannot write its part, where others wait for it in the midst of
             theirs. Raises GenerationOver.
         tries: this one, and those before it.
-        facts: what a job that goes back to it has to know beside; None: it cannot.
+        facts: needed by a job that goes back to it; None: no job can.
     """
 
     generation: Generation
@@ -114,7 +114,7 @@ class Save(NamedTuple):
 
     @contextmanager
     def all_write(self, place: str) -> Iterator[None]:
-        """A block in which each member writes files of its own, and no member waits for another. Afterwards all know
+        """A block in which each member writes its own files, without waiting for others. Afterwards all members know
         whether all could. Raises NotWritten, on all of them, and GenerationOver."""
         try:
             yield
@@ -128,8 +128,8 @@ class Save(NamedTuple):
 
     @contextmanager
     def each_writes(self, place: str) -> Iterator[None]:
-        """A block of the framework's, in which members write files and wait for each other. Raises GenerationOver,
-        also where a file cannot be written."""
+        """A block of the framework's code, in which members write files and wait for each other. Raises GenerationOver,
+        also if a file cannot be written."""
         try:
             yield
         except RecycleError:
@@ -138,19 +138,19 @@ class Save(NamedTuple):
             why = unwritten(error, place)
             if why is None:
                 raise
-            self.check()  # it may come of the end of the generation
+            self.check()  # the end of the generation may be the cause
             self.alone(why)
 
     @property
     def name(self) -> str:
-        """A text that no other try has."""
+        """A name that no other try has."""
         return _name(self.generation, self.number)
 
 
 Write = Callable[[Save], bool]
-"""Writes this worker's part, and the checkpoint's name where it is the one to write it; at the same time as all other
-members. Returns whether a checkpoint of now was written, or begun. Raises GenerationOver, NotWritten, or whatever the
-script's framework does."""
+"""Writes this worker's part, at the same time as all other members, and the checkpoint's name on one of them. Returns
+whether a checkpoint of the current state was written, or begun. Raises GenerationOver, NotWritten, and the framework's
+errors."""
 
 
 def _name(generation: Generation, number: int) -> str:
@@ -165,9 +165,9 @@ def _facts(site: Site, standing: Standing, name: str) -> Mapping[str, Any] | Non
 
 def load(site: Site, generation: int,
          checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], Callable[[Past], Facts]]:
-    """Load this worker's part of a whole checkpoint of this run, at the same time as all others do; returns the stage's
-    tensors and what makes the facts that `Stepper.enter` takes. Raises GenerationOver, also if it cannot be read, which
-    the coordinator is told: then all go back to an older one."""
+    """Load this worker's part of a whole checkpoint of this run, at the same time as all others. Returns the stage's
+    tensors and a function that makes the facts for `Stepper.enter`. Raises GenerationOver, also if the checkpoint
+    cannot be read. That is reported to the coordinator: then all go back to an older one."""
     assert site.framework.restore is not None, "this job notes no checkpoint to go back to"
     stage, place = site.stage, checkpoint.place
     try:
@@ -175,7 +175,7 @@ def load(site: Site, generation: int,
         site.framework.restore(place, saved.name)
     except (GenerationOver, JobEnded):
         raise
-    except Exception as error:  # whatever a framework makes of a file that is not what it was
+    except Exception as error:  # any type: it is the framework's error about a damaged file
         if site.agent.stop_generation > generation or site.agent.ended is not None:
             raise GenerationOver("the generation ended before the checkpoint was loaded") from error
         ours = isinstance(error, RecycleError)
@@ -193,9 +193,9 @@ def load(site: Site, generation: int,
 
 def save(site: Site, standing: Standing, generation: Generation, write: Write, clear: Callable[[], None],
          tries: Tries) -> None:
-    """One try. Returns when everybody's part is written and the checkpoint is named, or when all know that it cannot
-    be, and this worker has made ``clear`` what there is of it. Raises GenerationOver, what ``write`` raises, and
-    SaveError where the job is to end for it."""
+    """One try. Returns when all parts are written and the checkpoint is named, or when all know that it cannot be
+    written, and ``clear`` has removed this worker's files. Raises GenerationOver, ``write``'s errors, and SaveError if
+    the job is to end for it."""
     began = time.monotonic()
     epoch, now, number = generation.epoch.generation, standing.committed, standing.passes
     facts = _facts(site, standing, _name(generation, number))
@@ -242,8 +242,8 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write, c
 
 def _give_up(site: Site, standing: Standing, generation: Generation, facts: Mapping[str, Any] | None,
              error: NotWritten) -> None:
-    """There is no such checkpoint, as all know. Raises SaveError if that is the job's end."""
-    if error.noted >= 0 and facts is not None:  # it is whole, without a name: all may go back to it
+    """Record that there is no such checkpoint, as all workers know. Raises SaveError if that ends the job."""
+    if error.noted >= 0 and facts is not None:  # whole, but without a name: all may go back to it
         site.trainable.guard.save(error.noted)
     ends, committed = site.config.on_failed_save == "end", standing.committed
 

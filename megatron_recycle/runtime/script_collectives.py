@@ -1,10 +1,10 @@
 """Collectives of the script's own between two iterations, through failures.
 
 A worker makes one at a time, in its training thread. Calls of a group are numbered by the iteration that they follow
-and their order after it: so workers that come in agree with the others without being told. After a failure all say
-which call they are in, and whether they have what it takes to end it: see :mod:`..comm.living.exchange`. Small results
-are kept, and given to workers that come in, whose scripts make the same calls on their way: see
-:mod:`.missed`.
+and their order after it: so joiners agree with the others without a message. After a failure all workers report which
+call they are in, and whether they have all the data to end it: see
+:mod:`megatron_recycle.runtime.comm.user_collectives.exchange`. Small results are kept, and given to joiners, whose
+scripts make the same calls on their way: see :mod:`megatron_recycle.runtime.missed_calls`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.place import Place
 
 _CALLS = 2**20
-"""The most calls of a group after one iteration."""
+"""Limit to the calls of a group after one iteration."""
 
 
 class _Made:
     """A call that is being made.
 
-    ``number``: of it, in its group. ``exchange``: has all that it takes to end the call; None: it is to be made.
-    ``refused``: why it cannot have its right values.
+    ``number``: of it, in its group. ``exchange``: has all the data to end the call; None: yet to be made.
+    ``refused``: why the call cannot have its right values.
     """
 
     def __init__(self, group: Group, call: Call, number: int) -> None:
@@ -44,7 +44,7 @@ class _Made:
 
     @property
     def key(self) -> tuple[float, float]:
-        """What all members know it by."""
+        """The call's identity, the same on all members."""
         return _key(self.group.name), float(self.number)
 
 
@@ -60,14 +60,14 @@ class Collectives:
         self._after = -1
         self._counts: dict[str, int] = {}
         self._ready: dict[float, int] = {}
-        """By a group's key: the last call that this worker has had all of."""
+        """By a group's key: the last call whose data this worker has had in full."""
         self._now: _Made | None = None
         self._log: list[_Made] = []
-        """Calls since the last iteration, in groups of one pipeline, as they were: for members of other pipelines' that
-        may come to them later."""
+        """Calls since the last iteration, in groups of one pipeline, as they were: for members of other pipelines'
+        groups that may come to them later."""
         self._answers: list[Pending] = []
         self._tries: Counter[tuple[int, str]] = Counter()
-        """Calls that are given up with the generation: by its number, and the group."""
+        """Number of calls that are given up with the generation: by its number, and the group."""
         self._said: set[str] = set()
         self._missed = Missed(place)
 
@@ -83,7 +83,7 @@ class Collectives:
         self._now = _Made(group, call, (after + 1) * _CALLS + count)
 
     def attempt(self, groups: Groups, enter: Callable[[Phase], None]) -> None:
-        """Make the call, or what is left of it, among those that are there; ``enter`` is told of its phases.
+        """Make the call, or the rest of it, among the live members; ``enter`` is called with its phases.
 
         Raises GenerationOver.
         """
@@ -114,27 +114,27 @@ class Collectives:
         self._finish(now)
 
     def _finish(self, now: _Made) -> None:
-        """The call has its results, which are kept for workers that come in later."""
+        """End the call, and keep its results for workers that come in later."""
         assert now.exchange is not None
         now.exchange.finish()
         now.done = True
         self._missed.note(now.group, now.number, now.call)
 
     def _note(self, now: _Made, groups: Groups) -> None:
-        """Keep what ``now`` gives, and give it to groups of other pipelines, where this worker answers for one."""
+        """Log the data that ``now`` gives, and give it to other pipelines' groups that this worker answers for."""
         if not now.logged and now.group.pipeline(self._place) is not None:
             now.logged = True
             self._log.append(_Made(now.group, Given(now.call, len(now.group.ranks)), now.number))
             self._answer(self._log[-1], groups)
 
     def _say(self, text: str | None, kind: str = "") -> None:
-        """Once; of a ``kind``, the first."""
+        """Log a warning once; of a ``kind``, only the first."""
         if text is not None and (kind or text) not in self._said:
             self._said.add(kind or text)
             get_logger().warning("megatron-recycle: %s", text)
 
     def pass_over(self) -> None:
-        """The others have made the call long ago, while this worker was out: it gets what they got, as far as that is
+        """The others made the call long ago, while this worker was out: it gets their results, as far as these are
         known."""
         now = self._now
         assert now is not None
@@ -153,20 +153,20 @@ class Collectives:
         self._tries[generation, group.name] = tries
         roll = Roll.of(group, self._place, groups.members)
         roll.check(call)
-        # Below all that `begin` gives out.
+        # Below all numbers of `begin`.
         exchange = _exchange(call, roll, groups, -generation * _CALLS - tries)
         exchange.collect()
         exchange.confirm()
         exchange.finish()
 
     def end(self) -> None:
-        """The script gets its results. Raises UnsupportedError if it can have none."""
+        """The script gets its results. Raises UnsupportedError if there are none."""
         now, self._now = self._now, None
         if now is not None and now.refused is not None:
             raise now.refused
 
     def _answer(self, made: _Made, groups: Groups) -> None:
-        """Give what ``made`` gave to other pipelines' groups too, where this worker answers for one that is gone."""
+        """Give the data of ``made`` to other pipelines' groups, too, where this worker answers for a lost one."""
         for pipeline in range(self._place.grid.pipelines):
             group = made.group.of_pipeline(pipeline, self._place)
             roll = Roll.of(group, self._place, groups.members)
@@ -174,12 +174,12 @@ class Collectives:
                 self._answers += _exchange(made.call, roll, groups, made.number).answer()
 
     def reconcile(self, groups: Groups, joined: Collection[int] = (), back: Collection[int] = ()) -> None:
-        """After a failure: find out which of the calls that workers are in can be ended, and answer for those that are
-        gone. ``joined``: processes that come in; ``back``: those of them that come in where others are already, and go
-        on from there. Raises GenerationOver."""
+        """After a failure: find out which calls under way can be ended, and answer for lost members. ``joined``:
+        processes that come in; ``back``: those of them that come in where others are already, and go on from there.
+        Raises GenerationOver."""
         self._find_out(groups, back)
         if self._now is not None and not self._now.done and self._now.exchange is not None:
-            self._finish(self._now)  # all have what it takes
+            self._finish(self._now)  # all have the data to end it
         if back:
             self._missed.tell_passed(groups, self._begun(), groups.control.rank in back)
         if joined:
@@ -189,7 +189,7 @@ class Collectives:
             self._answer(made, groups)
 
     def _begun(self) -> dict[float, float]:
-        """By a group's key, the last call since the last iteration that is made."""
+        """By a group's key, the last call made since the last iteration."""
         now = self._now
         begun = {_key(name): float((self._after + 1) * _CALLS + count) for name, count in self._counts.items()}
         if now is not None and not now.done:

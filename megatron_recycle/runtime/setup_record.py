@@ -1,10 +1,10 @@
-"""The record of a process's set-up: the answers of others to it, for a process that joins later.
+"""The record of a process's set-up: the results of its collectives, for a process that joins later.
 
 A script broadcasts a run's name, gathers lengths, loads a checkpoint. A process that joins the running job goes through
-the same set-up alone. So every process of the start records, in their order, what its collectives brought it
-(`SetUpRecorder`), and the coordinator keeps that for each rank. A process that joins gets its rank's record, and its
-groups answer from it (`SetUpReplay`, `Alone`): with the same values, or, where its set-up takes another course, with a
-SetUpError that names the collective. They never answer with what was in the tensor.
+the same set-up alone. So every process of the start records, in order, the results of its collectives
+(`SetUpRecorder`), and the coordinator keeps the record of each rank. A joiner gets its rank's record, and its groups
+answer from it (`SetUpReplay`, `Alone`): with the same values, or, where its set-up differs, with a SetUpError that
+names the collective. They never answer with a tensor's old content.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from megatron_recycle.errors import SetUpError
 from megatron_recycle.plan.value import Value
 
 Record = Sequence[Mapping[str, Any]]
-"""What a process was told, for JSON."""
+"""The results that a process received, for JSON."""
 
 ALONE = "alone"
-"""torch's name of the backend that talks to nobody."""
+"""torch's name of the backend that connects to no other process."""
 
 _INFORMING = {
     "broadcast": "broadcast", "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesced",
@@ -47,23 +47,23 @@ _INFORMING = {
     "alltoall": "all_to_all", "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single",
     "recv": "recv", "recv_anysource": "recv",
 }
-"""Methods of a process group that bring something -> what users call them. The first argument is where to."""
+"""Methods of a process group that return data -> their names for users. The first argument is the output."""
 _IN_PLACE = ("broadcast", "allreduce", "allreduce_coalesced", "reduce")
 _RECEIVES = ("recv", "recv_anysource")
 _FLAG = 64
-"""Bytes up to which a value is kept without a look at what it is."""
+"""Bytes up to which a value is kept without checking whether it is a parameter."""
 _LONGEST = 64 * 1024
 """Bytes of the longest value that is kept."""
 _MOST = 512 * 1024
 """Bytes that a whole record may take: the coordinator keeps one for each rank."""
 _OF_ENTRY = 100
-"""Bytes that an entry takes beside its value."""
+"""Bytes of an entry beside its value."""
 _REMEDY = ("a worker cannot come back to this job: let the script do the same from its start to its first iteration "
            "whenever it is started, and pass parameters only, or short values, there")
 
 
 class Entry(Value, frozen=True, omit_defaults=True):
-    """One thing that a process was told: by a collective over ``group`` in ``tensors``, or else by `SetUp.note`.
+    """One result that a process received: from a collective over ``group`` in ``tensors``, or else from `SetUp.note`.
     ``lost``: why its ``value`` is not known."""
 
     what: str
@@ -78,16 +78,16 @@ class Entry(Value, frozen=True, omit_defaults=True):
 
 
 class SetUp(Protocol):
-    """The time until a process takes part in training, as what it is told in it."""
+    """The time until a process takes part in training: records results, or replays them."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """A block whose answers no joiner needs."""
+        """A block whose results no joiner needs."""
 
     def note(self, name: str, find: Callable[[], Any]) -> Any:
         """The result of ``find`` (anything JSON can hold); in a process that joins, the result at the job's start."""
 
     def close(self) -> Record:
-        """Training begins; returns what was told, of a process of the start. Raises SetUpError."""
+        """Training begins; returns the record, in a process of the start. Raises SetUpError."""
 
 
 class _Apart:
@@ -109,10 +109,10 @@ class _Apart:
 
 
 class SetUpRecorder(_Apart):
-    """Records what the collectives of this process bring it, from `begin` to `close`.
+    """Records the results of this process's collectives, from `begin` to `close`.
 
-    Parameters are left out: who joins gets them from its peers. Once the record is too long, recording ends: training
-    goes on all the same, and who wants to join is refused.
+    Parameters are left out: a joiner gets them from its peers. Once the record is too long, recording ends: training
+    goes on all the same, and joiners are refused.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class SetUpRecorder(_Apart):
         return method
 
     def _keep(self, name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], work: Any) -> Any:
-        """Returns ``work``, or what stands for it: the value is there when the script has waited for it."""
+        """Record the result, once the script has waited for it. Returns ``work``, or its stand-in."""
         size = sum(tensor.nbytes for tensor in tensors)
         if size > _FLAG and self._are_parameters(tensors):
             return work
@@ -169,14 +169,14 @@ class SetUpRecorder(_Apart):
         return None if work is None else _Awaited(work, lambda: self._know(entry, tensors))
 
     def _know(self, entry: Entry, tensors: Sequence[torch.Tensor]) -> None:
-        """The value of an ``entry`` that was lost is there, if it is still kept."""
+        """Fill in the value of an ``entry`` that was lost, if it is still kept."""
         for place, one in enumerate(self._entries):
             if one is entry:
                 self._entries[place] = replace(entry, value=_content(tensors), lost="")
 
     def _are_parameters(self, tensors: Sequence[torch.Tensor]) -> bool:
         places = _memory(tensors)
-        if not all(map(self._is_parameter, places)):  # to look for all of them takes long
+        if not all(map(self._is_parameter, places)):  # finding all parameters takes long
             self._parameters = {place: weakref.ref(one) for one in _parameters() for place in _memory([one])}
         return all(map(self._is_parameter, places))
 
@@ -199,13 +199,13 @@ _RECORDER = "recycle_recorder"
 
 
 def recorder() -> SetUpRecorder:
-    """The recorder of this process, recording; it is made when it is first asked for."""
+    """The recorder of this process, recording; created on first use."""
     found = getattr(dist.ProcessGroup.broadcast, _RECORDER, None)
     return SetUpRecorder().begin() if found is None else found
 
 
 class _Awaited:
-    """A torch Work that is ``heard`` of when it has brought what it brings."""
+    """A torch Work that calls ``heard`` when it has been waited for."""
 
     def __init__(self, work: Any, heard: Callable[[], None]) -> None:
         self._work = work
@@ -221,7 +221,7 @@ class _Awaited:
 
 
 class SetUpReplay(_Apart):
-    """Tells a process that joins what the process of its rank was told at the start: ``record``."""
+    """Answers a joiner's set-up from ``record``, the results of the process of its rank at the start."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ class SetUpReplay(_Apart):
         return self._take(Entry(name)).value
 
     def answer(self, name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
-        """Put into ``tensors`` what the collective brought at the start. Raises SetUpError."""
+        """Fill ``tensors`` with the collective's result at the start. Raises SetUpError."""
         if self._hidden:
             return
         asked = _described(name, group, tensors)
@@ -253,7 +253,7 @@ class SetUpReplay(_Apart):
                              "talks to nobody: the other members have another one. Use torch.distributed's default "
                              "group, which is a new one once all workers are there")
         if sum(tensor.nbytes for tensor in tensors) > _FLAG and _memory(tensors) <= _memory(_parameters()):
-            return  # peers give them
+            return  # peers send parameters
         entry = self._take(asked)
         if entry.lost:
             raise SetUpError(f"nobody knows any more what {asked} brought at the start: {entry.lost}; {_REMEDY}")
@@ -278,7 +278,7 @@ class SetUpReplay(_Apart):
 
 class Alone(dist.ProcessGroup):
     """A group whose other members, if it has any, are training: collectives are answered by ``replay``, barriers pass,
-    what is sent goes nowhere."""
+    sends go nowhere."""
 
     def __init__(self, replay: SetUpReplay, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -290,7 +290,7 @@ class Alone(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """torch's, by which meshes of devices find it."""
+        """torch's name of the group, by which device meshes find it."""
         return self._called
 
     def getBackendName(self) -> str:
@@ -328,7 +328,7 @@ def answer_from(replay: SetUpReplay) -> None:
 
 
 def done(result: Any = None) -> dist.Work:
-    """The work of an operation that is over."""
+    """The work of a completed operation."""
     future: Future[Any] = Future()
     future.set_result(result)
     make: Any = getattr(c10d, "_create_work_from_future")  # noqa: B009 - torch's stubs lack it
@@ -361,10 +361,10 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensors: Sequence[torch.Tensor]) -> set[int]:
-    """Where ``tensors`` lie; views of one lie where it does."""
+    """Addresses of the memory of ``tensors``; a view has its base's."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _parameters() -> list[nn.Parameter]:
-    """All that live in this process, whoever has them."""
+    """All parameters alive in this process."""
     return [value for value in gc.get_objects() if issubclass(type(value), nn.Parameter)]

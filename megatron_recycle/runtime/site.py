@@ -1,4 +1,4 @@
-"""A worker's site: all that it has for as long as it lives, and that never changes."""
+"""A worker's site: everything that lives as long as the worker, and never changes."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class Framework:
         stage: the model's part, and its optimizer.
         splitter: defers weight gradients of the stage's linear layers.
         data: micro-batches by place.
-        generators: what the user's code may draw random numbers from.
+        generators: the sources of random numbers of the user's code.
         save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
-            part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
-            raise anything. None: there is no such thing.
-        restore: called between two iterations by all workers alike, also by one that has just come in; loads this
-            worker's part of the checkpoint of this run that is at a place, or was to be named so by the try of a
-            name (`Save.name`) when who names it died. It may raise anything. None: there is no such thing.
-        folder: where a worker writes what it holds of a job that has lost another stage for good; None: nowhere.
-        setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
+            part of a checkpoint and returns its place, or nothing if another worker could not write its own. It may
+            raise anything. None: not supported.
+        restore: called between two iterations by all workers alike, also by a joiner; loads this worker's part of the
+            checkpoint of this run that is at a place, or that the try of a name (`Save.name`) wrote for that place
+            before the worker that was to name it died. It may raise anything. None: not supported.
+        folder: where a worker writes its held state of a job that has lost another stage for good; None: nowhere.
+        setup: records or replays the results of this process's set-up; None: no process joins later.
         grids: of iterations.
-        registered: what the script keeps beside the model.
+        registered: the script's state beside the model.
     """
 
     stage: Stage
@@ -75,11 +75,11 @@ class Meters:
     """The measurements that plans are made from.
 
     Attributes:
-        device: what they are made on.
-        memory: what micro-batches hold there.
-        watch: how long actions take there.
-        pace: of the thread that asks for them.
-        checkpoints: how long one takes, and how often there should be one.
+        device: the device that they are made on.
+        memory: bytes that micro-batches hold there.
+        watch: durations of actions there.
+        pace: of the thread that launches them.
+        checkpoints: duration of a checkpoint, and how often there should be one.
     """
 
     def __init__(self, device: torch.device, mtbf: float | None = None) -> None:
@@ -92,7 +92,7 @@ class Meters:
 
     @property
     def communicators(self) -> int:
-        """Bytes of the device that communicators have taken since training began, as far as that can be told."""
+        """Bytes of the device that communicators have taken since training began, as far as that can be measured."""
         return max(0, self.device.outside() - self._before)
 
 
@@ -100,10 +100,10 @@ class Asked(NamedTuple):
     """The script's requests to all workers between two iterations.
 
     Attributes:
-        evaluations: what the last pass of an evaluation has reported.
-        collectives: those of the script's own.
-        transfers: what it sends from rank to rank.
-        iterations: what it was told of each that is committed.
+        evaluations: reports of an evaluation's last pass.
+        collectives: the script's own.
+        transfers: the script's messages from rank to rank.
+        iterations: the script's results of each committed iteration.
     """
 
     evaluations: Evaluations
@@ -113,9 +113,9 @@ class Asked(NamedTuple):
 
     def reconcile(self, groups: Groups, epoch: object, joined: Collection[int] = (),
                   back: Collection[int] = ()) -> None:
-        """After a failure: bring level what some have seen the end of. ``epoch``: of ``groups``. ``joined``: processes
-        that come in; ``back``: those that do so while others are between two iterations, where the scripts of these are
-        further. Raises GenerationOver."""
+        """After a failure: bring all workers to the end of calls that some have completed. ``epoch``: of ``groups``.
+        ``joined``: processes that come in; ``back``: those that do so while others, whose scripts are further, are
+        between two iterations. Raises GenerationOver."""
         self.evaluations.reconcile(groups)
         self.collectives.reconcile(groups, joined, back)
         self.transfers.reconcile(groups, epoch, joined)
@@ -123,18 +123,18 @@ class Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class Site:
-    """A worker's surroundings: what it is given, and what it measures and tells itself with.
+    """A worker's surroundings: its inputs, and its means to measure and report.
 
     Attributes:
         place: position, grid, ranks.
         config: settings.
-        framework: what is trained, and on what.
+        framework: the script's, with the model and its data.
         agent: this process's link to the coordinator.
         network: builds each generation's communicators.
-        phases: hears of everything that the training thread does.
+        phases: follows everything that the training thread does.
         trainable: the stage's parameters that are trained.
-        meters: what micro-batches hold, and how long they take.
-        asked: what the script has asked of all workers between two iterations.
+        meters: memory and time of micro-batches.
+        asked: the script's requests to all workers between two iterations.
         current: the generation in force.
     """
 
@@ -151,7 +151,7 @@ class Site:
 
     @property
     def past(self) -> Past:
-        """For a worker that comes in."""
+        """The past, as a joiner needs it."""
         return Past(self.asked.iterations.told(), self.asked.evaluations.told(), list(self.trainable.guard.saved))
 
     @property
@@ -166,19 +166,19 @@ class Site:
 
     @cached_property
     def may_be_full(self) -> bool:
-        """Whether the plan may have full backwards (FB) here, as the worker says when it begins. They are faster where
-        splitting costs something and autograd can add to the sums itself; but their gradients may differ in the last
-        bit from a B's and a W's, so never where bits have to be the same whoever computes them."""
+        """Whether the plan may have full backwards (FB) here, as the worker reports when it begins. They are faster
+        where splitting costs something and autograd can add to the sums itself. But their gradients may differ in the
+        last bit from a B's and a W's, so never where bits must not depend on the worker."""
         return not self.exact and self.framework.splitter.deferring_costs and self.trainable.layout.sums_in_place
 
     @cached_property
     def unchecked(self) -> set[int]:
-        """The chunks, counted within the stage, whose first forward here is yet to come, and to be run twice."""
+        """The chunks, counted within the stage, whose first forward here is yet to come, and to run twice."""
         return set(range(len(self.place.chunks))) if self.config.check_forward else set()
 
     @property
     def exact(self) -> bool:
-        """Whether gradients have to have the same bits whoever computes them."""
+        """Whether gradients must have the same bits whichever worker computes them."""
         return self.config.reduction == "exact"
 
     @cached_property
@@ -196,7 +196,7 @@ class Site:
         """Whether training returns to the script once the worker's stage is closed for an iteration; otherwise once all
         workers have committed it. The same on all workers.
 
-        Where an abort may spoil what a survivor has computed of messages that are used, they may be needed again.
+        Where an abort may spoil a survivor's results, the messages that they were computed from may be needed again.
         Shards of a worker's parts are not followed through a closed iteration.
         """
         apart = self.place.parts == 1 or self.stage.shards is None
@@ -204,7 +204,7 @@ class Site:
 
     @cached_property
     def tied(self) -> tuple[int, ...]:
-        """The other stages that this one makes its gradient with, directly or by way of others."""
+        """The other stages that contribute to this one's gradient by ties, directly or by way of others."""
         found = {self.place.me.stage}
         ties = [{*tie} for tie in self.stage.tied_stages]
         while more := [tie for tie in ties if tie & found and tie - found]:

@@ -25,10 +25,10 @@ at all, since it is divided by the number of tokens in the global batch (`per_to
 class Forward:
     """Result of one micro-batch's forward.
 
-    ``saved`` is whatever the stage's backward needs; ``roots`` are the tensors that it begins at, before anything that
+    ``saved`` is for the stage's backward; ``roots`` are the tensors that it begins at, before anything that
     was computed from parameters; ``outputs`` go to the next stage (empty at the last);
     ``loss`` is the micro-batch's unscaled loss, a scalar, at the last stage only; ``report`` are further numbers
-    of the micro-batch, as many as the stage's ``report_width``, at the last stage only, the first of which is
+    of the micro-batch, as many as the stage's ``report_width``, at the last stage only. The first of them is
     summed over the global batch into ``Verdict.weight``.
     """
 
@@ -41,7 +41,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Tie:
-    """One parameter that several stages keep copies of, whose gradient is the sum of theirs.
+    """One parameter with copies on several stages; its gradient is the sum of theirs.
 
     ``parameter`` is this stage's copy, ``stages`` are all stages with one, ascending. ``first``: the framework adds up
     the stages' gradients before the pipelines'. ``number`` is the same on all of these stages, and another for each of
@@ -63,8 +63,8 @@ def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the model that a stage holds: its ``module``, and the layers of it that neighbours may run, and it some
-    of theirs (``lending``; None: neither)."""
+    """A part of the model that a stage holds: its ``module``, and the layers that it may lend to neighbours and borrow
+    from them (``lending``; None: neither)."""
 
     module: nn.Module
     lending: Lending | None = None
@@ -86,29 +86,28 @@ class Stage(Protocol):
     model: str
     """The facts that peers must have alike, in words: parameters (see `fingerprint`) and optimizer."""
     settings: Mapping[str, Any]
-    """The settings of the framework's loop that all workers must have alike, by the names that its users know, for
-    JSON."""
+    """The settings of the framework's loop that all workers must have alike, by their users' names, for JSON."""
     shards: ShardedOptimizer | None
-    """The optimizer, if its state is cut into shards: `step` then steps those that this worker has, with gradients
-    that count for these alone, and `state` has the parameters only."""
+    """The optimizer, if its state is cut into shards: `step` then steps this worker's shards, with gradients
+    for these alone, and `state` has the parameters only."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Parameters that get gradients, in the same order on all peers; others only after `look` said so. Of several
-        chunks one's stand behind the other's; one that both have (tied embeddings) is among those of the first."""
+        """Parameters that get gradients, in the same order on all peers; they change only when `look` says so. Chunks
+        follow one another; a parameter of several chunks (tied embeddings) is among those of the first."""
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """Those of the stage, in the order of the model's layers. Most stages have one."""
+        """The stage's chunks, in the order of the model's layers. Most stages have one."""
 
     def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
-        """Inside the block forwards and backwards are those of this chunk, counted within the stage."""
+        """A block whose forwards and backwards are those of this chunk, counted within the stage."""
 
     def look(self) -> bool:
-        """An iteration begins: take in what the script has changed since the last one, which is final if that changes
-        what it would be computed with. Returns whether `parameters` are others now.
+        """An iteration begins: pick up the script's edits since the last one. If they affect gradients, that iteration
+        has been committed. Returns whether `parameters` have changed.
 
-        Raises UnsupportedError for what cannot be followed, the same on all peers unless their scripts differ."""
+        Raises UnsupportedError for an edit that cannot be followed, on all peers alike unless their scripts differ."""
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         """Forward of one micro-batch. ``inputs`` are the previous stage's outputs as leaves that require
@@ -116,8 +115,8 @@ class Stage(Protocol):
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Backward of one micro-batch. ``gradients`` belong to the floating-point outputs (empty at the last
-        stage, which starts from its loss). Leaves parameter gradients in ``.grad`` (or in the splitter's queue),
-        added to what is there already, and returns those of the floating-point inputs."""
+        stage, which starts from its loss). Adds parameter gradients to ``.grad`` (or the splitter's queue), and
+        returns those of the floating-point inputs."""
 
     @property
     def ties(self) -> Sequence[Tie]:
@@ -125,20 +124,19 @@ class Stage(Protocol):
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
         """This stage's share of the squared global gradient norm; 0 if the framework does not count it. With several
-        parts each gives its own share. Where there are shards, that of one: of each parameter's gradient there is
-        what lies in it, flat, often nothing."""
+        parts each gives its own share. With shards it is the share of one shard: each gradient then has only its
+        elements in that shard, flat, often none."""
 
     def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
-        """How many elements of this stage's gradient (of this part's share) are zero; 0 if nobody asks for it."""
+        """Number of zeros in this stage's gradient (in this part's share); 0 if they are not counted."""
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
-        """The coefficient of all gradients in the step, given each stage's `norm_square` (each part's, stage by stage,
-        where workers have several; each shard's in turn, where there are shards) and the global batch's
-        ``Verdict.weight``; 1 changes nothing.
+        """The coefficient of all gradients in the step, from each stage's `norm_square` (each part's, stage by stage,
+        where workers have several; each shard's in turn, with shards) and the global batch's ``Verdict.weight``; 1
+        changes nothing.
 
-        A function of these and of what `look` has found last, and called from any thread: what the script sets
-        meanwhile counts for the next iteration. A stage that does not know the others' norms yet puts zeros for
-        them."""
+        A function of these and of the settings that `look` has found last, called from any thread: the script's later
+        edits count for the next iteration. A stage that does not know the others' norms yet passes zeros for them."""
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         """One optimizer update with the reduced ``gradients``, one per parameter (with shards one, flat, for each that
@@ -158,30 +156,30 @@ class Stage(Protocol):
         """Make `state` have exactly these names, by dropping optimizer state that is not among them."""
 
     def counters(self) -> Any:
-        """A copy of all else that `step` changes: step counts, learning-rate schedule. Made of dicts, lists, tuples,
-        numbers and tensors."""
+        """A copy of everything else that `step` changes: step counts, learning-rate schedule. Made of dicts, lists,
+        tuples, numbers and tensors."""
 
     def set_counters(self, counters: Any) -> None:
-        """Put back what `counters` gave."""
+        """Put back a copy made by `counters`."""
 
     @property
     def references(self) -> dict[str, Any]:
-        """Further objects that a step is made with and a script may replace, by name. They are compared by identity and
-        as numbers, a list item by item."""
+        """Further objects that a step uses and a script may replace, by name. They are compared by identity and as
+        numbers, a list item by item."""
 
     def refer(self, references: Mapping[str, Any]) -> None:
-        """Put back what `references` gave."""
+        """Put back the objects that `references` gave."""
 
     @property
     def may_guess_wrong(self) -> bool:
         """Whether a stage that steps before it knows the others' norms may be wrong."""
 
     def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
-        """What a script can ask for of the iteration of ``verdict``, which is committed, and whose `Forward.report`s
-        are ``reports``: for a worker that comes in later."""
+        """The results that a script can ask for of the committed iteration of ``verdict``, with the `Forward.report`s
+        ``reports``: for a worker that comes in later."""
 
     def recall(self, summary: bytes) -> None:
-        """The script's loop passes over an iteration with this `summary`: show it that."""
+        """The script's loop passes over an iteration: show it this `summary`."""
 
     def regroup(self, groups: Any) -> None:
         """Point every handle that the framework keeps at the new generation's groups."""

@@ -1,11 +1,11 @@
-"""When a stage steps, and when the step is final.
+"""Steps and commits of one worker: a step on a guess, which the verdict makes final or undoes.
 
 A worker that holds an iteration's reduced gradient steps at once, with the coefficient (clipping) that its own
 numbers suggest, and goes on to the next iteration. The verdict arrives meanwhile. If every stage guessed
-right, the step is final. If any guessed wrong, those that did undo it and step again, and *all* workers
-throw away what they have of the next iteration, since it was computed from wrong parameters somewhere.
+right, the step is final. Otherwise the stages that guessed wrong undo it and step again, and *all* workers
+discard their work on the next iteration, since it was computed from wrong parameters somewhere.
 
-No worker reduces an iteration before the one ahead of it is committed: so stages are never more than one step
+No worker reduces an iteration before the previous one is committed. So stages are never more than one step
 apart, and one snapshot and one kept gradient per worker suffice to go back or forward after a failure.
 """
 
@@ -37,14 +37,14 @@ from megatron_recycle.runtime.undo import Undo
 
 _LOSS = Struct("d")
 _FIRST = ("0:0", "0:0.0")
-"""The process that says what all could."""
+"""Names of the process that logs on behalf of all."""
 
 
 class WrongGuess(Exception):
     """A verdict showed that some stage's step was wrong; the work on the next iteration is void.
 
     Attributes:
-        drains: whether all workers have stopped in that where they can go on with their communicators.
+        drains: whether all workers have stopped where they can go on with their communicators.
     """
 
     def __init__(self, iteration: int, drains: bool) -> None:
@@ -62,7 +62,7 @@ def only_failures() -> Iterator[None]:
 
 
 class Stepper:
-    """The commit protocol of one worker: does with the tensors what its `Standing` says.
+    """The commit protocol of one worker: carries out on the tensors what its `Standing` decides.
 
     Args:
         site: the worker's surroundings.
@@ -70,11 +70,11 @@ class Stepper:
 
     Attributes:
         held: the reduced gradient of an iteration that is not committed yet.
-        reports: of the last committed one.
-        read: the data that this worker has read of it, as `Held.digests`.
+        reports: of the last committed iteration.
+        read: digests of the data that this worker has read of that iteration, as `Held.digests`.
         pending: the commit under way; None: there is none.
-        refuted: whether some stage has guessed wrong in the last committed iteration: all that was computed before the
-            right step is void.
+        refuted: whether some stage guessed wrong in the last committed iteration: all results computed before the
+            right step are void.
     """
 
     def __init__(self, site: Site, standing: Standing) -> None:
@@ -143,8 +143,8 @@ class Stepper:
             self.pending.halt.begin()
 
     def enter_action(self) -> None:
-        """The next action of the attempt has what it waits for, and begins. Raises GenerationOver if the attempt is
-        void and stops before it."""
+        """Begin the attempt's next action, whose inputs are there. Raises GenerationOver if the attempt is void and
+        stops before it."""
         halt = None if self.pending is None else self.pending.halt
         if halt is None:
             return
@@ -169,8 +169,8 @@ class Stepper:
             self.gather()
 
     def gather(self) -> None:
-        """Where the optimizer is cut into shards: get the parameters that others have stepped. Returns once all have
-        theirs, so that no script changes what is yet to be given. Raises FailureMet: the step is made all the same."""
+        """With a sharded optimizer, fetch the parameters that peers have stepped. Returns once all peers have theirs,
+        so that no script changes values still to be sent. Raises FailureMet: the step is made all the same."""
         generation, site = self._site.current.get(), self._site
         if generation.cuts is not None:
             with site.phases.waiting("parameters"), only_failures():
@@ -181,8 +181,8 @@ class Stepper:
                 count(generation.groups.stage_control, True)
 
     def settle(self, verdict: Verdict, right: float, adopt: bool = False) -> None:
-        """Make the update of ``verdict.iteration`` what the verdict asks for, a step with the coefficient ``right``,
-        and final."""
+        """Make the update of ``verdict.iteration`` final, and the one that the verdict asks for: a step with the
+        coefficient ``right``."""
         before = self.standing.mode
         todo = self.standing.settlement(verdict.iteration, right)
         if todo.undo:
@@ -197,7 +197,7 @@ class Stepper:
         self._committed(verdict, adopt)
 
     def _committed(self, verdict: Verdict, adopt: bool) -> None:
-        """An iteration is final; ``adopt``: every worker has promised what this one has."""
+        """An iteration is final. ``adopt``: every worker has promised the same offer as this one."""
         site, last = self._site, self._site.current.last
         site.current.let_go([iteration for iteration in site.current.kept if iteration <= verdict.iteration])
         assert self.reports is not None
@@ -213,8 +213,8 @@ class Stepper:
 
     @property
     def confirmed(self) -> bool:
-        """Whether the last step will not be undone, as far as is known without waiting: its verdict has come, and no
-        stage guessed wrong."""
+        """Whether the last step is known, without waiting, to stay: its verdict has come, and no stage guessed
+        wrong."""
         commit = self.pending
         if commit is None:
             return self.standing.committed == self.standing.stepped
@@ -245,7 +245,7 @@ class Stepper:
         self.standing.save()
 
     def _undo(self) -> None:
-        """Take the last step back, which is not final."""
+        """Undo the last step, which is not final."""
         self.standing.undo()  # refused where nothing was saved, before a tensor is written to
         self._site.trainable.gathered = None
         with self._site.phases.writing():
@@ -269,32 +269,31 @@ class Stepper:
     @contextmanager
     def _stepping(self, iteration: int) -> Iterator[None]:
         """A block of work inside a wait: a worker that steps in a recovery waits for the others again afterwards, for
-        as long as they take. An optimizer that draws random numbers draws the same on all peers, and again if it steps
-        again."""
+        as long as they take. An optimizer's random numbers are the same on all peers, and in a repeated step."""
         site = self._site
         number = seed_of(site.config.seed, "step", iteration, site.place.me.stage)
         with site.phases.working("step"), site.framework.generators.at(number):
             yield
 
     def remake(self) -> None:
-        """Make the last step, which is not final, again from the state before it. Tensors that were written to since
-        are as that step had left them."""
+        """Repeat the last step, which is not final, from the state before it. Tensors written to since then get that
+        step's result again."""
         used, trainable = self.standing.used, self._site.trainable
         assert used is not None
         gathered = trainable.gathered
         self._undo()
         self._save()
         self._step(used)
-        trainable.gathered = gathered  # what others have stepped has been here, and may have been written to
+        trainable.gathered = gathered  # peers' parameters have been fetched, and may have been written to
 
     def _heard(self, commit: Commit) -> None:
-        """The training thread may be waiting for what nobody is going to send any more."""
+        """Free the training thread, which may wait for messages that no worker will send any more."""
         if commit.halt is None:
             return
         try:
             refuted = commit.refuted
         except RecycleError:
-            commit.halt.break_off()  # it will meet the same error, but has to wake up for it
+            commit.halt.break_off()  # the training thread will meet the same error, but must be woken up for it
             return
         if refuted:
             commit.halt.agree()
@@ -319,7 +318,7 @@ class Stepper:
     # ---- a failure
 
     def leave(self) -> None:
-        """The generation is over: take in a verdict that has arrived, and forget the commit that has not."""
+        """The generation is over: settle a verdict that has arrived, and forget an unfinished commit."""
         commit = self._give_up()
         if commit is not None and commit.known:
             self.settle(commit.verdict()[0], commit.right)
@@ -327,7 +326,7 @@ class Stepper:
                 self._site.current.let_go([*self._site.current.kept])
 
     def reconcile(self, todo: Reconciliation, resume: Resume, groups: Groups) -> None:
-        """Bring this worker to where all ``resume``: the end of their target, committed.
+        """Bring this worker to the end of ``resume.target``, committed, where all workers resume.
 
         Raises GenerationOver if yet another generation begins.
         """
@@ -346,7 +345,7 @@ class Stepper:
             self.settle(commit.verdict()[0], commit.right)
 
     def reconcile_alone(self, todo: Reconciliation) -> None:
-        """The same where nobody else has anything to do with it: the verdict is known."""
+        """As `reconcile`, without communication: the verdict is known."""
         self._undo_and_drop(todo)
         if todo.verdict is not None:
             self.settle(todo.verdict, self._coefficient(todo.verdict))
@@ -369,7 +368,7 @@ class Stepper:
                      read=dict(list(self.read.items())[:1]))
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
-        """Stand where the peer stands that gave ``tensors`` and `facts`."""
+        """Stand where the peer stands that sent ``tensors`` and `facts`."""
         self._site.stage.load_state(tensors, facts.counters)
         self.held, self.pending, self.reports, self.read = None, None, facts.reports, facts.read
         self.refuted = False
@@ -378,7 +377,7 @@ class Stepper:
         self._site.trainable.gathered = self.standing.stepped
 
     def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:
-        """Peers that do not hold ``target`` get its reduced gradient from one that does.
+        """Copy the reduced gradient of ``target`` to the peers that lack it.
 
         A copy lands in a buffer of its own and counts only once it is whole.
         """
@@ -398,7 +397,7 @@ class Stepper:
                 groups.stage_control.send(self.held.numbers(), peers.index(receiver), HELD[1]).wait()
 
     def _copy_slices(self, todo: Reconciliation, target: int, groups: Groups, cut: Cuts | None) -> None:
-        """Likewise with the slices of shards, and the numbers."""
+        """As `_copy`, for the slices of shards, and the numbers."""
         if cut is None or not todo.slices:
             return
         shards, layout, total = self._site.stage.shards, self._site.trainable.layout, self._site.grids.of(target).total
@@ -426,7 +425,7 @@ class Stepper:
 
 
 def _announce(verdict: Verdict, seen: Sequence[bool], mode: StepMode) -> None:
-    """``mode`` is another one from now on, after what was ``seen`` of the last guesses."""
+    """Log that ``mode`` has changed, and the last guesses (``seen``) that led to it."""
     get_logger().info(
         "megatron-recycle: after iteration %d stages %s (%d of the last %d steps would have been undone)",
         verdict.iteration, "step at once again" if mode.staggered else "wait for each other's gradient norms",

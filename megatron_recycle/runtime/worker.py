@@ -1,6 +1,6 @@
-"""One worker of the job: what a script asks of it.
+"""One worker of the job: the calls that a script makes.
 
-It runs its part of every iteration, and goes on after failures: :mod:`megatron_recycle.runtime.loop`.
+Iterations, and how they go on after failures, are in :mod:`megatron_recycle.runtime.loop`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class StageWorker:
 
     Args:
         place, framework, agent, config: as in `Site`.
-        observer: told of every phase; None for nobody.
+        observer: called at every phase; None: no observer.
         network: builds each generation's communicators; None: torch's.
 
     Attributes:
-        site: what never changes.
+        site: the part that never changes.
         standing: where the worker stands.
         stepper: makes steps and commits.
     """
@@ -77,15 +77,15 @@ class StageWorker:
         self.stepper = Stepper(self.site, self.standing)
         self._between = UserEdits(self.site, self.stepper)
         self._loop = Loop(self.site, self.standing, self.stepper, self._between)
-        agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
+        agent.doing, agent.progress = phases.activity.told, phases.where  # last: the agent's thread calls them at once
 
     # ---- the script's calls
 
     def begin(self, iteration: int) -> None:
-        """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
+        """Join the job, if this worker has not done so yet. Raises JobEnded."""
         if self.standing.epoch.generation == 0:
             self.standing.stand_at(iteration)
-            # Who comes in reads data to compare it: the script finds its random numbers as it left them all the same.
+            # A joiner reads data to compare it; the script still finds its random numbers as it left them.
             with self.site.phases.waiting(RECOVERY), self.site.framework.generators.kept(), self._loop.telling():
                 generation = recovery.join(self.site, self.stepper)
             announce(self.site, generation.plan)
@@ -101,7 +101,7 @@ class StageWorker:
     def train(self, iteration: int) -> float:
         """Run ``iteration``, through any failures; returns the mean loss of its global batch.
 
-        It is committed then, or closed at this worker's stage (see `settle`).
+        It is then committed, or closed at this worker's stage (see `settle`).
 
         Raises:
             JobEnded: training cannot go on.
@@ -126,19 +126,19 @@ class StageWorker:
         """Forwards of one global batch, through any failures, before ``iteration`` is trained.
 
         Args:
-            iteration: the one that training goes on with.
+            iteration: the next one to be trained.
             data: micro-batches by place.
             number: of the global batch in ``data``, from 0.
-            limit: how many micro-batches of each pipeline there are in ``data``; None: as many as are asked for.
+            limit: number of micro-batches of each pipeline in ``data``; None: as many as are asked for.
 
         Returns:
-            The last stage's reports of each micro-batch, (total, width), the same on all workers; `loss_report` where
-            it has none of its own. Not a number if the data could not be read everywhere (`Shared`).
+            The last stage's reports of each micro-batch, (total, width), the same on all workers; `loss_report` if the
+            stage has none. NaN if the data could not be read everywhere (`Shared`).
 
         Raises JobEnded if the job cannot go on.
         """
         def run() -> None:
-            # Done already: a failure has told this worker so, or it was before this worker came in.
+            # Done already: learnt in a recovery, or done before this worker came in.
             while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
                 share_registered(self.site, self.current_groups())
                 evaluate(self.site, self.standing, self._loop.sized(self.site.place.grid), data, number, limit)
@@ -152,16 +152,16 @@ class StageWorker:
         return self.site.asked.evaluations.of(self.standing.passes)
 
     def save(self, iteration: int, write: Write, clear: Callable[[], None]) -> str | None:
-        """Write a checkpoint together with all workers that are left, before ``iteration`` is trained, through any
-        failures. Does nothing where that was done before this worker came in.
+        """Write a checkpoint together with all live workers, before ``iteration`` is trained, through any failures.
+        Does nothing if that was done before this worker came in.
 
         Args:
-            clear: removes what there is of one that cannot be written.
+            clear: removes the remains of a checkpoint that cannot be written.
 
         Returns:
-            Why it could not be written, which all are told alike; None: it is there.
+            Why it could not be written, the same on all workers; None: it was written.
 
-        Raises JobEnded if the job cannot go on, SaveError if that is for this checkpoint, and what ``write`` raises.
+        Raises JobEnded if the job cannot go on, SaveError if a failed checkpoint ends it, and ``write``'s errors.
         """
         tries = Tries()
 
@@ -179,12 +179,12 @@ class StageWorker:
         return self.site.asked.evaluations.failed.get(self.standing.passes)
 
     def give_up_checkpoint(self, iteration: int) -> None:
-        """There will be none of the state after ``iteration``, though `save` has begun one."""
+        """The checkpoint of the state after ``iteration``, which `save` has begun, will not be completed."""
         self.site.trainable.guard.unsave(iteration)
 
     def reshape(self, iteration: int, what: str) -> None:
-        """From ``iteration`` on, the next to be trained, activations may have other shapes. All workers say so, by
-        ``what``, and wait for each other, through any failures. Raises JobEnded if the job cannot go on."""
+        """From ``iteration`` on, the next to be trained, activations may have other shapes. All workers make this call,
+        by the name ``what``, and wait for each other, through any failures. Raises JobEnded."""
         def run() -> None:
             while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
                 with self.site.phases.waiting(f"{what} on all ranks"):
@@ -201,11 +201,11 @@ class StageWorker:
                 self._loop.apart(run)
 
     def collective(self, group: Group, call: Call, after: int) -> None:
-        """Make a ``call`` of the script's, which has trained iteration ``after`` last, through any failures.
+        """Make the script's ``call``, which follows iteration ``after``, through any failures.
 
         Raises:
             JobEnded: the job cannot go on.
-            UnsupportedError: a member is gone, and nobody can answer for it.
+            UnsupportedError: a member is gone, and no other can answer for it.
         """
         site, collectives = self.site, self.site.asked.collectives
 
@@ -213,7 +213,7 @@ class StageWorker:
             self._loop.stand_again()
             site.phases.tell_resumed()  # after a failure: the next action may be far away
             entered = self.standing.joined_after
-            if entered is not None and entered >= after:  # a part that was without another one: the others went on
+            if entered is not None and entered >= after:  # a part that was stranded: the others have made the call
                 collectives.pass_over()
                 return
             with site.phases.waiting(f"the script's {call.what}()"):
@@ -226,7 +226,7 @@ class StageWorker:
         collectives.end()
 
     def recall(self, group: Group, call: Call, after: int) -> None:
-        """As `collective`, where the others have made the ``call`` before this worker came in."""
+        """As `collective`, for a ``call`` that the others made before this worker came in."""
         collectives = self.site.asked.collectives
         with self._inside():
             collectives.begin(group, call, after)
@@ -240,7 +240,7 @@ class StageWorker:
 
     def transfer(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool, after: int) -> Message:
         """Begin to send ``tensor`` to position ``peer`` of ``group``, or to receive it from there; see `arrive`.
-        Nothing is under way where that was before this worker came in. Raises JobEnded, and UnsupportedError where the
+        Nothing is started if that was done before this worker came in. Raises JobEnded, and UnsupportedError if the
         peer is gone."""
         transfers = self.site.asked.transfers
 
@@ -260,8 +260,8 @@ class StageWorker:
         return message
 
     def arrive(self, message: Message, once: bool = False) -> None:
-        """Wait until ``message`` has come, or left, through any failures. Raises JobEnded, and UnsupportedError where
-        that will never be. ``once``: it is not, and raises GenerationOver."""
+        """Wait until ``message`` has been received, or sent, through any failures. Raises JobEnded, and
+        UnsupportedError if it never will be. ``once``: not through failures; raises GenerationOver instead."""
         site = self.site
 
         def run() -> None:
@@ -278,7 +278,7 @@ class StageWorker:
         raise_if_lost(message)
 
     def transfer_once(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool) -> Message:
-        """As `transfer`, of what is given up with the generation. Raises GenerationOver."""
+        """As `transfer`, for a message that is given up with the generation. Raises GenerationOver."""
         message = self.site.asked.transfers.begin(group, peer, tensor, tag, sends, self.standing.epoch)
         self.site.asked.transfers.post(message, self.current_groups(), self.standing.epoch)
         raise_if_lost(message)
@@ -292,8 +292,8 @@ class StageWorker:
                 self._loop.through_failures(lambda: self._loop.run_to(last, commit=True))
 
     def fail(self, error: BaseException) -> None:
-        """The script has failed with ``error``, in its own code or by handling what it could not mend. Returns when it
-        is decided what follows: the others go on, or the job is over, perhaps after a last checkpoint."""
+        """Report that the script has failed with ``error``, in its own code or in handling an error beyond repair.
+        Returns once the outcome is decided: the others go on, or the job is over, perhaps after a last checkpoint."""
         with self.site.phases.waiting("a decision"):
             kept = self.site.agent.raised(self.site.phases.fault(error, outside=True))
         if kept:
@@ -301,7 +301,7 @@ class StageWorker:
                 self._loop.into_the_next()
 
     def finish(self) -> None:
-        """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
+        """Call when the script ends well; returns when the whole job has ended. Raises JobEnded if it failed."""
         self.settle()
         last = self.standing.stepped
         with self.site.phases.activity.during(STANDING_BY, THE_END):
@@ -309,29 +309,29 @@ class StageWorker:
         self.close()
 
     def _stand_by(self, last: int) -> None:
-        """The script has nothing more to do: wait until that is so everywhere, since another worker may fail before it
-        has made its last step. Raises GenerationOver then."""
+        """Wait until all workers' scripts are done: another worker may fail before its last step. Raises
+        GenerationOver then."""
         self._loop.run_to(last, commit=True)  # all may have gone back
         self.site.phases.tell_resumed()
         if not self.site.agent.finished():
             raise GenerationOver("another worker has failed while this one stood by")
 
     def close(self) -> None:
-        """Leave the job, which knows already whether the script has failed.
+        """Leave the job, to which a failure of the script has been reported already.
 
-        Waits for the threads that are inside the communication library: an interpreter that ends under them aborts
-        the process.
+        Waits for the threads that are inside the communication library: an interpreter that exits before they end
+        aborts the process.
         """
         self.leave()
         self.site.network.close()
 
     def leave(self) -> None:
-        """Nothing is done for the job any more; threads may still be inside the communication library."""
+        """Stop all work for the job; threads may still be inside the communication library."""
         recovery.dismantle(self.site)
         self.stepper.close()
         self.site.agent.close()
 
-    # ---- what it has
+    # ---- its state
 
     @property
     def plan(self) -> Plan:
@@ -347,13 +347,13 @@ class StageWorker:
 
     @property
     def final(self) -> int:
-        """The last iteration that is not made again, whatever happens; -1 for none."""
+        """The last iteration that no failure can cause to be repeated; -1 for none."""
         oldest = self.site.trainable.guard.oldest
         return self.standing.committed if oldest is None else min(oldest, self.standing.committed)
 
     @property
     def comes_in(self) -> bool:
-        """Whether it has come into the running job, and not trained since."""
+        """Whether this worker has come into the running job, and not trained since."""
         return self.site.trainable.initial_state is not None
 
     def live(self) -> tuple[Worker, ...]:
@@ -363,7 +363,7 @@ class StageWorker:
 
     @property
     def cuts(self) -> Cuts | None:
-        """Who holds which shard of this stage's optimizer state; None if it is not cut."""
+        """The shards of this stage's optimizer state and their holders; None if it is not cut."""
         return self.site.current.get().cuts
 
     def current_groups(self) -> Groups:
@@ -376,8 +376,8 @@ class StageWorker:
 
     @contextmanager
     def among_those_left(self) -> Iterator[None]:
-        """A block for code of the script's framework, which finds its random numbers as the script has left them, and
-        in torch those that are left only, in the order of their ranks. A collective over all of them ends with the
+        """A block for code of the script's framework. It finds its random numbers as the script has left them, and in
+        torch only the live workers, in the order of their ranks. A collective over all of them ends with the
         generation."""
         with self.site.network.renumbered(self.current_groups().control), self.site.framework.generators.of_script():
             yield
@@ -393,20 +393,20 @@ class StageWorker:
         if self.site.agent.breaks_off:
             self.site.network.abort_default()
 
-    # ---- parts of them
+    # ---- parts of these calls
 
     def _loss_of(self, iteration: int) -> float:
-        """The loss of ``iteration``, which this worker has trained, or has come in after."""
+        """The loss of ``iteration``, which this worker has trained, or after which it has come in."""
         known = self.stepper.held or self.standing.verdict
         assert known is not None and known.iteration >= iteration
         return known.loss if known.iteration == iteration else self._pass_over(iteration)
 
     def _inside_pass(self, iteration: int) -> AbstractContextManager[None]:
-        """A block in which the script is inside the call of the last pass, before ``iteration``."""
+        """A block in which the script is inside the call of its last pass, before ``iteration``."""
         return self.site.framework.registered.inside((iteration, self.standing.passes))
 
     def _pass_over(self, iteration: int) -> float:
-        """The loss of an iteration that was over when this worker came in; its script learns what others were told."""
+        """The loss of an iteration that was over when this worker came in; its script gets the others' results."""
         loss, summary = self.stepper.told(iteration)
         self.site.stage.recall(summary)
         if iteration == self.standing.joined_after:
@@ -415,13 +415,13 @@ class StageWorker:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Not in the script's own code, which finds its random numbers as it left them."""
+        """A block outside the script's own code: the script's random numbers stay as it left them."""
         with self.site.phases.working("begin"), self.site.framework.generators.kept():
             yield
 
 
 def _neighbours(framework: Framework, place: Place, config: RecycleConfig) -> Neighbourhood:
-    """What this worker has of other stages' layers: nothing yet."""
+    """Copies of other stages' layers on this worker: none yet."""
     def adopt(module: nn.Module) -> None:
         framework.splitter.adopt(module)
         framework.generators.adopt("a lent layer", module)
