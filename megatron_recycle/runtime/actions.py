@@ -14,9 +14,9 @@ Handler = Callable[[Action], None]
 
 def execute(site: Site, standing: Standing, actions: Sequence[Action], handlers: Mapping[str, Handler],
             enter: Handler, of: str) -> None:
-    """Run ``actions`` through ``handlers``, by kind; ``enter`` is told of each before.
+    """Run ``actions`` through ``handlers``, by kind; ``enter`` is called before each.
 
-    Raises GenerationOver before the next action once a newer generation is announced, and whatever a handler raises.
+    Raises GenerationOver before the next action once a newer generation is announced, and the handlers' errors.
     """
     for action in actions:
         if site.interrupted(standing):

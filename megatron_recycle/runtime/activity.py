@@ -1,9 +1,9 @@
 """The training thread's present activity and its limit, reported with every heartbeat.
 
-Heartbeats come from a thread of their own, so they go on when the training thread is stuck. The coordinator finds that
-by these reports: a thread that *works* (inside an action, data loading included) for far longer than such work ever
-took is stuck; one that *waits* for others, *stands by* at the end, or is *outside* (in the script's own code) is not.
-How long is too long is learnt from this worker's own durations.
+Heartbeats come from a thread of their own, so they go on when the training thread is stuck. The coordinator detects
+that by these reports: a thread that *works* (inside an action, data loading included) for far longer than such work
+ever took is stuck; a thread that *waits* for others, *stands by* at the end, or is *outside* (in the script's own
+code) is not. The limits are learnt from this worker's own durations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WAITS = {REDUCE: "reduction", "parameters": "reduction", "a verdict": "verdict"
 _FACTOR, _FACTOR_IN_RECOVERY = 3.0, 10.0  # how much longer than the longest seen
 _WARM_UP = 2  # of each kind: the first ones compile, build communicators, fill caches
 _WINDOW = 64  # latest durations of each kind that count
-_PATIENT_FLOORS = 6.0  # that everybody may wait in a recovery, and before any reduction was seen
+_PATIENT_FLOORS = 6.0  # that all workers may wait in a recovery, and before any reduction was seen
 
 
 class Activity:
@@ -60,7 +60,7 @@ class Activity:
 
     def __init__(self, floor: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.spans = Spans()
-        """What the thread did, one transition after the other."""
+        """The thread's transitions, one after the other."""
         self._floor = floor
         self._clock = clock
         self._now = (OUTSIDE, "start", 0, clock())
@@ -71,7 +71,7 @@ class Activity:
         self._counted = self._now[3]  # the time up to which `_spent` counts
 
     def at(self, iteration: int, action: Action | None) -> None:
-        """What follows is of this iteration, and of this action."""
+        """The following work is of this iteration, and of this action."""
         self.spans.at(self._clock(), iteration, action)
 
     def work(self, what: str) -> None:
@@ -80,8 +80,8 @@ class Activity:
 
     @contextmanager
     def during(self, state: ThreadState, what: str) -> Iterator[None]:
-        """The thread is in ``state`` in the block, and back in the one before afterwards. A block that an exception
-        leaves was cut short, and its duration is not learnt."""
+        """A block in ``state``, after which the previous state returns. The duration of a block that an exception has
+        cut short is not learnt."""
         before, doing, _, _ = self._now
         self._enter(state, what)
         try:
@@ -92,14 +92,14 @@ class Activity:
         self._enter(before, doing)
 
     def told(self) -> dict[str, Any]:
-        """For the coordinator: state, what, a running number, for how many seconds, and the limit of that (None
+        """For the coordinator: state, what, a running number, for how many seconds, and the limit to these (None
         where there is none yet, or none at all)."""
         state, what, number, since = self._now
         return {"state": state, "what": what, "number": number, "for_s": round(self._clock() - since, 3),
                 "limit_s": self._limit(state, what)}
 
     def spent(self) -> dict[str, float]:
-        """Where the thread's time went since the last call: seconds by part (`part_of`), which add up to all of it."""
+        """The thread's time since the last call: seconds by part (`part_of`), which add up to all of it."""
         state, what, _, _ = self._now
         self._count(state, what, self._clock())
         found, self._spent = self._spent, {}
@@ -114,7 +114,7 @@ class Activity:
         if state == WORKING and what in self._longest:
             return round(_FACTOR * self._longest[what] + self._floor, 3)
         if state in (WAITING, STANDING_BY):
-            # For the case that all wait. Whoever has not seen an exchange yet cannot know how long it takes.
+            # In case all wait. A worker that has not seen an exchange yet cannot know how long it takes.
             patient = what in (RECOVERY, HANDLES) or _key(WAITING, REDUCE) not in self._longest
             factor = _FACTOR_IN_RECOVERY if what in (RECOVERY, HANDLES) else _FACTOR
             floor = self._floor * (_PATIENT_FLOORS if patient else 1.0)
@@ -136,7 +136,7 @@ class Activity:
             taken, longest = self._taken.setdefault(key, deque(maxlen=_WINDOW)), self._longest.get(key, 0.0)
             lost = taken[0] if len(taken) == _WINDOW else 0.0
             taken.append(seconds)
-            # The longest of them, which most of the time is the one that it was.
+            # The longest of them, which most of the time has not changed.
             self._longest[key] = seconds if seconds >= longest else max(taken) if lost >= longest else longest
 
 

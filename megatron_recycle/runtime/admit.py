@@ -1,4 +1,4 @@
-"""A worker that joins a running job is taken in: it gets the state of its peers, and must read what they read."""
+"""The admission of a joiner to a running job: it gets its peers' state, and must read the same data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_recycle.runtime.worker_extension import Meeting, Source
 
 def take_in(meeting: Meeting, source: Source) -> None:
     """This worker comes in: it takes everything from its peers, or from another ``source``. Raises GenerationOver,
-    TransferError, and JobEnded on one that reads other data."""
+    TransferError, and JobEnded if it reads other data."""
     site, stepper, resume = meeting.site, meeting.stepper, meeting.resume
     site.phases.enter(Phase.JOINING, resume.next)
     with site.phases.copying():
@@ -48,7 +48,7 @@ def take_in(meeting: Meeting, source: Source) -> None:
 
 
 def compare_later(site: Site, stepper: Stepper) -> None:
-    """The script of a worker that has come in has gone through its loop, and has given iterators, and changed how data
+    """Compare data once a joiner's script has gone through its loop, and so has given iterators and changed how data
     are read, as its peers' had: see `compare_data`."""
     verdict = stepper.standing.verdict
     if verdict is not None:
@@ -57,9 +57,9 @@ def compare_later(site: Site, stepper: Stepper) -> None:
 
 
 def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int, bool], int]) -> None:
-    """Whether this worker, which comes in, reads what a peer has ``read`` in ``iteration``, which the peer tells.
+    """Compare the data that this joiner reads with the digests ``read`` in ``iteration``, sent by a peer.
 
-    Raises JobEnded, here alone: the others would take its data for a fault of the dataset, which ends the job.
+    Raises JobEnded, here alone: the others would take a difference for a fault of the dataset, which ends the job.
     """
     data = site.framework.data
     if site.place.parts > 1 and isinstance(data, Mapped) and data.maps:

@@ -1,4 +1,4 @@
-"""How often to write a checkpoint: from what one is seen to cost here, and how often the job fails (`mtbf`)."""
+"""The time between checkpoints: from their measured cost here, and the rate of the job's failures (`mtbf`)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from megatron_recycle.checkpoint_period import young_daly
 
 _ANOTHER = 1.5
-"""The period is said again when it has changed by this factor."""
+"""Factor of a change after which the period is logged again."""
 
 
 class CheckpointClock:
     """One worker's knowledge of its job's checkpoints.
 
     Args:
-        mtbf: seconds between two failures that end a life of the job, on average; None: nobody knows, nothing is due.
+        mtbf: mean seconds between two failures that end a life of the job; None: not known, and nothing is due.
         now: the time in seconds.
     """
 
@@ -29,21 +29,21 @@ class CheckpointClock:
 
     @property
     def due(self) -> bool:
-        """Whether the next checkpoint is to be written now; the first one at once, since only that tells its cost."""
+        """Whether to write the next checkpoint now; the first one at once, since only that shows the cost."""
         if self._mtbf is None:
             return False
         return self.period is None or self._last is None or self._now() - self._last[0] >= self.period
 
     def wrote(self, began: float, iteration: int) -> str | None:
-        """A checkpoint of ``iteration`` has been written, from the moment ``began`` until now. Returns what there is to
-        say about that, if it is news."""
+        """A checkpoint of ``iteration`` has been written, from the moment ``began`` until now. Returns a text for the
+        log, if there is news."""
         if self._mtbf is None:
             return None
         now, before = self._now(), self._last
         cost, self._last = max(now - began, 1e-6), (now, iteration)
         self.period = young_daly(cost, self._mtbf)
         if before is None or iteration <= before[1]:
-            return None  # how long an iteration takes is not known
+            return None  # the time of an iteration is not known
         ratio = self.period / self._said if self._said else _ANOTHER
         if max(ratio, 1 / ratio) < _ANOTHER:
             return None

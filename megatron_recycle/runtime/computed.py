@@ -1,6 +1,6 @@
-"""Results of an attempt's micro-batches, from the action that makes each to the one that takes it.
+"""Results of an attempt's micro-batches, between the action that makes each and the action that takes it.
 
-They live as long as their attempt: none of them outlasts it, whatever still refers to it.
+They live as long as their attempt, whatever still refers to it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.stage import Forward
 
 Item = tuple[int, int, int]
-"""Pipeline, micro-batch, and the chunk within the stage: what an action is of."""
+"""The pipeline, the micro-batch, and the chunk within the stage of an action."""
 
 
 class Computed:
-    """All that one attempt has computed so far on this worker, but for what it has sent.
+    """All results of one attempt on this worker so far, but for its messages.
 
     Args:
         sums: of the gradients, empty.
@@ -28,7 +28,7 @@ class Computed:
     Attributes:
         forwards: of the micro-batches between their F and their B, by chunk.
         queues: weight gradients of those between their B and their W, by chunk.
-        handed: what this worker has made for another chunk of its own, named as a message would be.
+        handed: results for another chunk of this worker's own, named as a message would be.
         losses: unscaled, a scalar for each micro-batch that the last stage has run forward.
         reports: of the same micro-batches (``Forward.report``).
         sums: of the gradients.
@@ -57,18 +57,18 @@ class Computed:
         self.forwards[action[1:]] = replace(forward, outputs=())  # sent: not to be kept until B
 
     def hand(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep ``tensors`` for this worker's own action that reads ``message``: cut off from what made them and laid
-        out as if they had been sent, so that it makes no difference who reads them."""
+        """Keep ``tensors`` for this worker's own action that reads ``message``: detached, and laid out as if they had
+        been sent, so that a reader here or elsewhere makes no difference."""
         self.handed[message] = [tensor.detach().contiguous() for tensor in tensors]
 
     def weigh(self, action: Action) -> None:
-        """The W of ``action``: the gradients that its B has put off are added up."""
+        """The W of ``action``: add up the gradients that its B has put off."""
         queue = self.queues.pop(action[1:])
         self.sums.of(action.chunk).add(action.pipeline, action.microbatch, queue.contributions())
 
     def forget(self, action: Action, ends: Collection[bool]) -> None:
-        """The forward ``action``, whose gradients are not formed yet, is as if it had not been run. ``ends``: which
-        ends of the model its chunk is, as in `digests`."""
+        """Drop the forward ``action``, whose gradients are not formed yet, as if it had not been run. ``ends``: the
+        ends of the model that its chunk is, as in `digests`."""
         self.forwards.pop(action[1:], None)
         for end in ends:
             self.digests.pop((*action[1:3], end), None)
@@ -77,7 +77,7 @@ class Computed:
             self.reports.pop(action[1:3], None)
 
     def harvest(self, action: Action, queue: WeightQueue) -> None:
-        """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
+        """Take a backward's gradients off the parameters; gradients that W adds to wait in ``queue``."""
         later = queue.identities()
         now = []
         for parameter in self.sums.parameters:
@@ -91,7 +91,7 @@ class Computed:
         self.sums.of(action.chunk).add(action.pipeline, action.microbatch, now)
 
     def discard(self) -> None:
-        """Let go of all of it. The traceback of an error may keep this object until the recovery has ended."""
+        """Drop all results. The traceback of an error may keep this object until the recovery has ended."""
         self.forwards.clear()
         self.queues.clear()
         self.handed.clear()

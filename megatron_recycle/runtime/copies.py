@@ -1,7 +1,7 @@
-"""Copies of a stage's whole state in a worker's own memory: what they are, how they travel, and which are kept.
+"""Copies of a stage's whole state in a worker's own memory: their content, their transfer, and which are kept.
 
-A copy is text and tensors in CPU memory, the head and the tensors of a `bundle`; nothing that
-trains shares memory with it.
+A copy is text and tensors in CPU memory, the head and the tensors of a `bundle`; it shares no memory with
+training.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from megatron_recycle.runtime.comm.tags import GUARD
 
 _CPU = torch.device("cpu")
 _KEPT = 2
-"""Copies of one stage: all workers have the one before as long as some make the next."""
+"""Copies kept of one stage: all workers still have the previous one while some make the next."""
 
 
 @dataclass(frozen=True)
 class StateCopy:
-    """A stage's state between two iterations. `text` says what the tensors are, and has all that is none."""
+    """A stage's state between two iterations. `text` describes the tensors, and holds all other state."""
 
     text: str
     tensors: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], facts: Any) -> StateCopy:
-        """Of ``tensors``, and facts as `Head.of` takes them."""
+        """A copy of ``tensors``, and of facts as `Head.of` takes them."""
         own = {**tensors}
         text = Head.of(facts, own).text
         return cls(text, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()})
@@ -42,7 +42,7 @@ class StateCopy:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def open(self, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
-        """The tensors, each where it was, and the facts; the copy stays as it is. Raises TransferError."""
+        """The tensors, each on its device, and the facts; the copy is not used up. Raises TransferError."""
         head = Head.parse(self.text)
         tensors = {shape.name: self.tensors[shape.name].to("cpu" if shape.on_cpu else device, copy=True)
                    for shape in head.tensors}
@@ -57,7 +57,7 @@ def send(comm: Comm, to: int, copy: StateCopy) -> None:
 
 
 def receive(comm: Comm, source: int) -> StateCopy:
-    """Receive what `send` sends. Raises GenerationOver, and TransferError if it arrives damaged."""
+    """Receive a copy from `send`. Raises GenerationOver, and TransferError if it arrives damaged."""
     lane = Lane(comm, comm, GUARD)
     text = lane.receive_head(source)
     return StateCopy(text, Incoming(lane, [source], Head.parse(text).tensors, _CPU).finish("a stage's state"))
@@ -67,14 +67,14 @@ class Guard:
     """The copies that a worker keeps.
 
     Attributes:
-        own: of its own stage, by the iteration after which they were made.
-        of: of other stages, by stage, likewise.
+        own: copies of its own stage, by the iteration after which they were made.
+        of: copies of other stages, by stage and iteration.
         saved: the iterations after which the latest checkpoints were written that training can go back to.
-        watched: whether there may be one, of which this worker does not know.
-        back: the script has changed something since the end of the iteration before this one: to go back further would
-            lose that.
+        watched: whether there may be a checkpoint that this worker does not know of.
+        back: the iteration before which the script made its last edit: to go back further than to the end of the
+            previous one would lose that.
         first: the first iteration of this generation that all workers begin.
-        midway: all are on their way back to a checkpoint, and this worker does not know that they have arrived.
+        midway: all are on their way back to a checkpoint, and this worker does not know yet that they have arrived.
     """
 
     def __init__(self) -> None:
@@ -95,18 +95,18 @@ class Guard:
 
     @property
     def begins(self) -> bool:
-        """Whether nothing was ever kept."""
+        """Whether no copy was ever kept."""
         return self._made == (0, -1)
 
     def keep(self, generation: int, iteration: int, own: StateCopy, of: Mapping[int, StateCopy]) -> None:
-        """Keep the copies made before ``iteration``, and those made before them."""
+        """Keep the copies made before ``iteration``, and the previous ones."""
         self._made = generation, iteration
         self.own = _latest({**self.own, iteration - 1: own})
         self.of = {stage: _latest({**self.of.get(stage, {}), iteration - 1: copy}) for stage, copy in of.items()}
 
     def save(self, iteration: int) -> None:
-        """A checkpoint of the state after ``iteration`` was written. What the script had changed by then is in it, if
-        there was none of that iteration before."""
+        """A checkpoint of the state after ``iteration`` was written. It has the script's edits until then, if it is the
+        first of that iteration."""
         if iteration not in self.saved:
             self.back = min(self.back, iteration)
         self.saved = (*self.saved, iteration)[-CHECKPOINTS:]
@@ -116,17 +116,17 @@ class Guard:
         self.saved = tuple(one for one in self.saved if one != iteration)
 
     def go_back(self, iteration: int) -> None:
-        """Training goes on from the end of ``iteration``: what was copied after it is made again, perhaps with other
+        """Training goes on from the end of ``iteration``: drop later copies, which are made again, perhaps with other
         rounding."""
         self.own, self.of = _until(iteration, self.own), {stage: _until(iteration, of) for stage, of in self.of.items()}
 
     def forget(self) -> None:
-        """The copies are of no use any more; new ones are made when they are due."""
+        """Drop the copies, which are of no use any more; new ones are made when they are due."""
         self.own, self.of = {}, {}
 
     def void(self, stepped: int) -> bool:
-        """What the script has changed after iteration ``stepped`` makes copies of before wrong from now on. Returns
-        whether that is news: there were some, and it is the first time."""
+        """Drop the copies, which the script's edits after iteration ``stepped`` have made wrong. Returns whether that
+        is news: there were some, and it is the first time."""
         self.back = stepped + 1
         news, self._voided = bool(self.own) and not self._voided, self._voided or bool(self.own)
         self.forget()
@@ -134,7 +134,7 @@ class Guard:
 
     @property
     def returns(self) -> bool:
-        """Whether training may go back to a state from before what the script does now."""
+        """Whether training may go back to a state from before the script's present edits."""
         return self.watched or bool(self.saved or self.own)
 
     @property
@@ -147,7 +147,7 @@ class Guard:
         return sum(copy.nbytes for copies in (self.own, *self.of.values()) for copy in copies.values())
 
     def report(self, back: int | None, read: int) -> GuardReport:
-        """What there is, for the coordinator; see there for the arguments."""
+        """The report for the coordinator; for the arguments see `GuardReport`."""
         of = {stage: tuple(sorted(copies)) for stage, copies in self.of.items()}
         return GuardReport(tuple(sorted(self.own)), of, back, read, self.midway)
 

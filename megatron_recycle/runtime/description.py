@@ -1,4 +1,4 @@
-"""A worker's description of its job to the coordinator, which all must have alike."""
+"""A worker's description of its job for the coordinator, the same on all workers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _SETTINGS = frozenset({
     "planner_budget", "slow_factor_out", "heartbeat_interval", "heartbeat_timeout", "report_timeout", "lend",
     "lend_layers", "seed", "max_restarts", "max_failures_per_host", "moves", "move_cost", "horizon", "on_leave",
     "leave_timeout", "poison", "guard"})
-"""Settings that are told as they are."""
+"""Settings that are sent as they are."""
 
 
 def _lendable(site: Site) -> tuple[Lendable | None, ...] | None:
-    """Of each of the stage's chunks, the layers that their neighbours may run; None: there are none."""
+    """The layers that neighbours may run, of each of the stage's chunks; None: there are none."""
     if site.config.lend == "off" or not POLICIES[site.config.policy].reroutes:
         return None
     found = tuple(None if each.lending is None else offer(each.lending, site.config.lend_layers)
@@ -46,7 +46,7 @@ def description(site: Site) -> Description:
         lendable=_lendable(site),
         partner_cost=BACKENDS[place.backend].partner_cost,
         emergency=None if site.framework.save_last is None else config.emergency_checkpoint != "none",
-        # Of shards nobody has all, and others' parameters may not have come.
+        # No worker has all shards, and others' parameters may not have come.
         survivors=site.framework.folder is not None and config.emergency_checkpoint != "none" and stage.shards is None,
         state_copies=None if stage.shards is None else config.state_copies, backend=place.backend,
         torch=torch.__version__)

@@ -1,8 +1,8 @@
 """The end of a script: an error that it has not handled is reported before anything waits for its threads.
 
 An interpreter that ends joins the script's own threads first and runs `atexit` afterwards. A script that raises while
-one of its threads (a prefetcher, a logger) goes on would let the others wait for it for ever. `os._exit()` runs nothing
-at all, and others may need this process yet: in the script's own code it ends the script as `sys.exit()` does.
+one of its threads (a prefetcher, a logger) goes on would let the others wait for it for ever. `os._exit()` runs no
+handler, and others may still need this process: in the script's own code it ends the script as `sys.exit()` does.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class ScriptEnd:
     """Watches one script.
 
     Args:
-        failed: called with the error of a script that has failed, as soon as it is over.
+        failed: called with the error of a failed script, as soon as it is over.
         ended: called at the end of a script that calls `os._exit()`, after ``failed`` if that was called.
-        outside: whether the thread that asks is in the script's own code, between two iterations.
+        outside: whether the calling thread is in the script's own code, between two iterations.
     """
 
     def __init__(self, failed: Callable[[BaseException], None], ended: Callable[[], None],
@@ -37,13 +37,13 @@ class ScriptEnd:
 
     @property
     def error(self) -> BaseException | None:
-        """The error with which the script has failed. It counts handled or not: it is that of the last call to the
-        engine, if that has raised."""
+        """The error with which the script has failed. A handled error counts, too, if the last call to the engine has
+        raised it."""
         return getattr(sys, "last_value", None) or self._left
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of the script to the engine. A script that handles what it raises, and calls no more, has failed."""
+        """A call of the script to the engine. A script that handles its error, and calls no more, has failed."""
         try:
             yield
         except BaseException as error:
@@ -52,13 +52,13 @@ class ScriptEnd:
         self._left = None
 
     def _tell(self) -> None:
-        # A process that this one has forked since (to write a checkpoint, say) ends by this as well.
+        # A process that was forked from this one (to write a checkpoint, say) ends by this as well.
         if self.error is not None and os.getpid() == self._process:
             self._failed(self.error)
 
     def _leave(self, status: int) -> NoReturn:
-        """In place of `os._exit`. One that is called inside an iteration, by a thread of the script's while training
-        goes on, or in a process that this one has forked (a data loader), is what it always was."""
+        """In place of `os._exit`. Unchanged for calls inside an iteration, by a thread of the script's while training
+        goes on, or in a process forked from this one (a data loader)."""
         if os.getpid() == self._process and self._outside():
             try:
                 if status:

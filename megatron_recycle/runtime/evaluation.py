@@ -1,8 +1,8 @@
 """Evaluation: forwards only, through failures.
 
-A pass over one global batch changes nothing but a table of numbers, so a failure in it costs the pass. It counts as
-done where the exchange of that table, which takes every worker, has ended. A failure may let it end at some workers
-only: these are at most one pass ahead, and give the others the table in the recovery.
+A pass over one global batch changes only a table of numbers, so a failure in it costs the pass. It counts as done once
+the exchange of that table, which takes every worker, has ended. A failure may let it end at some workers only: these
+are at most one pass ahead, and give the others the table in the recovery.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.iteration_history import History, Rows
 
 Reports = dict[tuple[int, int], tuple[float, ...]]
-"""(pipeline, micro-batch) -> what the last stage reports of it."""
+"""(pipeline, micro-batch) -> the last stage's report of it."""
 
 
 LOSS_WIDTH = 2
-"""Numbers that are reported of a micro-batch where the framework has none of its own: `loss_report`."""
+"""Numbers reported of a micro-batch where the framework reports none of its own: `loss_report`."""
 _FAILED = 0.5
-"""Added to the number of a pass that was a checkpoint which could not be written."""
+"""Added to the number of a pass that was a checkpoint and could not be written."""
 _KNOWN, _RECORDED = 1, 2
-"""Given by a worker that knows why the last checkpoint could not be written, and by the one that has recorded it."""
+"""Flags of a worker that knows why the last checkpoint could not be written, and of the one that has recorded it."""
 _UNKNOWN = "a checkpoint could not be written"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @runtime_checkable
 class Shared(Protocol):
-    """Micro-batches of which some can be read by some workers only."""
+    """Micro-batches, some of which only some workers can read."""
 
     def share(self, plan: Plan, microbatches: Sequence[Microbatch], number: int, groups: Groups) -> bool:
-        """Before pass ``number`` over ``microbatches`` in the order of ``plan``, by all workers together: let everybody
-        have what it reads. Returns whether everybody has, which all are told alike. Raises GenerationOver."""
+        """Before pass ``number`` over ``microbatches`` in the order of ``plan``, by all workers together: give each
+        worker the data that it reads. Returns whether all have theirs, the same on all. Raises GenerationOver."""
 
 
 def passes(grid: Grid, microbatches: int) -> int:
-    """How many passes over a global batch it takes to evaluate so many ``microbatches`` of each pipeline."""
+    """Number of passes over a global batch that evaluate so many ``microbatches`` of each pipeline."""
     return math.ceil(microbatches / max(grid.microbatches))
 
 
 def loss_report(loss: torch.Tensor | None) -> tuple[float, ...]:
-    """A micro-batch's loss, in a table of float64, and its type. Raises UnsupportedError where it is no scalar."""
+    """A micro-batch's loss, in a table of float64, and its type. Raises UnsupportedError if it is no scalar."""
     if loss is None or loss.numel() != 1 or loss.dtype not in _TYPES:
         raise UnsupportedError("evaluation needs one scalar loss of each micro-batch: return one from loss_fn")
     return loss.item(), float(_TYPES.index(loss.dtype))
@@ -63,7 +63,7 @@ def losses(table: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _FailedSave:
-    """The last checkpoint that could not be written, as far as this worker knows why: the last iteration ``committed``
+    """The last checkpoint that could not be written, on a worker that knows why: the last iteration ``committed``
     before it; how to ``record`` it, and whether this worker has `recorded` it."""
 
     committed: int
@@ -76,7 +76,7 @@ class _FailedSave:
 
 
 class Evaluated(Rows, frozen=True):
-    """What passes have told, and the numbers of those that have `failed`."""
+    """Results of passes, and the numbers of those that have `failed`."""
 
     failed: Sequence[int]
 
@@ -85,15 +85,15 @@ class Evaluations:
     """The reports of the last pass, the same on all workers.
 
     Args:
-        standing: where the worker stands; knows which passes are done.
+        standing: where the worker stands; counts the passes that are done.
         grid: of the job.
         width: numbers that the last stage reports of each micro-batch.
 
     Attributes:
-        table: (total micro-batches, width) float64, of the last pass that is done everywhere; not a number where a
-            micro-batch was left out.
+        table: (total micro-batches, width) float64, of the last pass that is done everywhere; NaN where a micro-batch
+            was left out.
         history: the tables of passes so far, by the number of the pass.
-        failed: the passes that were checkpoints which could not be written, by number, with the reason where it is
+        failed: the passes that were checkpoints and could not be written, by number, with the reason where it is
             known here.
     """
 
@@ -106,14 +106,14 @@ class Evaluations:
         self._failed_save: _FailedSave | None = None
 
     def of(self, number: int) -> torch.Tensor:
-        """The table of pass ``number``, which is done; that of a later one if it is let go (`History`)."""
+        """The table of pass ``number``, which is done; a later pass's table if it is let go (`History`)."""
         row = self.history.of(number) if number < self._standing.evaluated else None
         if row is None:
             return self.table
         return torch.frombuffer(bytearray(row), dtype=torch.float64).view_as(self.table)
 
     def complete(self, reports: Reports, groups: Groups) -> None:
-        """All forwards of this worker have run: exchange what they reported, and count the pass as done.
+        """All forwards of this worker have run: exchange their reports, and count the pass as done.
 
         Raises GenerationOver.
         """
@@ -127,8 +127,8 @@ class Evaluations:
         self._done(table)
 
     def fail(self, why: str, record: Callable[[], None], first: bool) -> None:
-        """The pass was a checkpoint, and there is none, as everybody has been told. ``record`` writes that down: on the
-        ``first`` of those that could not write, unless a failure kept it from knowing (`reconcile`)."""
+        """The pass was a checkpoint that could not be written, as all workers know. ``record`` writes that down: on the
+        ``first`` worker that could not write, unless a failure kept it from knowing (`reconcile`)."""
         self._standing.evaluate()
         self.failed[self._standing.evaluated] = why
         self._failed_save = _FailedSave(self._standing.committed, record)
@@ -136,16 +136,16 @@ class Evaluations:
             self._failed_save.do()
 
     def told(self) -> Evaluated:
-        """What passes have told so far, for a worker that comes in."""
+        """The results of passes so far, for a worker that comes in."""
         return Evaluated(**asdict(self.history.told()), failed=list(self.failed))
 
     def take(self, told: Evaluated) -> None:
-        """Know what another worker has `told`, and nothing else."""
+        """Take over the results that another worker has `told`, and no others."""
         self.history.take(told)
         self.failed = dict.fromkeys(told.failed, _UNKNOWN)
 
     def skip(self) -> None:
-        """There is no pass, as everybody has been told: its table has no number in it."""
+        """There is no pass, as all workers know: its table is NaN."""
         self._done(torch.full_like(self.table, torch.nan))
 
     def _done(self, table: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""One pass of an evaluation: the forwards of a worker, with the layers that are its own, and nothing behind them."""
+"""One pass of an evaluation: the forwards of a worker, with its own layers only, and nothing after them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one that comes in is told of training beside the tensors of its stage."""
+"""Facts about training that a joiner gets beside the tensors of its stage."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from megatron_recycle.runtime.iteration_history import Rows
 
 
 class Past(Value, frozen=True):
-    """What iterations (``history``) and evaluations have told so far, and the iterations of the checkpoints that were
-    ``saved``."""
+    """Results of iterations (``history``) and evaluations so far, and the iterations of ``saved`` checkpoints."""
 
     history: Rows
     evaluated: Evaluated
@@ -24,7 +23,7 @@ class Past(Value, frozen=True):
 
 class Facts(Past, frozen=True):
     """Where a stage stands between two iterations: its ``counters``, the last ``verdict`` and the mode (``pace``), the
-    ``reports`` of the last iteration, the grids so far, and a checksum of some data that were ``read`` for it."""
+    ``reports`` of the last iteration, the grids so far, and a checksum of some data ``read`` for it."""
 
     counters: Any
     verdict: Verdict

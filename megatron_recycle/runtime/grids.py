@@ -1,9 +1,9 @@
 """The grid of each iteration: a script may change how many micro-batches its pipelines train on (a batch size that is
-ramped up), and the shapes of what stages pass on (a length that grows).
+ramped up), and the shapes of activations (a length that grows).
 
-All workers' scripts say so before the same iteration, as they do everything else, so that each worker knows it by
-itself; and each makes the same plan from the one that the coordinator has given, which is for the grid that the job
-began with. A worker that comes in is told by its peers what was changed before.
+All workers' scripts announce a change before the same iteration, as they do everything else, so that each worker knows
+it by itself. Each makes the same plan from the coordinator's plan, which is for the grid that the job began with. A
+joiner gets earlier changes from its peers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEPT = 8
 
 
 class Grids:
-    """Which grid an iteration has, and where in a pipeline's data it begins.
+    """The grid of each iteration, and where in a pipeline's data it begins.
 
     Args:
         first: the grid that the job begins with.
@@ -44,15 +44,15 @@ class Grids:
         self._start = iteration, number
 
     def number(self, iteration: int, microbatch: int = 0) -> int:
-        """The number of ``microbatch`` of ``iteration`` among all of a pipeline's."""
+        """The number of ``microbatch`` of ``iteration`` among all micro-batches of a pipeline."""
         start, number = self._start
         for (begin, count), (end, _) in zip(self._changes, [*self._changes[1:], (iteration, 0)]):
             number += count * max(0, min(end, iteration) - max(begin, start))
         return number + microbatch
 
     def change(self, iteration: int, microbatches: int) -> bool:
-        """From ``iteration`` on each pipeline has so many micro-batches, until the next change. Returns whether that is
-        another number; where this worker catches up with what it was told, it is not."""
+        """From ``iteration`` on each pipeline has so many micro-batches, until the next change. Returns whether the
+        number changes; it does not where this worker catches up with a change that it got from a peer."""
         if max(self.of(iteration).microbatches) == microbatches:
             return False
         self._changes = [change for change in self._changes if change[0] < iteration] + [(iteration, microbatches)]
@@ -67,11 +67,11 @@ class Grids:
         return iteration in self._reshaped
 
     def forget(self, iteration: int) -> None:
-        """``iteration`` and all before it are not made again."""
+        """``iteration`` and all before it are never repeated."""
         self._reshaped = {reshaped for reshaped in self._reshaped if reshaped > iteration}
 
     def plan(self, plan: Plan, grid: Grid) -> Plan:
-        """What stands for ``plan``, or for the one that it stands for, in an iteration of ``grid``."""
+        """The plan for ``grid`` that is made of ``plan``, or of the plan that ``plan`` was made of."""
         base = self._base.get(plan.digest, plan)
         if base.problem.grid == grid:
             return base
@@ -89,7 +89,7 @@ class Grids:
         return [list(pair) for pair in (self._start, *self._changes)]
 
     def take(self, told: Sequence[Sequence[int]]) -> None:
-        """Know what another worker has `told`."""
+        """Take over the changes that another worker has `told`."""
         self._start, *self._changes = [(begin, count) for begin, count in told]
 
     def _sized(self, microbatches: int) -> Grid:

@@ -1,8 +1,8 @@
-"""What was told of iterations and evaluations that are over, for a worker that comes in later.
+"""Results of past iterations and evaluations, for a worker that comes in later.
 
-The script of such a worker runs through its loop from the start, and may decide by what it is told on the way: it stops
-early, saves whenever a loss is the lowest so far, or lets the batch size follow it. So peers keep what they were told
-themselves, a few numbers each time, in memory of a bounded size, and give it to who comes in.
+The joiner's script runs through its loop from the start, and may decide by results on the way: it stops early, saves
+whenever a loss is the lowest so far, or lets the batch size follow it. So peers keep their own results, a few numbers
+each time, in memory of a bounded size, and give them to joiners.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from megatron_recycle.plan.value import Value
 
 _MOST = 64 * 2**20
-"""Bytes that a worker keeps at most of iterations, and of evaluations."""
+"""Limit to the bytes that a worker keeps of iterations, and of evaluations."""
 _AT_ONCE = 8
-"""One part in so many is let go when that is reached."""
+"""One part in so many is let go at the limit."""
 
 
 class Rows(Value, frozen=True):
@@ -38,7 +38,7 @@ class History:
         self._rows = bytearray()
 
     def note(self, number: int, row: bytes) -> None:
-        """``row`` is what was told of ``number``; of later ones, nothing was told yet."""
+        """Add ``row``, the result of ``number``; rows from that number on are dropped before."""
         self._keep(0, bisect_left(self._numbers, number))
         self._numbers.append(number)
         self._rows += row
@@ -56,14 +56,14 @@ class History:
         self._keep(1 + len(self._numbers) // _AT_ONCE, len(self._numbers))
 
     def exactly(self, number: int) -> bytes | None:
-        """What was told of ``number`` itself; None if it is not known."""
+        """The result of ``number`` itself; None if it is not known."""
         index = bisect_left(self._numbers, number)
         known = index < len(self._numbers) and self._numbers[index] == number
         return bytes(self._rows[self._start(index):self._ends[index]]) if known else None
 
     def of(self, number: int) -> bytes | None:
-        """What was told of ``number``; where that was let go, of the first one that is known after it, and where there
-        is none, of the last one; None if nothing is known."""
+        """The result of ``number``; if it was let go, the first known one after it, or else the last one; None if
+        nothing is known."""
         if not self._numbers:
             return None
         index = min(bisect_left(self._numbers, number), len(self._numbers) - 1)
@@ -74,7 +74,7 @@ class History:
         return Rows(_tensor(self._numbers.tobytes()), _tensor(self._ends.tobytes()), _tensor(self._rows))
 
     def take(self, told: Rows) -> None:
-        """Know what another worker has `told`, and nothing else."""
+        """Take over the rows that another worker has `told`, and no others."""
         numbers, ends, rows = (one.cpu().numpy().tobytes() for one in (told.numbers, told.ends, told.rows))
         self._numbers, self._ends, self._rows = array("q", numbers), array("q", ends), bytearray(rows)
 

@@ -1,7 +1,7 @@
-"""The end of a job that cannot go on: what its workers save before it.
+"""The end of a job that cannot go on: its workers save their state first.
 
-All workers write a last checkpoint where every stage has one. Where a stage is lost for good, each survivor that is to
-writes what it holds into a file that stands for itself.
+All workers write a last checkpoint if every stage still has a worker. If a stage is lost for good, each survivor that
+is to save writes its state into a file that stands for itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 
 class LastCheckpoint(WorkerExtension):
-    """Nothing that is committed is lost with a job that ends. Both methods raise JobEnded, or GenerationOver if another
-    member is lost before all have said that they have saved."""
+    """Saves all committed state of a job that ends. Both methods raise JobEnded, or GenerationOver if another member is
+    lost before all have reported that they have saved."""
 
     def decided(self, site: Site, stepper: Stepper, go: Go) -> None:
-        """A stage is lost for good: save what this worker holds, if it is to, and wait for the end."""
+        """A stage is lost for good: save this worker's state, if it is to, and wait for the end."""
         if not go.writers:
             return
         get_logger().error("megatron-recycle: the job ends, and the survivors save what they hold: %s", go.closing)
@@ -39,14 +39,14 @@ class LastCheckpoint(WorkerExtension):
                 try:
                     stepper.reconcile_alone(stepper.standing.reconciliation(go.resume))
                     place = _save_what_is_held(site, stepper, go.missing)
-                except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
+                except Exception as failure:  # noqa: BLE001 - no error here may hide the reason for the job's end
                     error = _text(failure)
                     get_logger().error("megatron-recycle: what this worker holds is not saved", exc_info=failure)
         site.agent.saved(go.generation, place, error)
         raise GenerationOver("another member was lost before all had saved")
 
     def settle(self, meeting: Meeting) -> None:
-        """Save what stands now, the same on all peers, and wait for the end."""
+        """Save the present state, the same on all peers, and wait for the end."""
         site, go = meeting.site, meeting.go
         if go.closing is None:
             return
@@ -59,7 +59,7 @@ class LastCheckpoint(WorkerExtension):
                 place = site.framework.save_last()
             except GenerationOver:
                 raise
-            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
+            except Exception as failure:  # noqa: BLE001 - no error here may hide the reason for the job's end
                 unsaved, error = failure if isinstance(failure, SaveError) else None, _text(failure)
                 get_logger().error("megatron-recycle: no last checkpoint: %s", error,
                                    exc_info=None if isinstance(failure, RecycleError) else failure)
@@ -76,7 +76,7 @@ def _text(failure: Exception) -> str:
 
 
 def _save_what_is_held(site: Site, stepper: Stepper, missing: Sequence[int]) -> str:
-    """Write this stage's tensors, by name, and all that is no tensor, as text, into a file that `torch.load` reads with
+    """Write this stage's tensors, by name, and all other state, as text, into a file that `torch.load` reads with
     ``weights_only``: whole, or not at all. Returns its absolute path. Raises RecycleError if no folder is known, and
     SaveError."""
     folder = site.framework.folder() if site.framework.folder is not None else None

@@ -1,4 +1,4 @@
-"""What of the script's calls a worker that comes in has missed: which they were, and what they have brought."""
+"""The script's calls that a joiner has missed: which they were, and their results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron_recycle.runtime.comm.user_collectives.results import Results, as_r
 from megatron_recycle.runtime.place import Place
 
 _BROUGHT = CONTROL.take("what the script's calls have brought", 2)
-"""Its length, and all of it."""
+"""Tags of the results: of their length, and of themselves."""
 
 
 class Missed:
-    """Small results of calls, kept on all that have made them, for those that come in.
+    """Small results of calls, kept on all workers that have made them, for joiners.
 
     Args:
         place: position, grid, ranks.
 
     Attributes:
-        passed: by a group's key, the last call that all have made before this worker came in where they were already.
+        passed: by a group's key, the last call that all had made before this worker came in at their place.
     """
 
     def __init__(self, place: Place) -> None:
@@ -41,14 +41,14 @@ class Missed:
         self._results.note(group.name, number, as_row(call))
 
     def recall(self, group: Group, number: int, call: Call) -> str:
-        """Give ``call`` what the others got, or say why that is not known."""
+        """Give ``call`` the others' results, or return why these are not known."""
         row = self._results.of(group.name, number)
         if row is None:
             return "no result is kept for others: each member has its own, or it is larger than 1 MiB, or too long ago"
         return "" if recall(call, row) else "others of its group have called something else there"
 
     def tell_passed(self, groups: Groups, begun: Mapping[float, float], comes: bool) -> None:
-        """Tell those that come in which calls are made: ``begun`` here. ``comes``: this worker does. Raises
+        """Send joiners the numbers of the calls made so far, here ``begun``. ``comes``: this worker is a joiner. Raises
         GenerationOver."""
         made = {key: max(begun.get(key, 0.0), self.passed.get(key, 0.0)) for key in {*begun, *self.passed}}
         told = rows_of_all(groups.control, [*made.items()])

@@ -1,10 +1,10 @@
 """The first transfer of each pair of workers, made before anything depends on it.
 
 NCCL connects two workers at their first transfer in each direction: the thread that posts it stands still until the
-other one posts its own, for ever if that one has died, and an abort need not free it. So all pairs that are going to
-send to each other exchange one number first, in a thread that can be left behind: when a generation is built, and
-before another plan is taken up. They do so in rounds that are the same for all (`plan.rounds`), so that nobody waits in
-a circle; what was posted before on the same communicator comes first everywhere, and what is posted afterwards comes
+other worker posts its own, for ever if that worker has died, and an abort need not free it. So all pairs that will send
+to each other exchange one number first, in a thread that can be left behind: when a generation is built, and before
+another plan is taken up. They do so in rounds that are the same for all (`plan.rounds`), so that no circular wait
+arises. Transfers posted earlier on the same communicator come first everywhere, and those posted afterwards come
 later.
 """
 
@@ -31,8 +31,8 @@ RankPairs = frozenset[tuple[int, int]]
 def connect_partners(site: Site, standing: Standing, generation: Generation, limit: float,
                      phase: AbstractContextManager[object], resume: Resume | None = None) -> None:
     """Connect all pairs that send to each other under the plan of ``generation``, and, when all ``resume``, before that
-    and in the rest of an iteration; all members come here. ``limit``: seconds; ``phase``: what the training thread is
-    in meanwhile.
+    and in the rest of an iteration; all members come here. ``limit``: seconds; ``phase``: the training thread's state
+    meanwhile.
 
     Raises GenerationOver.
     """
@@ -50,7 +50,7 @@ def connect_partners(site: Site, standing: Standing, generation: Generation, lim
 
 
 def _given(resume: Resume, peers: tuple[Worker, ...]) -> set[Pair]:
-    """The ``peers`` of which one gives the other its state, or a gradient, before training goes on."""
+    """Pairs of ``peers`` in which one gives the other its state, or a gradient, before training goes on."""
     joined = set(workers_of(resume.joined))
     found = {pair_of(giver, taker) for taker in peers if taker in joined for giver in peers if giver not in joined}
     copies = [(Process.parse(to).worker, Process.parse(source).worker) for to, source in resume.copies.items()]
@@ -59,14 +59,14 @@ def _given(resume: Resume, peers: tuple[Worker, ...]) -> set[Pair]:
 
 def make_first_transfers(groups: Groups, world: Collection[Pair], stage: Collection[Pair], device: torch.device,
                          interrupted: Callable[[], bool], limit: float) -> None:
-    """Connect those pairs of members that are not connected yet: ``world`` for `Groups.world`, ``stage``, of this
-    worker's, for `Groups.stage`. All members come here with the same ones. Nothing is done where a library has
-    connected all pairs before.
+    """Connect the pairs of members that are not connected yet: ``world`` for `Groups.world`, ``stage``, of this
+    worker's, for `Groups.stage`. All members come here with the same pairs. Does nothing if the library has connected
+    all pairs before.
 
     Args:
-        device: where tensors live.
-        interrupted: whether this is not wanted any more.
-        limit: seconds that it may take.
+        device: of the tensors.
+        interrupted: whether the transfers are not wanted any more.
+        limit: seconds for all of them.
 
     Raises GenerationOver: ``interrupted()``, or a member was lost or was too slow.
     """
@@ -83,7 +83,7 @@ def make_first_transfers(groups: Groups, world: Collection[Pair], stage: Collect
         for comm, tags, new in todo:
             _exchange(comm, tags, new, device)
 
-    # Of an aborted one the library may have let its thread go, or not.
+    # After an abort the library may have let its thread go, or not.
     unless_interrupted(lambda: interrupted() or groups.world.aborted, connect, lambda _: None, groups.ending.threads,
                        limit)
     for comm, _, new in todo:
@@ -105,5 +105,5 @@ def _exchange(comm: Comm, tags: Tags, pairs: RankPairs, device: torch.device) ->
             moving = [comm.send(torch.zeros(1, device=device), partner, tags[0]),
                       comm.receive(torch.zeros(1, device=device), partner, tags[0])]
         for pending in moving:
-            # Who leaves a wait because a step is undone comes to this place again, and its partner may have left it.
+            # A worker that leaves a wait because a step is undone comes here again; its partner may have left the wait.
             pending.wait(stays=True)

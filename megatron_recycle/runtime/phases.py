@@ -1,4 +1,4 @@
-"""The training thread's phases: the one place that hears of every phase, and tells all who want to know."""
+"""The training thread's phases: the one place that receives every phase, and passes it to all listeners."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Phase(str, Enum):
     COLLECTIVE = "collective"
     """The script makes a collective of its own."""
     COLLECTED = "collected"
-    """It has all that the collective takes, and waits for the others to have it."""
+    """The worker has all the data that the collective takes, and waits for the others to have it."""
     BOUNDARY = "boundary"
-    """The worker stands between two iterations and waits for those who come in or leave."""
+    """The worker stands between two iterations and waits for workers that come in or leave."""
     RECOVERING = "recovering"
     JOINING = "joining"
 
@@ -52,12 +52,12 @@ _NO_WORK = (Phase.RECOVERING, Phase.JOINING, Phase.BOUNDARY, Phase.STEP, Phase.S
 
 
 def _full(error: BaseException) -> bool:
-    """Whether there was no memory, on the host or on a device."""
+    """Whether memory ran out, on the host or on a device."""
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 class Observer(Protocol):
-    """Told of every `Phase`, by its text."""
+    """Called at every `Phase`, with its text."""
 
     def on(self, phase: str, iteration: int, action: Action | None) -> None: ...
 
@@ -76,13 +76,13 @@ class Phases:
 
     Args:
         standing: where the worker stands.
-        agent: told once the first action of a generation begins, and asks `where` the thread is.
-        activity: told of the work that a phase is.
-        observer: told of everything; None for nobody.
+        agent: notified once the first action of a generation begins; asks `where` the thread is.
+        activity: follows the work of each phase.
+        observer: called at everything; None: no observer.
 
     Attributes:
-        running: the F, B, W or FB that is being done; stays where that has raised, until the worker stands still.
-        writes: whether the stage's state is being written to; stays where that has raised.
+        running: the F, B, W or FB under way; kept after it has raised, until the worker stands still.
+        writes: whether the stage's state is being written to; kept after that has raised.
     """
 
     def __init__(self, standing: Standing, agent: Agent, activity: Activity, observer: Observer | None) -> None:
@@ -96,7 +96,7 @@ class Phases:
         self._resumes = False
 
     def enter(self, phase: Phase, iteration: int, action: Action | None = None, work: str | None = None) -> None:
-        """``phase`` begins. ``work``: what is done in it, where that takes other times than the phase usually does."""
+        """``phase`` begins. ``work``: the work in it, where that takes other times than the phase usually does."""
         self.activity.at(iteration, action)
         if phase not in _NO_WORK:
             self.activity.work(work or phase.value)
@@ -119,8 +119,8 @@ class Phases:
                 "action": str(action) if action else None}
 
     def fault(self, error: BaseException, outside: bool = False) -> Fault:
-        """``error`` in words for the coordinator, with what was being done; ``outside``: it is of the script's own
-        code."""
+        """``error`` in words for the coordinator, with the work under way; ``outside``: the script's own code has
+        raised it."""
         if outside:
             return Fault.of(error, self._behind(), whole=True)
         if self.running is not None:
@@ -133,17 +133,17 @@ class Phases:
         return Fault.of(error, self._behind())
 
     def _behind(self) -> int | None:
-        """The last iteration that both the script and this worker have behind them; None before any."""
+        """The last iteration that both the script and this worker have completed; None before any."""
         last = min(self._standing.asked, self._standing.stepped)
         return None if self._last is None or last < 0 else last
 
     def failed(self, error: BaseException) -> Fault:
-        """``error``, which a recovery has met, likewise."""
+        """As `fault`, for an ``error`` in a recovery."""
         return Fault.of(error, self._standing.iteration, None, whole=not self.writes, recovery=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A block that writes to the stage's state: where it raises, nobody knows what there is."""
+        """A block that writes to the stage's state: if it raises, the state is unknown."""
         self.writes = True
         yield
         self.writes = False
@@ -163,17 +163,17 @@ class Phases:
         return self.activity.during(WAITING, what)
 
     def working(self, what: str) -> AbstractContextManager[None]:
-        """A block of work; what the thread was at before goes on afterwards."""
+        """A block of work; the thread's previous activity goes on afterwards."""
         return self.activity.during(WORKING, what)
 
     def copying(self) -> AbstractContextManager[None]:
-        """A block that copies a stage's state, which may take minutes: that nobody trains meanwhile is no sign of a
-        lost message."""
+        """A block that copies a stage's state, which may take minutes: that training stands still meanwhile is no sign
+        of a lost message."""
         return self.working(COPY)
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:
-        """The block does this F, B, W or FB: what it raises is that action's fault."""
+        """A block that runs this F, B, W or FB: its errors are that action's fault."""
         self.running = action
         yield
         self.running = None

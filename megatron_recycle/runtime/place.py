@@ -1,4 +1,4 @@
-"""Where a process is."""
+"""The place of a process in the grid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place:
     backend: str
     """Backend of the process groups: "gloo" or "nccl"."""
     part: int = 0
-    """Which part of ``me`` this process is."""
+    """The part of ``me`` that this process is."""
     placement: tuple[int, ...] = ()
     """The stage of each chunk, in the order of the model's layers; (): one chunk per stage (`Problem.placement`)."""
 

@@ -1,4 +1,4 @@
-"""How a worker is asked to leave its job."""
+"""Pre-emption: SIGTERM asks a worker to leave its job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from megatron_recycle.control import Agent
 
 _SAME_SIGNAL = 2.0
-"""Seconds in which another SIGTERM is the same one."""
+"""Seconds within which another SIGTERM counts as the same one."""
 
 
 def leave_on_sigterm(agent: Agent) -> None:
@@ -19,11 +19,11 @@ def leave_on_sigterm(agent: Agent) -> None:
 
     A second one, or one when this process has no work (the job is over or has not begun, or it waits to come in), ends
     the process at once. Within two seconds it is the same one: Slurm signals every process, and the launcher passes its
-    own on. Where the script has a handler of its own, now or later, that is all that SIGTERM leads to. For workers of
-    `recycle run` only: another launcher ends the siblings of a worker that has left.
+    own on. If the script has a handler of its own, now or later, SIGTERM calls that and does nothing else. For workers
+    of `recycle run` only: another launcher ends the siblings of a worker that has left.
     """
     def ours(number: int, frame: object) -> None:
-        """What there is to do is done by a thread: the training thread may wait in the communication library for long,
+        """Does nothing: a thread does the work. The training thread may wait in the communication library for long,
         and a handler runs only between two steps of the interpreter."""
 
     def handled() -> bool:

@@ -1,4 +1,4 @@
-"""A worker's measured durations for the planner: of every iteration once it is committed, in a few numbers."""
+"""A worker's measured durations for the planner: a few numbers of every iteration, once it is committed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.spans import FOLDER
 
 _FIRST, _EVERY = 4, 25
-"""Commits after which durations are told for the first time (then after each), and memory again."""
+"""Commits until durations are reported for the first time (then after each), and between reports of memory."""
 _LAGS_EVERY = 5
-"""Iterations of which the times of messages are told; those before the first telling are, too."""
+"""Iterations between reports of the times of messages; all before the first report are in it."""
 
 
 class Profiling:
-    """Tells the coordinator of one worker's durations."""
+    """Reports one worker's durations to the coordinator."""
 
     def __init__(self) -> None:
         self._commits = 0
@@ -32,15 +32,15 @@ class Profiling:
         self._lags: list[Lags] = []
 
     def committed(self, site: Site, generation: Generation, iteration: int, undo: int) -> None:
-        """``iteration`` is final, which was trained in ``generation``, or before it; ``undo``: bytes of the copy to
-        undo a step."""
+        """``iteration``, trained in ``generation`` or before it, is final; ``undo``: bytes of the copy to undo a
+        step."""
         self._commits += 1
         site.phases.activity.spans.committed(iteration, site.agent.worker, self._file)
         taken = site.meters.watch.take()
         medians = {kind: round(median(seconds), 7) for kind, seconds in taken.items()}
         medians.update(_spent(site.phases.activity.spent(), taken, medians, site.meters.watch.more,
                               generation.groups.world.backend.host))
-        if self._commits > 1:  # the first has much in it that comes once: memory, threads, caches
+        if self._commits > 1:  # the first has costs that come once: memory, threads, caches
             self._untold.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:
                 told = generation.transport.lags.told(iteration)
@@ -58,14 +58,14 @@ class Profiling:
 
 def _spent(parts: Mapping[str, float], taken: Mapping[str, Sequence[float]], medians: Mapping[str, float],
            more: float, host: bool) -> dict[str, float]:
-    """Where the thread's time went, in seconds, and on the ``host`` also ``gap``, by which an action, with what comes
-    between two of them, takes longer than the median of its kind.
+    """The thread's time by part, in seconds, and on the ``host`` also ``gap``: the excess of an action, with the time
+    between two of them, over the median of its kind.
 
     Args:
         parts: `Activity.spent`.
         taken, medians: durations of the actions themselves, by kind (and chunk), with the stage's own layers.
-        more: by which these took longer, for layers of other stages.
-        host: whether they compute there; elsewhere the thread only starts them, and is ahead of the device.
+        more: additional time of these, for layers of other stages.
+        host: whether they compute there; elsewhere the thread only launches them, and is ahead of the device.
     """
     found = dict(parts)
     kinds = [kind for kind in taken if kind.partition("/")[0] in ("F", "B", "W")]

@@ -1,4 +1,4 @@
-"""What a worker's settings ask for and its job cannot have is refused before it takes part."""
+"""Refusals: settings that the job does not support are refused before the worker takes part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_recycle.runtime.site import Framework
 
 
 def check(framework: Framework, place: Place, config: RecycleConfig) -> None:
-    """Refuse settings that this framework, this grid or a stage of this kind cannot have. Raises ConfigError and
+    """Refuse settings that this framework, this grid or a stage of this kind does not support. Raises ConfigError and
     UnsupportedError."""
     if config.on_leave == "checkpoint" and framework.save_last is None:
         raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with DeepSpeed, "
@@ -31,7 +31,7 @@ def check(framework: Framework, place: Place, config: RecycleConfig) -> None:
 
 
 def _check_chunks(place: Place, config: RecycleConfig) -> None:
-    """Refuse what stages with several chunks cannot have yet. Raises UnsupportedError."""
+    """Refuse settings that stages with several chunks do not support yet. Raises UnsupportedError."""
     if not place.placement:
         if config.chunks > 1:
             raise UnsupportedError(f"chunks {config.chunks}, and this framework's stages have one each: leave it out, "

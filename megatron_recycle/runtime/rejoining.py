@@ -1,7 +1,7 @@
-"""A worker whose stage is closed for an iteration, after a failure that has lost some of it at other stages.
+"""The rejoin of a worker whose stage is closed for an iteration, after a failure that has lost some of it elsewhere.
 
-Its script may have left the iteration: nothing of it is run here again, and its step stays. Others go on with it, and
-read messages that this worker has kept; then all commit it.
+Its script may have left the iteration: no action of it is run here again, and its step stays. The other workers go on
+with it, and read messages that this worker has kept; then all commit it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from megatron_recycle.runtime.stepper import Stepper
 
 
 def rejoin(site: Site, stepper: Stepper) -> None:
-    """Send once more what others are still to read, and take part in the commit. Raises GenerationOver."""
+    """Send again the messages that others are still to read, and take part in the commit. Raises GenerationOver."""
     standing, generation = stepper.standing, site.current.get()
     standing.rejoin()
     iteration = standing.iteration
     program, kept = generation.program_of(iteration), site.current.kept[iteration]
-    if iteration + 1 not in site.current.kept:  # it may have been under way, and begins anew
+    if iteration + 1 not in site.current.kept:  # the next iteration may have been under way, and begins anew
         site.meters.memory.give_up()
     shared = opened(site, generation, iteration, standing.attempt)
     for action in program.actions:

@@ -1,9 +1,9 @@
-"""Whether the peers of a stage hold the same parameters and optimizer state, bit for bit (`verify: peers`).
+"""The replica check: a stage's peers must hold the same parameters and optimizer state, bit for bit (`verify: peers`).
 
-Compared after every recovery and, with `verify_every`, between two iterations. Where a recovery meets some peers in
-their scripts, which may still change something that others have changed already, they are compared before the next
-iteration instead. Where most peers agree, the odd ones get the state of the majority before anything is computed with
-their own. Without a majority the job stops and says so.
+Peers are compared after every recovery and, with `verify_every`, between two iterations. If a recovery meets some peers
+in their scripts, which may still make edits that others have made already, they are compared before the next iteration
+instead. If most peers agree, the odd ones get the state of the majority before anything is computed with their own.
+Without a majority the job stops and says so.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def compares(config: RecycleConfig) -> bool:
 
 
 class PeerCheck(WorkerExtension):
-    """Peers are compared when all hold a state, and before iterations."""
+    """Compares peers once all hold a state, and before iterations."""
 
     def settle(self, meeting: Meeting) -> None:
         """After a recovery, and at the start. Raises VerificationError."""
@@ -53,8 +53,8 @@ class PeerCheck(WorkerExtension):
                 standing.verified = standing.committed + 1
 
     def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
-        """If ``iteration`` is one of every `verify_every`, or the last recovery has not compared them; all peers do so
-        at the same one. Raises VerificationError."""
+        """Compare if ``iteration`` is one of every `verify_every`, or if the last recovery has not; all peers do so at
+        the same one. Raises VerificationError."""
         if not stepper.standing.due(iteration, site.config.verify_every):
             return
         stepper.wait()
@@ -85,8 +85,8 @@ def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) ->
 
 
 def _verify_shards(site: Site, stepper: Stepper, generation: Generation, heal: bool) -> None:
-    """Compare the twins of each shard; an odd one gets it from the majority, and all get the parameters that follow
-    from it. Raises VerificationError, and GenerationOver."""
+    """Compare the twins of each shard. An odd one gets the majority's content, and all peers get the parameters that
+    follow from it. Raises VerificationError, and GenerationOver."""
     cuts, groups = generation.cuts, generation.groups
     if cuts is None:
         return
@@ -120,7 +120,7 @@ def _differing(site: Site, groups: Groups, cuts: Cuts) -> dict[int, dict[Worker,
 
 
 def _usual(values: Mapping[Worker, int]) -> Worker | None:
-    """One of more than half of these, which agree; None if no so many do."""
+    """A holder with the value of more than half of the holders; None without a majority."""
     (usual, count), *_ = Counter(values.values()).most_common()
     return next(holder for holder, value in values.items() if value == usual) if 2 * count > len(values) else None
 
@@ -140,7 +140,7 @@ def _heal_shards(site: Site, stepper: Stepper, groups: Groups, cuts: Cuts, moves
         taken = copy(site, groups, moves)
         for shard in taken:
             own.copy_to_model(shard)
-        gather(site.stage, groups, cuts, groups.peers(groups.me.stage))  # they may have come from the odd one
+        gather(site.stage, groups, cuts, groups.peers(groups.me.stage))  # parameters may have come from the odd one
     if taken:
         size = sum(tensor.nbytes for shard in taken for tensor in own.tensors(shard).values())
         site.agent.event(Healed(iteration + 1, size, round(1000 * (time.monotonic() - began), 1), tuple(taken)))
@@ -158,7 +158,7 @@ def _exchange(site: Site, groups: Groups) -> dict[Worker, int]:
 
 def _heal(site: Site, stepper: Stepper, generation: Generation, odd: Sequence[Worker],
           digests: dict[Worker, int]) -> None:
-    """Copy the whole state from the other peers to those of ``odd``. It may take minutes, and all others wait."""
+    """Copy the whole state from the other peers to ``odd``. It may take minutes, and all others wait."""
     with site.phases.working(COPY):
         if site.place.me in odd:
             _take_over(site, stepper, generation, odd, digests)

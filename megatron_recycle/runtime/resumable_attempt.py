@@ -1,13 +1,12 @@
-"""An attempt at an iteration that outlives its generation: the worker goes on there.
+"""An attempt at an iteration that outlives its generation, and goes on in the next one.
 
-An attempt is given up between two actions, or while one waits for a message; that action begins again. Its sums, its
-activations and all messages that it has sent are kept until the iteration is committed: what a dead worker has done is
-run again by its peers, which read those messages once more, and stages that have reduced already may have to do so
-again.
+An attempt is given up between two actions, or in the wait for a message; that action begins again. Its sums, its
+activations and all messages that it has sent are kept until the iteration is committed. Peers run the actions of a dead
+worker again and read those messages once more, and stages that have reduced already may have to do so again.
 
-Where a worker has parts (tensor parallelism), that counts which all of them have done (`membership.redo`). W needs
-nobody else, so that a part catches up with what others have done of those; and a forward that another part has lost, or
-not come to, is dropped.
+Where a worker has parts (tensor parallelism), an action counts if all parts have done it (`membership.redo`). W needs
+no other worker, so a part catches up with the other parts' W. A forward that another part has lost, or not come to, is
+dropped.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.place import Place
 
 Log = Mapping[Action, Sequence[torch.Tensor]]
-"""The tensors of a worker's messages, whether or not anybody has read them, by the action that has made each: where a
-worker has several chunks, two of its messages may have one name."""
+"""The tensors of a worker's messages, read or not, by the action that has made each: where a worker has several chunks,
+two of its messages may have one name."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,15 @@ class ResumableAttempt:
     """An attempt that may be taken up again.
 
     Attributes:
-        iteration: of it.
+        iteration: its iteration.
         chain: the attempt that began with the first of its actions.
-        done: the actions, in order.
-        computed: by them.
-        log: messages that they have made.
+        done: its actions, in order.
+        computed: their results.
+        log: their messages.
         metas: shapes of the activations that this worker has sent, by the boundary that they cross.
         microbatches: of each pipeline; the script may have changed that.
         block: micro-batches of a block of the exact reduction.
-        lent: digest of the plan that it has followed, where that lends layers.
+        lent: digest of its plan, if that lends layers.
     """
 
     iteration: int
@@ -59,13 +58,13 @@ class ResumableAttempt:
     lent: str = ""
 
     def report(self, committed: int) -> KeptReport:
-        """For the coordinator; ``committed``: the last iteration that is final here. Until the iteration ahead is, a
-        guess may turn out wrong, and with it the parameters that all this was computed with."""
+        """For the coordinator; ``committed``: the last iteration that is final here. Until the previous iteration is
+        final, a guess may turn out wrong, and with it the parameters that all this was computed with."""
         return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1,
                           self.microbatches, self.block, self.lent)
 
     def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> ResumableAttempt:
-        """With exactly these actions done: forwards, whose backwards are not done, are dropped, and W are run."""
+        """With exactly these actions done: other forwards, which have no backward yet, are dropped, and W are run."""
         for action in {*self.done} - {*done}:
             if action.kind != "F" or action[1:] in self.computed.queues:
                 raise AssertionError(f"{place.name} cannot undo {action}")
@@ -87,12 +86,12 @@ class ResumedIteration:
     """An iteration that goes on where it stood, as the go says (`membership.redo.carried`).
 
     Attributes:
-        iteration: of it.
+        iteration: its number.
         chain: as `ResumableAttempt.chain`.
-        plan: each worker's list begins with what it has done.
+        plan: each worker's list begins with its actions that are done.
         done: how many of its actions each worker has done.
         provisional: whether some of them were done after a guess that may turn out wrong.
-        loss: the iteration's loss and weight (`LossRelay.wait`), if some script has been given them already.
+        loss: the iteration's loss and weight (`LossRelay.wait`), if some script has received them already.
     """
 
     iteration: int
@@ -110,18 +109,18 @@ class ResumedIteration:
 
 
 class AttemptLog:
-    """Whether an attempt can be taken up again where it is given up.
+    """The log of an attempt, and whether it can be taken up again once it is given up.
 
     Args:
         chain: the attempt that began with the first of its actions.
-        wanted: whether it is to be.
-        sound: whether what has come is in memory once it was waited for: then an abort spoils nothing computed of it.
+        wanted: whether it is to be taken up again.
+        sound: whether received data is in memory once it was waited for: then an abort spoils nothing computed from it.
 
     Attributes:
         torn: whether it is in the midst of an action that cannot be begun again.
-        used: the forward of the backward under way, as long as nothing else is lost if that comes to nothing.
+        used: the forward of the backward under way, as long as nothing else is lost if that backward fails.
         log: messages that its actions have made.
-        over: the end of the generation, which an action has met as it told what it had made.
+        over: the end of the generation, which an action has met while it sent its results.
     """
 
     def __init__(self, chain: int, wanted: bool, sound: bool) -> None:
@@ -132,20 +131,20 @@ class AttemptLog:
         self.over: GenerationOver | None = None
 
     def done(self) -> None:
-        """An action is done. Raises GenerationOver if it has met that."""
+        """An action is done. Raises GenerationOver if the generation ended in it."""
         self.torn, self.used = False, None
         if self.over is not None:
             raise self.over
 
     def made(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
-        """``action`` has made a message of these."""
+        """Log the message of ``action``."""
         if self.wanted:
             self.log[action] = [tensor.detach() for tensor in tensors]
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """A block in which an action tells others what it has made: where that may be told again, the action comes to
-        its end all the same."""
+        """A block in which an action sends its results. If they can be sent again later, the action completes although
+        the generation ends."""
         try:
             yield
         except GenerationOver as error:

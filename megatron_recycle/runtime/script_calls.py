@@ -1,4 +1,4 @@
-"""What a script asks of all workers, and keeps beside the model: its parts of a recovery."""
+"""The script's joint calls, and its state beside the model: their parts of a recovery."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 
 class ScriptCalls(WorkerExtension):
-    """Evaluations, collectives and transfers that some members have seen the end of."""
+    """Ends the evaluations, collectives and transfers of which only some members have seen the end."""
 
     def level(self, meeting: Meeting) -> None:
         site, resume = meeting.site, meeting.resume
@@ -34,7 +34,7 @@ def _ranks(meeting: Meeting) -> list[int]:
 
 
 class RegisteredState(WorkerExtension):
-    """What scripts have registered goes to peers that have come in."""
+    """Gives registered state to peers that have come in."""
 
     def settle(self, meeting: Meeting) -> None:
         meeting.site.framework.registered.look(meeting.groups)
@@ -44,8 +44,8 @@ class RegisteredState(WorkerExtension):
 
 
 def share_registered(site: Site, groups: Groups) -> None:
-    """What scripts have registered goes to peers that have come in; all workers together, inside calls of their
-    scripts. Raises GenerationOver, and JobEnded on one that cannot take it."""
+    """Give registered state to peers that have come in; all workers together, inside calls of their scripts. Raises
+    GenerationOver, and JobEnded on a joiner that cannot take it."""
     with site.phases.copying() if site.framework.registered.owed else nullcontext():
         why = site.framework.registered.share(groups, site.stage.device)
     if why is not None:

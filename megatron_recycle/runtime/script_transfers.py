@@ -1,8 +1,8 @@
-"""What the script sends from one rank to another between two iterations, through failures.
+"""The script's messages from one rank to another between two iterations, through failures.
 
-Messages of a pair are numbered, on both ends alike. A failure voids all that is under way: then receivers say which
-messages they have, and senders send all others again. For that each keeps what it has sent last. With a rank that is
-gone there is nothing to be made again: its partners get an error that names it.
+Messages of a pair are numbered, on both ends alike. A failure voids all transfers under way. Receivers then report the
+messages that they have, and senders send all others again. For that each process keeps its latest messages. Transfers
+with a lost rank cannot be made again: its partners get an error that names it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_recycle.runtime.comm.user_collectives.packing import rows_of_all
 from megatron_recycle.runtime.place import Place
 
 SENT = CONTROL.take("what the script sends", 2**26, again=True)
-"""By the message, and the groups that it travels on: nothing of older ones is taken for it."""
+"""Tags by message, and by the groups that it travels on: no older message is taken for it."""
 _MOST = 64 * 2**20
-"""Bytes that are kept of what has left, at most."""
+"""Limit to the bytes of sent messages that are kept."""
 
 
 @dataclass(eq=False)
@@ -33,14 +33,14 @@ class Message:
     """A tensor that the script sends, or receives.
 
     Attributes:
-        pair: of which it is: a group, the script's tag, sender and receiver.
+        pair: its group, the script's tag, sender and receiver.
         number: of it in its pair, from 1.
         peer: rank of the other end.
-        data: what is sent, or room for what comes, in CPU memory.
-        into: where the script wants what comes; None: it is sent.
+        data: the tensor to send, or room for the tensor to receive, in CPU memory.
+        into: the script's tensor to receive into; None: it is sent.
         pending: its transfer, if that has begun on the groups in force.
-        done: whether it has come, or left.
-        lost: why it never will.
+        done: whether it has been received, or sent.
+        lost: why it never will be.
         once: whether it is given up with the generation.
     """
 
@@ -61,7 +61,7 @@ class Message:
 
     @property
     def key(self) -> float:
-        """What both ends know its pair by."""
+        """The key of its pair, the same on both ends."""
         return _key(self.pair)
 
 
@@ -75,16 +75,16 @@ class Transfers:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._begun = Counter[str]()
-        """By pair: the messages of this process."""
+        """By pair: the number of this process's messages."""
         self._incoming: set[str] = set()
         """The pairs in which it receives."""
         self._kept: list[Message] = []
-        """Those under way, and those that have left last: their receivers may not have them."""
+        """Messages under way, and the latest ones sent: their receivers may not have them."""
 
     def begin(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool,
               only: object = None) -> Message:
-        """The script's next message, to or from position ``peer`` of ``group``; `post` it. ``only``: the epoch with
-        which it is given up; None: it never is."""
+        """The script's next message, to or from position ``peer`` of ``group``, to be `post`ed. ``only``: the epoch
+        with which it is given up; None: it never is."""
         me, other = group.ranks[group.me], group.ranks[peer]
         first, second = (me, other) if sends else (other, me)
         pair = f"{group.name}/{tag}/{first} to {second}" + (f"/{only}" if only else "")
@@ -95,7 +95,7 @@ class Transfers:
         return Message(pair, self._begun[pair], other, data, None if sends else tensor, once=only is not None)
 
     def post(self, message: Message, groups: Groups, epoch: object) -> None:
-        """Have ``message`` travel, on the groups of ``epoch``, unless it does or never will. Raises GenerationOver."""
+        """Begin ``message`` on the groups of ``epoch``, unless it is under way, done or lost. Raises GenerationOver."""
         if message.pending is not None or message.done or message.lost:
             return
         if message not in self._kept and not message.once:
@@ -109,7 +109,7 @@ class Transfers:
         message.pending = start(message.data, everyone.index(message.peer), tag)
 
     def arrive(self, message: Message, groups: Groups, epoch: object) -> None:
-        """Wait until ``message`` has come, or left. Raises GenerationOver."""
+        """Wait until ``message`` has been received, or sent. Raises GenerationOver."""
         self.post(message, groups, epoch)
         if message.pending is None or message.done:
             return
@@ -125,8 +125,8 @@ class Transfers:
             self._kept.remove(left.pop(0))
 
     def reconcile(self, groups: Groups, epoch: object, joined: Collection[int] = ()) -> None:
-        """On new groups: find out what has arrived, and send again what has not. ``joined``: processes that come in,
-        whose predecessors' messages are nobody's. Raises GenerationOver."""
+        """On new groups: find out which messages have arrived, and send the others again. ``joined``: processes that
+        come in; messages with their predecessors are lost. Raises GenerationOver."""
         everyone = self._everyone(groups)
         stay = {rank for process, rank in enumerate(everyone) if process not in joined}
         comes = groups.control.rank in joined
@@ -148,11 +148,11 @@ class Transfers:
         if wanted:
             self._find_lost(groups, wanted)
         for message in [*self._kept]:
-            message.done = False  # it is under way again, whoever has waited for it
+            message.done = False  # it is under way again, even if it has been waited for
             self.post(message, groups, epoch)
 
     def _find_lost(self, groups: Groups, wanted: Collection[tuple[float, float]]) -> None:
-        """Some messages that are ``wanted`` have left too long ago to be sent again."""
+        """Lose messages that are ``wanted`` but were sent too long ago to be sent again."""
         sent = {_key(pair): count for pair, count in self._begun.items() if pair not in self._incoming}
         there = {(message.key, float(message.number)) for message in self._kept}
         gone = rows_of_all(groups.control, sorted(
@@ -174,7 +174,7 @@ class Transfers:
                 "collective, leave it out, or let the worker be started again (max_restarts)")
 
     def _everyone(self, groups: Groups) -> list[int]:
-        """Ranks of all that are alive."""
+        """Ranks of all live processes."""
         return sorted(rank for worker in groups.members for rank in self._place.ranks[worker])
 
 

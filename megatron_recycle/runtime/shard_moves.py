@@ -1,9 +1,9 @@
 """Shards of an optimizer's state on their way to other workers, mostly after a failure.
 
-They are copied to those that are to hold them from now on (`adopt`): in the recovery, or before the next iteration
-where the recovery meets some peers in their scripts, or where the stage is closed for an iteration that is not
-committed: its step may have to be made again, by those that have its slices. A copy counts when it is whole. Whoever
-has given one away keeps it until the next gradient is held, of which it gets nothing.
+Shards are copied to their new holders (`adopt`) in the recovery. They are copied before the next iteration if the
+recovery meets some peers in their scripts, or if the stage is closed for an iteration that is not committed: its step
+may have to be repeated by the workers with its slices. A copy counts once it is whole. A giver keeps its shard until
+the next gradient is held, of which it gets nothing for that shard.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from megatron_recycle.runtime.worker_extension import Meeting, WorkerExtension
 
 _MIB = 2**20
 _TAGS = 2**14
-"""Of a move: pieces of 256 GiB."""
+"""Tags of a move: for pieces of 256 GiB."""
 
 
 class ShardMoves(WorkerExtension):
-    """Each shard of the optimizer's state has its holders, whoever is lost."""
+    """Keeps holders of each shard of the optimizer's state, whichever worker is lost."""
 
     def reports(self, site: Site, standing: Standing) -> Mapping[str, Any]:
-        """The shards that this worker has whole; nothing where it has all of the state."""
+        """The shards that this worker has whole; none where each worker has all of the state."""
         shards = site.stage.shards
         return {} if shards is None else {"shards": ShardsReport(
             shards.count, max(site.config.state_copies or site.place.grid.pipelines, shards.least),
             dict.fromkeys(shards.held, standing.holds))}
 
     def level(self, meeting: Meeting) -> None:
-        """Some have stepped, and told nobody: their parameters go to the others."""
+        """Send parameters from peers that have stepped to those that did not get the result before the failure."""
         site, groups, todo, stepped = meeting.site, meeting.groups, meeting.todo, meeting.standing.stepped
         before = cuts(site.stage, groups, meeting.resume, begun=True)
         if before is None or meeting.resume.restored or meeting.go.generation == 1:
             return
         with site.phases.copying():
-            # If all have their parameters, scripts may have changed them since, those of some and not yet of others.
+            # If all have their parameters, scripts may have edited them since, on some peers and not yet on others.
             (lacking,) = count(groups.stage_control, not todo.enter and site.trainable.gathered != stepped)
             if lacking and not todo.enter:
                 with site.phases.writing():
@@ -77,7 +77,7 @@ class ShardMoves(WorkerExtension):
 
 
 def owe(site: Site, groups: Groups, resume: Resume) -> bool:
-    """Note which shards are to be copied to those that are to hold them; returns whether any are."""
+    """Note the shards to copy to their new holders; returns whether there are any."""
     own = table(groups, resume)
     site.current.owed = () if site.stage.shards is None or own is None else tuple(
         (shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in own.moves)
@@ -95,8 +95,8 @@ def adopt(site: Site, groups: Groups) -> None:
 
 
 def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]) -> list[int]:
-    """Copy shards; ``moves``: (shard, giver, taker), the same on all peers of a stage. Returns those that this worker
-    has taken. Raises as `adopt`."""
+    """Copy shards; ``moves``: (shard, giver, taker), the same on all peers of a stage. Returns the shards that this
+    worker has taken. Raises as `adopt`."""
     shards, peers, me = site.stage.shards, groups.peers(groups.me.stage), groups.me
     assert shards is not None
     lanes = [Lane(groups.stage_control, groups.stage, SHARD_STATE, _TAGS * number) for number in range(len(moves))]

@@ -1,7 +1,7 @@
-"""What workers do with the shards of their stage's optimizer state: norms, steps, parameters.
+"""Operations on the shards of a stage's optimizer state: norms, steps, parameters.
 
-A step changes on each worker the part of the model that belongs to its own shards; the others' parts come from those
-that hold them (`gather`). How shards go to other workers after a failure: `shard_moves`.
+A step changes on each worker the part of the model that belongs to its own shards. The other parts come from the
+holders of their shards (`gather`). Moves of shards to other workers after a failure: `shard_moves`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Kept = Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]
 
 
 def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
-    """Raises ConfigError for what cannot be had where the optimizer's state is cut into shards."""
+    """Raises ConfigError for settings that exclude an optimizer state in shards."""
     if stage.shards is None:
         return
     if config.guard == "memory":
@@ -48,7 +48,7 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
 
 
 def cuts(stage: Stage, groups: Groups, resume: Resume, begun: bool) -> Cuts | None:
-    """Who holds which shard of this stage: when the generation had ``begun``, or from the end of the recovery on; None
+    """The holders of this stage's shards: when the generation had ``begun``, or from the end of the recovery on; None
     if its state is not cut."""
     shards, own = stage.shards, table(groups, resume)
     if shards is None or own is None:
@@ -59,15 +59,15 @@ def cuts(stage: Stage, groups: Groups, resume: Resume, begun: bool) -> Cuts | No
 
 
 def table(groups: Groups, resume: Resume) -> ShardTable | None:
-    """Of this worker's stage and part; None: its state is not cut."""
+    """The table of this worker's stage and part; None: its state is not cut."""
     mine = groups.me.stage, groups.part
     return next((table for table in resume.shards if (table.stage, table.part) == mine), None)
 
 
 def norms(stage: Stage, cut: Cuts | None, groups: Groups, layout: Layout,
           gradient: torch.Tensor) -> tuple[tuple[float, ...], float]:
-    """The stage's squared norm, or that of each shard, and how many zeros its reduced ``gradient`` has, the same bits
-    on all peers; all of them take part. Raises GenerationOver."""
+    """The stage's squared norm, or that of each shard, and the number of zeros in its reduced ``gradient``, the same
+    bits on all peers; all of them take part. Raises GenerationOver."""
     shards = stage.shards
     if cut is None or shards is None:
         whole = layout.views(gradient)
@@ -84,12 +84,12 @@ def norms(stage: Stage, cut: Cuts | None, groups: Groups, layout: Layout,
 
 
 def views(stage: Stage, layout: Layout, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What `Stage.step` takes of a reduced gradient."""
+    """A reduced gradient as `Stage.step` takes it."""
     return layout.views(gradient) if stage.shards is None else stage.shards.split(gradient)
 
 
 def _parts(stage: Stage, shard: int, values: torch.Tensor) -> list[torch.Tensor]:
-    """What lies in a shard of each parameter's gradient."""
+    """The elements of each parameter's gradient in a shard."""
     assert stage.shards is not None
     of: dict[int, torch.Tensor] = {}
     for piece, part in zip(stage.shards.pieces(shard), stage.shards.parts(shard, values)):
@@ -99,15 +99,15 @@ def _parts(stage: Stage, shard: int, values: torch.Tensor) -> list[torch.Tensor]
 
 
 def keep_only(stage: Stage, cut: Cuts | None, me: Worker) -> None:
-    """Drop what this worker has given away."""
+    """Drop the shards that this worker has given away."""
     if cut is not None and stage.shards is not None:
         for shard in set(stage.shards.held) - set(cut.of(me)):
             stage.shards.drop(shard)
 
 
 def begin_anew(stage: Stage, groups: Groups, resume: Resume) -> None:
-    """Have the shards that are this worker's after ``resume``, and no others, with anything in them: a checkpoint is
-    loaded into them."""
+    """Have exactly the shards that are this worker's after ``resume``, with any content: a checkpoint is loaded into
+    them."""
     shards, cut = stage.shards, cuts(stage, groups, resume, begun=False)
     if shards is None or cut is None:
         return
@@ -126,8 +126,8 @@ def forget(stage: Stage) -> None:
 
 
 def gather(stage: Stage, groups: Groups, cut: Cuts, peers: Sequence[Worker]) -> None:
-    """Those of ``peers`` that do not hold a shard get its part of the model from one that does; all of them take part.
-    Raises GenerationOver."""
+    """Send each shard's part of the model from one of its holders to the ``peers`` that do not hold it; all of them
+    take part. Raises GenerationOver."""
     shards = stage.shards
     assert shards is not None
     ranks = groups.peers(groups.me.stage)
@@ -141,7 +141,7 @@ def gather(stage: Stage, groups: Groups, cut: Cuts, peers: Sequence[Worker]) -> 
 
 
 def kept(stage: Stage) -> Kept:
-    """A copy of the shards that this worker has, for `put_back`."""
+    """A copy of this worker's shards, for `put_back`."""
     shards = stage.shards
     return {} if shards is None else {
         shard: ({name: tensor.clone() for name, tensor in shards.tensors(shard).items()}, shards.numbers(shard))
@@ -149,7 +149,7 @@ def kept(stage: Stage) -> Kept:
 
 
 def put_back(stage: Stage, shards: Kept) -> None:
-    """Make this worker's shards what was `kept`, which is used up: its tensors may be theirs from now on."""
+    """Restore this worker's shards from `kept` copies, which are used up: the shards may keep their tensors."""
     for shard, (tensors, numbers) in shards.items():
         assert stage.shards is not None
         stage.shards.take(shard, tensors, numbers)

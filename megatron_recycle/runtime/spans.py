@@ -1,6 +1,6 @@
-"""What one worker's training thread did in some iterations, action by action, for `recycle timeline RUN`.
+"""The record of one worker's training thread in some iterations, action by action, for `recycle timeline RUN`.
 
-The latest transitions are kept in memory; of every 25th iteration, and of those around a failure, they are written to
+The latest transitions are kept in memory. Those of every 25th iteration, and of those around a failure, are written to
 `timings/worker-RANK.jsonl` in the run's folder, by a thread of its own: training never waits for that disk.
 """
 
@@ -23,15 +23,15 @@ from megatron_recycle.plan import Action
 FOLDER = "timings"
 EVERY = 25
 _AROUND = 2
-"""Iterations that are written after a failure: the one that it met, and the next."""
+"""Iterations that are written after a failure: the interrupted one, and the next."""
 _MOST = 8192
 """Transitions in memory: some ten iterations of 200 actions."""
 _LARGE = 1 << 20
-"""Bytes of a file after which its older half goes."""
+"""Bytes of a file beyond which its older half is dropped."""
 _ACTIONS = frozenset({"forward", "full forward", "backward", "full backward", "weight", "data"})
 
 Mark = tuple[float, str, Any]
-"""(seconds of a clock that only grows, what begins, and its name): a state of the thread, or "at" an iteration and an
+"""(seconds of a monotonic clock, what begins, and its name): a state of the thread, or "at" an iteration and an
 action."""
 
 
@@ -49,7 +49,7 @@ class Spans:
         self._thread: threading.Thread | None = None
 
     def at(self, now: float, iteration: int, action: Action | None) -> None:
-        """From now on the thread is at this."""
+        """From now on the thread is at this iteration and action."""
         self.marks.append((now, "at", (iteration, action)))
 
     def failed(self) -> None:
@@ -57,7 +57,7 @@ class Spans:
         self._eventful = _AROUND
 
     def committed(self, iteration: int, worker: str, file: Path | None) -> None:
-        """``iteration`` is final; write its record to ``file``, if it is one of those that are written."""
+        """``iteration`` is final; write its record to ``file``, if it is due."""
         if file is None or (iteration % EVERY and not self._eventful):
             return
         self._eventful = max(0, self._eventful - 1)
@@ -75,8 +75,8 @@ class Spans:
 
 
 def record(iteration: int, worker: str, marks: Iterable[Mark], offset: float) -> dict[str, Any]:
-    """The spans of ``iteration``: `t` is the first one's begin (Unix seconds), each has microseconds since then,
-    microseconds that it took, and a name: an action, ``wait`` for something, or another activity."""
+    """The spans of ``iteration``: `t` is the begin of the first span (Unix seconds). Each span has its begin since then
+    and its duration, in microseconds, and a name: an action, ``wait`` for something, or another activity."""
     spans: list[tuple[float, float, str]] = []
     here, action = False, ""
     before: tuple[float, str] | None = None
@@ -105,7 +105,7 @@ def record(iteration: int, worker: str, marks: Iterable[Mark], offset: float) ->
 
 
 def append(file: Path, line: str) -> None:
-    """Write a line to a file that does not grow without end. Raises OSError."""
+    """Append a line to a file of bounded size. Raises OSError."""
     file.parent.mkdir(mode=0o700, exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         if file.stat().st_size > _LARGE:

@@ -57,7 +57,7 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
 
 
 def _check_moves(place: Place, config: RecycleConfig, launched: Launched) -> None:
-    """Raises UnsupportedError if the job wants moves that nobody could make."""
+    """Raises UnsupportedError if the job wants moves that cannot be made."""
     if config.moves and place.parts > 1:
         raise UnsupportedError("with tensor parallelism no worker can move to another stage: leave `moves` out")
     if config.moves and not launched.by_recycle_run:

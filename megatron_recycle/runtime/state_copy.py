@@ -1,4 +1,4 @@
-"""The copy of a stage's whole state, from its workers to one that comes in."""
+"""The copy of a stage's whole state, from its workers to a joiner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_recycle.runtime.stage import Stage
 
 
 def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.Tensor], facts: Any) -> None:
-    """Send all ``tensors`` and ``facts`` (see `Head.of`) of this stage to those of ``joined`` that are of it.
+    """Send all ``tensors`` and ``facts`` (see `Head.of`) of this stage to its workers among ``joined``.
 
     Raises:
         GenerationOver: a newer generation begins.
@@ -38,13 +38,13 @@ def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.T
 
 def take(groups: Groups, joined: Sequence[Worker],
          device: torch.device) -> tuple[dict[str, torch.Tensor], Any, Received]:
-    """Receive what `give` sends, into new buffers.
+    """Receive the tensors and facts of `give`, into new buffers.
 
     Returns:
-        tensors, facts, and what it took.
+        tensors, facts, and the cost of the transfer.
 
     Raises:
-        TransferError: what arrived is not what was sent.
+        TransferError: the data that arrived differ from those that were sent.
         GenerationOver: a newer generation begins.
     """
     peers, lane = groups.peers(groups.me.stage), _lane(groups)
@@ -61,5 +61,5 @@ def _lane(groups: Groups) -> Lane:
 
 
 def stage_tensors(stage: Stage) -> dict[str, torch.Tensor]:
-    """Everything that a worker of this stage must have as its peers do."""
+    """All tensors that must be equal on the workers of this stage."""
     return {**stage.state(), **stage.fixed()}

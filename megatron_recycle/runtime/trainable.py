@@ -1,4 +1,4 @@
-"""Which parameters of a stage are trained, and how their gradients lie in one flat buffer."""
+"""The trained parameters of a stage, and the layout of their gradients in one flat buffer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_recycle.runtime.stage import Stage
 
 
 class Trainable:
-    """The trained parameters of ``stage``; others once the script has frozen some, or a peer's have come.
+    """The trained parameters of ``stage``; they change once the script has frozen some, or a peer's have come.
 
     Attributes:
         layout: of the flat gradient.
-        trained: which parameters that are, to be compared with the peers'.
+        trained: which parameters these are, to be compared with the peers'.
         initial_state: the tensors and counters that this worker came in with, until it trains.
-        shards: those of the optimizer's state that it came in with, likewise.
-        gathered: where the optimizer is cut into shards, the iteration whose step all parameters are of; None: some may
-            not be.
+        shards: the shards of the optimizer's state that it came in with, likewise.
+        gathered: with an optimizer cut into shards, the iteration whose step is in all parameters; None: it may not be
+            in some.
         neighbours: copies of other stages' layers.
         guard: copies of the stage's state, and of others', that training can go back to.
     """
@@ -38,7 +38,7 @@ class Trainable:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """The stage's parameters may be others now."""
+        """Lay out the gradients again: the stage's parameters may have changed."""
         self.layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
         self.trained = Trained.of(self._stage.module, self.layout)
 

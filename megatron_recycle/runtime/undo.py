@@ -25,7 +25,7 @@ class Undo:
         self._numbers: dict[int, Any] = {}
 
     def save(self) -> None:
-        """Remember the state; the next one takes its place."""
+        """Save the state, in place of the last saved one."""
         shards = self._stage.shards
         state = self._stage.state() if shards is None else _of_shards(shards)
         self._spare = {name: self._spare[name] if name in self._spare else torch.empty_like(tensor)
@@ -35,7 +35,7 @@ class Undo:
         self._numbers = {} if shards is None else {shard: shards.numbers(shard) for shard in shards.held}
 
     def restore(self) -> None:
-        """Put back what was saved."""
+        """Restore the saved state."""
         shards = self._stage.shards
         if shards is None:
             self._stage.reset_state(self._spare.keys())

@@ -1,4 +1,4 @@
-"""Acts of the script between two iterations that training has to follow: modes, edits, new random generators."""
+"""The script's edits between two iterations, which training has to follow: modes, state, new random generators."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class UserEdits:
         self._site.framework.generators.adopt_trackers()
 
     def take_in(self, settle: Callable[[], None]) -> None:
-        """Take in what the script has changed since the last iteration, before the next one is trained; ``settle``
-        makes the last step final."""
+        """Pick up the script's edits since the last iteration, before the next one is trained; ``settle`` makes the
+        last step final."""
         stage, trainable = self._site.stage, self._site.trainable
-        if trainable.initial_state is not None:  # the script has gone through its loop since: its peers' had before
+        if trainable.initial_state is not None:  # this script has run its loop since; its peers' scripts had before
             stage.load_state(*trainable.initial_state)
             put_back(stage, trainable.shards)
             trainable.shards = {}
@@ -57,7 +57,7 @@ class UserEdits:
         self._modes.remember()
 
     def _tell_habit(self) -> None:
-        """A script that changes something before every iteration waits every time: say so, once."""
+        """Warn, once, that a script which edits something before every iteration waits every time."""
         self._in_a_row += 1
         if self._in_a_row == _HABIT and self._site.place.me.pipeline == 0:
             named = self._edits.named()
@@ -68,14 +68,14 @@ class UserEdits:
                 "(docs/between-iterations.md)", what)
 
     def trained(self) -> bool:
-        """An iteration is trained. Returns whether generators are to be looked for again: after the first one, since
-        some are made in the first forward."""
+        """An iteration is trained. Returns whether to look for generators again: after the first iteration, since some
+        are made in the first forward."""
         again, self._again = self._again, False
         return again
 
     def look_back(self) -> None:
-        """A failure, between two iterations: to go back to before them would be to lose what the script has changed
-        since the last one."""
+        """A failure between two iterations: to go back to before them would lose the script's edits since the last
+        one."""
         edited = self._edited
         if edited is None:
             edited = self._site.trainable.guard.returns and self._edits.found()
@@ -83,15 +83,15 @@ class UserEdits:
             self._void()
 
     def _void(self) -> None:
-        """To go back would be to lose what the script does once."""
+        """Void the guard's copies: to go back to them would lose edits that the script makes once."""
         if self._site.trainable.guard.void(self._stepper.standing.stepped):
             get_logger().warning("megatron-recycle: what the script changes between iterations voids the copies of "
                                  "guard: a stage that is lost before the next ones (guard_interval) does not come back")
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside the block iterations are made again after which training had returned to the script already, which
-        has changed nothing since."""
+        """A block in which iterations are run again after which training had returned to the script already, which has
+        changed nothing since."""
         self._edits.forget()
         with self._modes.of_training():
             yield
@@ -104,7 +104,7 @@ class UserEdits:
 
     @contextmanager
     def apart(self, iteration: int) -> Iterator[None]:
-        """Inside the block, which makes the step of ``iteration`` final, everything is as training has left it."""
+        """A block that makes the step of ``iteration`` final, with everything as training has left it."""
         self.look_back()
         with self._modes.of_training(), self._edits.apart(iteration, self._stepper.remake):
             yield
@@ -112,15 +112,15 @@ class UserEdits:
 
     @contextmanager
     def saved(self) -> Iterator[None]:
-        """Inside the block the script's state is saved as it is now, which need not be what training goes on with:
-        averages of the parameters, say, that are there for the checkpoint only. What differs afterwards is found."""
+        """A block in which the script's state is saved as it is now, which need not be the state that training goes on
+        with: averages of the parameters, say, for the checkpoint only. Differences afterwards are found."""
         self.look_back()
         yield
         self._watch_on()
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Inside the block the job evaluates: what that itself leaves behind is no change of the script's."""
+        """A block in which the job evaluates: the traces of that are no edits of the script's."""
         self._edited = self._site.trainable.guard.returns and self._edits.found()
         try:
             with self._edits.aside():
@@ -129,6 +129,6 @@ class UserEdits:
             self._edited = None
 
     def _watch_on(self) -> None:
-        """What the script changes from here on is to be found as well."""
-        if self._site.trainable.initial_state is None:  # else what it has meanwhile does not count
+        """Find the edits that the script makes from here on, too."""
+        if self._site.trainable.initial_state is None:  # else its present state does not count
             self.leave()

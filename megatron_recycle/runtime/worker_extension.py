@@ -64,13 +64,13 @@ class Meeting:
         return tuple(workers_of(self.go.resume.joined))
 
     def some_are_between(self, with_joined: bool = True) -> bool:
-        """Whether the script of some peer may still change something before the next iteration; all peers take part.
-        ``with_joined``: also of one that comes in, which gets everything in any case. Raises GenerationOver.
+        """Whether some peer's script may still make edits before the next iteration; all peers take part.
+        ``with_joined``: also a joiner's, though a joiner gets everything in any case. Raises GenerationOver.
 
-        A worker that has asked for the next iteration has made all of its script's changes before it. One that is met
-        in another call (a collective, an evaluation, a checkpoint) may still make some that its peers have made
-        already: what differs between peers then is no fault, and what is copied from one to another would be changed
-        twice there, or never. Both have to wait until all have asked.
+        A worker that has asked for the next iteration has made all of its script's edits before it. A worker that is
+        met in another call (a collective, an evaluation, a checkpoint) may still make edits that its peers have made
+        already. Then a difference between peers is no fault, and a replica copied mid-edit would get the user's edit
+        twice or not at all. Both comparisons and copies have to wait until all have asked.
         """
         standing, counts = self.standing, with_joined or not self.todo.enter
         (between,) = count(self.groups.stage_control, counts and standing.asked <= standing.stepped)
@@ -78,19 +78,18 @@ class Meeting:
 
 
 class Source:
-    """Where workers that come in get their stage's state from: the peers of the stage. Raises GenerationOver."""
+    """The source of joiners' state: the peers of their stage. Raises GenerationOver."""
 
     def take(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Facts, Received]:
-        """For a worker that comes in: tensors in buffers of their own, facts, and what the transfer took. Raises
-        TransferError."""
+        """On a joiner: tensors in buffers of their own, facts, and the cost of the transfer. Raises TransferError."""
         tensors, told, received = take(meeting.groups, meeting.joined, meeting.site.stage.device)
         return tensors, Facts.from_json(told), received
 
     def taken(self, meeting: Meeting) -> None:
-        """A worker that comes in has loaded this state. It counts as one that holds it when this returns."""
+        """A joiner has loaded this state. It counts as a holder of the state when this returns."""
 
     def give(self, meeting: Meeting) -> None:
-        """For a worker that was in."""
+        """On a worker that was in: send the state."""
         give(meeting.groups, meeting.joined, stage_tensors(meeting.site.stage), meeting.stepper.facts())
 
 
@@ -111,14 +110,14 @@ class WorkerExtension:
         return {}
 
     def decided(self, site: Site, stepper: Stepper, go: Go) -> None:
-        """The coordinator has decided, and nobody has connected to anybody yet. Raises JobEnded."""
+        """The coordinator has decided, and no member has connected to another yet. Raises JobEnded."""
 
     def source(self, meeting: Meeting) -> Source | None:
-        """Where the state comes from; None: from the peers of a stage."""
+        """The source of the state; None: the peers of a stage."""
         return None
 
     def level(self, meeting: Meeting) -> None:
-        """Bring level what some members have seen the end of, and others not, before state is copied."""
+        """Before state is copied: complete on all members whatever only some have seen complete."""
 
     def settle(self, meeting: Meeting) -> None:
         """All members hold the state that training goes on from. Raises JobEnded where none does, VerificationError,

@@ -1,6 +1,6 @@
 """All extensions of a worker, in the order in which each point of training calls them.
 
-The order counts: shards are where they belong before peers are compared and registered state is given; peers are
+The order counts: shards reach their holders before peers are compared and registered state is given; peers are
 compared before their state is copied; nothing comes after the last checkpoint.
 """
 
@@ -17,7 +17,7 @@ from megatron_recycle.runtime.worker_extension import WorkerExtension
 ALL: tuple[WorkerExtension, ...] = (
     ScriptCalls(),  # evaluations, and collectives and transfers of the script's own
     ShardMoves(),  # of optimizers whose state is cut into shards
-    RegisteredState(),  # what scripts have registered
+    RegisteredState(),  # of scripts
     PeerCheck(),  # whether peers are equal
     FirstForwards(),  # whether a forward depends on when it is run
     LastCopies(),  # the way back of a lost stage
