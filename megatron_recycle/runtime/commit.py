@@ -122,7 +122,7 @@ class Commit:
             promise to adopt it: numbers whose mean is this worker's, and whose squares' mean is its square, are
             all the same.
         plan: a number of the plan that was followed, below 2**20: shows when workers followed different plans.
-        coefficient: gives the one that a verdict asks for, under the script's settings for this iteration.
+        coefficient: gives the coefficient that a verdict asks for, under the script's settings for this iteration.
         heard: called with this object, in the thread that runs it, when the verdict is known, and before it is done.
         halt: where the next iteration stops if the guess was wrong; None: none is under way.
         last: the stage that computes the loss; None: the last one.

@@ -76,7 +76,7 @@ class _FailedSave:
 
 
 class Evaluated(Rows, frozen=True):
-    """Results of passes, and the numbers of those that have `failed`."""
+    """Results of passes, and the numbers of `failed` passes."""
 
     failed: Sequence[int]
 

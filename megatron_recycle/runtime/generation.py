@@ -268,7 +268,7 @@ class Current:
     Attributes:
         last: the generation in force; between two, the previous one, with its members and its plan; None at first.
         reusable: communicators of older generations, which the next one may go on with.
-        kept: resumable attempts by iteration: at the one that is not committed, and at the next one.
+        kept: resumable attempts by iteration: at the uncommitted iteration, and at the next one.
         torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
         owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
         had: the holders of the shards until then; None: as in the generation's cuts.

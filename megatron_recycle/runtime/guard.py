@@ -48,7 +48,7 @@ class LastCopies(WorkerExtension):
         return _WayBack() if meeting.resume.restored else None
 
     def settle(self, meeting: Meeting) -> None:
-        """Copies wait for an iteration that all begin: a closed stage does not begin the one that others still do."""
+        """Copies wait for an iteration that all begin: a closed stage does not begin the open iteration."""
         meeting.site.trainable.guard.first = meeting.resume.next + bool(meeting.resume.closed)
 
     def due(self, site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:

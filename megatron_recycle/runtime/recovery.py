@@ -52,7 +52,7 @@ def join(site: Site, stepper: Stepper) -> Generation:
 
 
 def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
-    """From a broken generation to the next one that holds, which is then in force.
+    """From a broken generation to the next that holds, which is then in force.
 
     Raises JobEnded if training cannot go on, and ``error`` if no failure was declared for it.
     """

@@ -44,7 +44,7 @@ class ShardMoves(WorkerExtension):
             dict.fromkeys(shards.held, standing.holds))}
 
     def level(self, meeting: Meeting) -> None:
-        """Send parameters from peers that have stepped to those that did not get the result before the failure."""
+        """Send stepped parameters to the peers that did not get them before the failure."""
         site, groups, todo, stepped = meeting.site, meeting.groups, meeting.todo, meeting.standing.stepped
         before = cuts(site.stage, groups, meeting.resume, begun=True)
         if before is None or meeting.resume.restored or meeting.go.generation == 1:

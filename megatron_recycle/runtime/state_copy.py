@@ -44,7 +44,7 @@ def take(groups: Groups, joined: Sequence[Worker],
         tensors, facts, and the cost of the transfer.
 
     Raises:
-        TransferError: the data that arrived differ from those that were sent.
+        TransferError: the received data differ from the sent data.
         GenerationOver: a newer generation begins.
     """
     peers, lane = groups.peers(groups.me.stage), _lane(groups)

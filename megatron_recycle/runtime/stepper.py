@@ -181,8 +181,7 @@ class Stepper:
                 count(generation.groups.stage_control, True)
 
     def settle(self, verdict: Verdict, right: float, adopt: bool = False) -> None:
-        """Make the update of ``verdict.iteration`` final, and the one that the verdict asks for: a step with the
-        coefficient ``right``."""
+        """Make the update of ``verdict.iteration`` final, as the verdict asks: with the coefficient ``right``."""
         before = self.standing.mode
         todo = self.standing.settlement(verdict.iteration, right)
         if todo.undo:
