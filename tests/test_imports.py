@@ -15,7 +15,7 @@ from pathlib import Path
 import networkx
 import pytest
 
-from megatron_recycle import cli
+from megatron_recycle import backends, cli
 
 PACKAGE = "megatron_recycle"
 COMMANDS = frozenset(module for module, _ in cli.COMMANDS.values())
@@ -302,6 +302,14 @@ def test_a_wrong_import_would_be_found(module: str, source: str):
 )
 def test_a_right_import_is_let_through(module: str, source: str):
     assert not [text for found in imports_of(source, module, False) if (text := fault(found))]
+
+
+def test_what_takes_a_framework_over_is_there_by_the_name_that_is_looked_up():
+    """The backends' modules are imported by name, and only once a framework is loaded."""
+    for function in backends.BACKENDS.values():
+        module, _, name = function.partition(":")
+        tree = ast.parse((ROOT / "backends" / module.replace(".", "/")).with_suffix(".py").read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, function
 
 
 def test_heavy_packages_are_loaded_only_when_they_are_used():

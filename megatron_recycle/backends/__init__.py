@@ -24,7 +24,7 @@ BACKENDS: Mapping[str, str] = {
     "deepspeed": "deepspeed.version:install",
     "megatron.bridge.training.setup": "megatron.bridge:watch_setup",
     "megatron.bridge.training.train": "megatron.bridge:watch_training",
-    "megatron.core.optimizer.distrib_optimizer": "megatron.groups_of_optimizer:watch",
+    "megatron.core.optimizer.distrib_optimizer": "megatron.optimizer_groups:watch",
     "megatron.core.parallel_state": "megatron.hook:watch_groups",
     "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",
     "megatron.training.global_vars": "megatron.hook:watch_arguments",
