@@ -115,7 +115,7 @@ class Coordinator:
         offered: Offered | None = None,
         told: Iterable[Mapping[str, Any]] = (),
         host: str = "",
-        life: JobLife = JobLife(),  # it is immutable
+        life: JobLife = JobLife(),  # noqa: B008 - it is immutable
         store: RendezvousStore | None = None,
         follows: bool = False,
         before: str = "",

@@ -53,8 +53,8 @@ class PlainStage:
     """A stage that is ``module``, without an optimizer."""
 
     device, shards, report_width, gradient_dtype = CPU, None, 0, None
-    tied_stages, ties, references = (), (), {}
-    may_guess_wrong = False
+    tied_stages, ties, may_guess_wrong = (), (), False
+    references: Mapping[str, Any] = {}
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.chunks = module, [Chunk(module)]
