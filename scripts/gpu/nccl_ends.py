@@ -364,7 +364,7 @@ def left_and_drained(at: Rank) -> None:
         return
     tensors = [at.tensor(SMALL, -1.0) for _ in range(4)]
     void = [comm.receive(tensor, 0, 0) for tensor in tensors[:2]]
-    threading.Timer(0.2, comm.cancellation.cancel_token.take).start()
+    threading.Timer(0.2, comm.cancellation.token.cancel).start()
     begun = time.monotonic()
     try:
         void[0].wait()
@@ -372,7 +372,7 @@ def left_and_drained(at: Rank) -> None:
     except GenerationOver:
         at.tell(left=True, left_after_s=round(since(begun) - 0.2, 3))
     at.meet("left")
-    comm.cancellation.cancel_token = CancelToken()
+    comm.cancellation.token = CancelToken()
     for pending in [*void, *(comm.receive(tensor, 0, 0) for tensor in tensors[2:])]:
         pending.wait()
     at.sync()
