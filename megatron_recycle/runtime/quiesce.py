@@ -58,7 +58,7 @@ class Halt:
     def __init__(self, groups: Groups, iteration: int) -> None:
         self.decided = threading.Event()
         self._groups, self._iteration = groups, iteration
-        self._cancel_token = groups.world.cancellation.token
+        self._cancel_token = groups.world.life.token
         self._changed = threading.Condition()
         self._entered: int | None = None
         self._frozen = self._given_up = False

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from nccl_rank import SMALL, Rank, since, text
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.runtime.comm.cancellation import CancelToken
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import WORLD
 
@@ -364,7 +363,7 @@ def left_and_drained(at: Rank) -> None:
         return
     tensors = [at.tensor(SMALL, -1.0) for _ in range(4)]
     void = [comm.receive(tensor, 0, 0) for tensor in tensors[:2]]
-    threading.Timer(0.2, comm.cancellation.token.cancel).start()
+    threading.Timer(0.2, comm.life.token.cancel).start()
     begun = time.monotonic()
     try:
         void[0].wait()
@@ -372,7 +371,7 @@ def left_and_drained(at: Rank) -> None:
     except GenerationOver:
         at.tell(left=True, left_after_s=round(since(begun) - 0.2, 3))
     at.meet("left")
-    comm.cancellation.token = CancelToken()
+    comm.life.wait_again()
     for pending in [*void, *(comm.receive(tensor, 0, 0) for tensor in tensors[2:])]:
         pending.wait()
     at.sync()

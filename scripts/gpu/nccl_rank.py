@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.runtime.comm.backend import BACKENDS, Backend
-from megatron_recycle.runtime.comm.cancellation import Cancellation, Wait
+from megatron_recycle.runtime.comm.cancellation import Wait
+from megatron_recycle.runtime.comm.life import Life
 from megatron_recycle.runtime.comm.rendezvous import new_group
 
 SMALL = 1 << 10
@@ -150,7 +151,7 @@ class Rank:
 
     def wait(self, work: Any) -> None:
         """Until ``work`` is over, as the runtime waits."""
-        self.library.backend.wait(work, None, Wait(Cancellation()), False)
+        self.library.backend.wait(work, None, Wait(Life()), False)
 
     def transfer(self, group: Any, tensor: torch.Tensor, sender: int = 0) -> None:
         """One message between ranks 0 and 1, from ``sender``, waited for."""

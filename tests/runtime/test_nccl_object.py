@@ -16,7 +16,8 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Message
 from megatron_recycle.runtime.comm import backend as backends
 from megatron_recycle.runtime.comm.backend import Nccl
-from megatron_recycle.runtime.comm.cancellation import Cancellation, Cancelled, Wait
+from megatron_recycle.runtime.comm.cancellation import Cancelled, Wait
+from megatron_recycle.runtime.comm.life import Life
 from tests.runtime.test_transport import COUNT, DOWN, Plain, transport
 
 
@@ -66,15 +67,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Nccl:
 def test_a_wait_is_for_a_stream_that_waits_and_can_be_left(cuda: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
     posted: list[str] = []
     work: Any = SimpleNamespace(wait=lambda: posted.append(Stream.current[-1]))
-    cancellation = Cancellation()
+    life = Life()
     monkeypatch.setattr(Event, "over", True)
-    cuda.wait(work, None, Wait(cancellation), False)
+    cuda.wait(work, None, Wait(life), False)
     assert posted == ["first"], "not the stream that computes"
     monkeypatch.setattr(Event, "over", False)
-    cancellation.token.cancel()
+    life.token.cancel()
     comes = threading.Event()
     monkeypatch.setattr(Event, "synchronize", lambda self: comes.wait(60))
-    wait = Wait(cancellation)
+    wait = Wait(life)
     with pytest.raises(Cancelled):
         cuda.wait(work, None, wait, False)
     comes.set()

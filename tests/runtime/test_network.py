@@ -167,12 +167,12 @@ def test_a_library_that_hangs_in_its_abort_holds_up_nobody():
     pending = stuck.sum(torch.zeros(1))
     (aborting,) = abort([stuck, well], threads)
     assert flags == [True, True], "what is pending is void before any of it is freed"
-    assert well.cancellation.closed and not stuck.cancellation.closed and aborting.is_alive()
+    assert well.life.closed and not stuck.life.closed and aborting.is_alive()
     with pytest.raises(GenerationOver):
         pending.wait()
     hanging.free.set()
     threads.close()
-    assert not aborting.is_alive() and stuck.cancellation.closed
+    assert not aborting.is_alive() and stuck.life.closed
 
 
 def test_an_abort_waits_for_who_is_posting_an_operation_but_not_for_ever():

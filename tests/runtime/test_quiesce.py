@@ -68,7 +68,7 @@ def test_wherever_each_worker_has_stopped(ordered: bool, seed: int) -> None:
     groups = connected(fabric, GRID, live)
     parties = {me: Party(groups[me], plan) for me in live}
     stops = {me: draw.randrange(len(plan.actions(me)) + 1) for me in live}
-    ways_out = [groups[me].world.cancellation.token.cancel for me in live]
+    ways_out = [groups[me].world.life.token.cancel for me in live]
 
     def stop(me: Worker) -> None:
         try:
@@ -103,7 +103,7 @@ def test_what_came_too_late_to_free_anybody_frees_nobody_later():
     """The thread that waits for the verdict may tell of it when the training thread has known for long."""
     fabric = Fabric()
     one, other = connected(fabric, Grid(2, (1,)), [Worker(0, 0), Worker(0, 1)]).values()
-    take = one.world.cancellation.token.cancel
+    take = one.world.life.token.cancel
     one.reopen()
     take()
     into = torch.zeros(1)

@@ -47,7 +47,7 @@ def abort(comms: Sequence[Comm], threads: Threads) -> list[Task]:
     ``threads``, since one may hang because of another; these are returned.
     """
     for comm in comms:
-        comm.aborted = True
+        comm.void()
     for comm in comms:
         if comm.backend.quick:
             comm.abort()
@@ -135,7 +135,7 @@ class Ending:
             if self._aborting is not None:
                 return False
             for comm in comms:
-                comm.aborted = True
+                comm.void()
             self.spared = spare()
             for comm in self.spared:
                 comm.leave()

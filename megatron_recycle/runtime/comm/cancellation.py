@@ -15,11 +15,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
+from megatron_recycle.runtime.comm.life import CancelToken, Life
 from megatron_recycle.runtime.comm.threads import begin
 
 _LOOK_SECONDS = 0.25
@@ -37,63 +37,18 @@ class Cancelled(RuntimeError):
         super().__init__("it is not waited for any more: what it belongs to is void")
 
 
-class CancelToken:
-    """Cancels all waits on a communicator, from any thread; once, and for good.
-
-    Attributes:
-        cancelled: whether it has done so. A later wait ends at once.
-    """
-
-    def __init__(self) -> None:
-        self.cancelled = False
-        self._lock = threading.Lock()
-        self._inside: set[Callable[[], None]] = set()
-
-    def cancel(self) -> None:
-        """Wake all waiting threads; they find it `cancelled`."""
-        with self._lock:
-            self.cancelled = True
-            inside = list(self._inside)
-        for wake in inside:
-            wake()
-
-    @contextmanager
-    def beside(self, wake: Callable[[], None]) -> Iterator[None]:
-        """A block in which a thread waits; ``wake()`` wakes it, from any thread."""
-        with self._lock:
-            self._inside.add(wake)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside.discard(wake)
-
-
-@dataclass
-class Cancellation:
-    """How the waits on one communicator end early.
-
-    Attributes:
-        token: cancels the waits while operations go on. Once it has cancelled, it is replaced by another.
-        closed: whether the communicator's abort is done: all operations that are not stuck in the library have ended.
-    """
-
-    token: CancelToken = field(default_factory=CancelToken)
-    closed: bool = False
-
-
 class Wait:
     """The wait for one operation, by one thread at a time.
 
     Args:
-        cancellation: of the operation's communicator.
+        life: of the operation's communicator.
         stays: it is never cancelled, as it takes no time.
     """
 
-    __slots__ = ("_begun", "_cancellation", "_stays")
+    __slots__ = ("_begun", "_life", "_stays")
 
-    def __init__(self, cancellation: Cancellation, stays: bool = False) -> None:
-        self._cancellation, self._stays = cancellation, stays
+    def __init__(self, life: Life, stays: bool = False) -> None:
+        self._life, self._stays = life, stays
         self._begun: _Outcome | None = None
 
     @property
@@ -104,7 +59,7 @@ class Wait:
     @property
     def cancel_token(self) -> CancelToken:
         """The token that cancels this wait."""
-        return CancelToken() if self._stays else self._cancellation.token
+        return CancelToken() if self._stays else self._life.token
 
     def aside(self, block: Callable[[], object]) -> None:
         """Run ``block()`` in a helper thread, and raise its errors. ``block`` must release the GIL.
@@ -128,7 +83,7 @@ class Wait:
                 if cancel_token.cancelled:
                     raise Cancelled
                 now = time.monotonic()
-                limit = limit or (now + _LEFT_AFTER if self._cancellation.closed else None)
+                limit = limit or (now + _LEFT_AFTER if self._life.closed else None)
                 if limit is not None and now > limit:
                     raise RuntimeError("gloo was in the midst of a transfer when its connection was closed")
 

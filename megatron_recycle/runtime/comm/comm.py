@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.backend import Backend, Work
-from megatron_recycle.runtime.comm.cancellation import Cancellation, Wait
+from megatron_recycle.runtime.comm.cancellation import Wait
 from megatron_recycle.runtime.comm.ledger import Ledger
+from megatron_recycle.runtime.comm.life import CommState, Life
 from megatron_recycle.runtime.comm.tags import Table
 
 _ABORT_WAITS = 1.0
@@ -86,7 +87,7 @@ class Pending:
                 if self._wait is not None and self._wait.begun:
                     self._wait.again()
                 elif self._work is not None:
-                    self._wait = Wait(comm.cancellation, stays=read or stays)
+                    self._wait = Wait(comm.life, stays=read or stays)
                     comm.backend.wait(self._work, comm.limit, self._wait, read)
                 elif self._open:
                     raise AssertionError("what is started in a batch is waited for after it")
@@ -133,8 +134,7 @@ class Comm:
         ledger: operations begun on ``group`` before; None: none.
 
     Attributes:
-        aborted: whether `abort` or `leave` has been called.
-        cancellation: of all waits here.
+        life: its state, and the token that cancels all waits here.
     """
 
     def __init__(self, group: Any, backend: Backend, table: Table, of: str = "between generations",
@@ -145,8 +145,7 @@ class Comm:
         self.of = of
         self.identity = identity
         self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(group.size()))
-        self.aborted = False
-        self.cancellation = Cancellation()
+        self.life = Life()
         self.ledger = ledger or Ledger()
         self._batch: list[tuple[Pending, Work]] | None = None
 
@@ -230,14 +229,23 @@ class Comm:
         """The same communicator for another generation, ``of``: nothing that was done here counts there."""
         return Comm(self._group, self.backend, self.table, of, self.names, self.identity, self.ledger)
 
+    @property
+    def aborted(self) -> bool:
+        """Whether nothing counts here any more."""
+        return not self.life.open
+
     def is_aborted(self) -> bool:
-        return self.aborted
+        return not self.life.open
+
+    def void(self) -> None:
+        """Let nothing here count any more, from any thread. Waits go on."""
+        self.life.reach(CommState.VOID)
 
     def leave(self) -> None:
         """Void everything here and free all waiting threads, from any thread. The library's communicator stays, and
         `again` may go on with it."""
-        self.aborted = True
-        self.cancellation.token.cancel()
+        self.life.reach(CommState.LEFT)
+        self.life.token.cancel()
 
     def abort(self) -> None:
         """Make every pending and future operation here fail, from any thread.
@@ -245,23 +253,25 @@ class Comm:
         The flag is set first, so that a thread freed by the abort sees it. gloo takes a millisecond for each other
         member; NCCL may take seconds, or never return, if something else on the device is stuck.
         """
-        self.aborted = self.ledger.gone = True
+        self.void()
+        self.ledger.gone = True
         # NCCL must not be inside an operation of this communicator when it is aborted.
         held = self.ledger.lock.acquire(timeout=_ABORT_WAITS)
         try:
             self.backend.abort(self._group)
         finally:
-            self.cancellation.closed = True
+            self.life.reach(CommState.ABORTED)
             if held:
                 self.ledger.lock.release()
 
     def destroy(self) -> None:
         """Free its resources, some time after its abort. Raises nothing."""
         self.backend.destroy(self._group)
+        self.life.reach(CommState.DESTROYED)
 
     def _start(self, pending: Pending, start: Callable[[], Work]) -> Pending:
         with self.ledger.lock, failing_ends(pending, self.is_aborted):
-            if not self.aborted:
+            if self.life.open:
                 with self._asking():
                     pending.begun(work := start())
                 if self._batch is not None:

@@ -15,7 +15,6 @@ from functools import cached_property
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.abort import Ending
-from megatron_recycle.runtime.comm.cancellation import CancelToken
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
 from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.reuse import ReusableGroups
@@ -127,7 +126,7 @@ class Groups:
 
     def reopen(self) -> None:
         """Allow waits for transfers again, after a cancellation."""
-        self.world.cancellation.token = CancelToken()
+        self.world.life.wait_again()
 
     def together(self) -> AbstractContextManager[None]:
         """Inside the block this worker's parts compute together: the loss of a part ends the generation, as a broken

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from megatron_recycle.runtime.comm.backend import Backend, Work
-from megatron_recycle.runtime.comm.cancellation import Cancelled, CancelToken, Wait
+from megatron_recycle.runtime.comm.cancellation import Cancelled, Wait
+from megatron_recycle.runtime.comm.life import CancelToken
 from megatron_recycle.runtime.comm.tags import Table
 
 

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from megatron_recycle.runtime.comm.cancellation import CancelToken
 from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.life import CancelToken
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
 from tests.fakes.network.ends import Board, End, Host, InMemory, Operation
 from tests.fakes.network.schedule import Schedule

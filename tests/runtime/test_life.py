@@ -1,0 +1,83 @@
+"""The life of a communicator goes one way, whoever asks for what, and in whichever order."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.life import CommState, Life
+from megatron_recycle.runtime.comm.tags import CONTROL
+
+REACHED = {"void": CommState.VOID, "leave": CommState.LEFT, "abort": CommState.ABORTED, "destroy": CommState.DESTROYED}
+
+
+class Library:
+    """A communicator of two members that does nothing."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def comm() -> Comm:
+    backend: Any = SimpleNamespace(abort=lambda group: None, destroy=lambda group: None, ordered=False)
+    return Comm(Library(), backend, CONTROL, identity="generation 1/world")
+
+
+@given(st.lists(st.sampled_from([*REACHED, "again"]), max_size=12))
+def test_states_only_give_way_to_later_ones(calls: list[str]) -> None:
+    one = comm()
+    furthest = CommState.OPEN
+    for call in calls:
+        if call == "again":
+            before, one, furthest = one, one.again("generation 2"), CommState.OPEN
+            assert one.life is not before.life and one.ledger is before.ledger
+        else:
+            getattr(one, call)()
+            furthest = max(furthest, REACHED[call])
+        assert one.life.state is furthest
+        assert one.aborted == (furthest > CommState.OPEN) and one.life.closed == (furthest >= CommState.ABORTED)
+        assert not one.ledger.gone or not one.can_stay, "an aborted one is never used again"
+
+
+@pytest.mark.parametrize("call", [name for name in REACHED if name != "destroy"])
+def test_no_operation_begins_once_it_is_void(call: str) -> None:
+    one = comm()
+    getattr(one, call)()
+    with pytest.raises(GenerationOver, match="the generation has been ended"):
+        one.send(None, 1, 0)  # type: ignore[arg-type]
+
+
+def test_of_threads_that_ask_at_once_the_latest_state_stays() -> None:
+    life = Life()
+    threads = [threading.Thread(target=life.reach, args=[state]) for state in (*CommState, *reversed(CommState))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert life.state is CommState.DESTROYED
+
+
+def test_a_cancelled_wait_is_not_the_end() -> None:
+    """Waits may begin again while the communicator is open; a left one stays left."""
+    life = Life()
+    life.token.cancel()
+    life.wait_again()
+    assert life.open and not life.token.cancelled
+
+
+def test_the_page_of_states_is_that_of_the_code() -> None:
+    from megatron_recycle.runtime.comm import life  # its docstring is the documentation
+
+    drawing, *rows = str(life.__doc__).split("\n- ")
+    assert [row.partition(":")[0] for row in rows] == [state.name for state in CommState]
+    assert all(state.name in drawing for state in CommState)
