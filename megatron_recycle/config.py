@@ -204,7 +204,7 @@ class RecycleConfig:
     stall_floor: float = _option(
         10.0,
         "a training thread is stuck when it has been inside one action for longer than this plus three times its "
-        "longest such action so far; waiting for others and the script's own code do not count",
+        "longest such action of late; waiting for others and the script's own code do not count",
         unit="s",
     )
     slow_factor_out: float = _option(
