@@ -186,8 +186,8 @@ class GuestPermissions:
     _part: str = ""
     _written: set[str] = field(default_factory=set)
 
-    def refusal(self, ask: Ask, part: str, there: Callable[[str], bool]) -> str:
-        """Why a guest's request is refused; "" if it is not. ``there``: whether a key has a value."""
+    def refusal(self, ask: Ask, part: str, exists: Callable[[str], bool]) -> str:
+        """Why a guest's request is refused; "" if it is not. ``exists``: whether a key has a value."""
         if ask.op in _READS:
             return ""
         if part != self._part:
@@ -196,14 +196,15 @@ class GuestPermissions:
             if not part or not key.startswith((f"{part}/", f"{part}-r")):
                 return (f"{key!r:.80}: a host that has joined with join.token writes only where the workers of the "
                         "generation in force meet, and may read the rest: to write more, join with the job's token")
-            if key not in self._written and there(key):
+            if key not in self._written and exists(key):
                 return f"{key!r:.80}: a worker with the job's token has written it"
         self._written.update(ask.keys)
         return ""
 
-    def tellable(self, ask: Ask, part: str, there: Callable[[str], bool]) -> Ask:
+    def tellable(self, ask: Ask, part: str, exists: Callable[[str], bool]) -> Ask:
         """The permitted part of a guest's knowledge for a restarted coordinator."""
-        told = [each for each in zip(ask.keys, ask.values, ask.stamps)
-                if not self.refusal(Ask("set", (each[0],)), part, there)]
-        return replace(ask, keys=tuple(key for key, _, _ in told), values=tuple(value for _, value, _ in told),
-                       stamps=tuple(stamp for _, _, stamp in told), marks={})
+        permitted = [each for each in zip(ask.keys, ask.values, ask.stamps)
+                     if not self.refusal(Ask("set", (each[0],)), part, exists)]
+        return replace(ask, keys=tuple(key for key, _, _ in permitted),
+                       values=tuple(value for _, value, _ in permitted),
+                       stamps=tuple(stamp for _, _, stamp in permitted), marks={})

@@ -117,9 +117,9 @@ class Agent:
         self.outside = joining
         """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. True also for a
         stranded part of a worker."""
-        self._heard = self._errors = self._answered = 0
+        self._last_stop = self._errors = self._answered = 0
         self._noted: tuple[int, str] | None = None
-        self._leave_asked = self._leave_told = False
+        self._leave_asked = self._leave_sent = False
         self._identity = inputs.WorkerHello(
             worker,
             rank,
@@ -147,7 +147,7 @@ class Agent:
             known=TO_WORKER,
             name="recycle-agent",
             failed=self._alone,
-            unsent=self._untold,
+            unsent=self._too_large,
         )
         self._arrivals = Arrivals(self._link.send, self._handle, memory)
 
@@ -189,7 +189,7 @@ class Agent:
         return self.wait_taken_in()
 
     def _say(self, ready: inputs.Ready) -> None:
-        self._heard = self.stop_generation
+        self._last_stop = self.stop_generation
         self._ready = ready
         self._link.send(ready)
 
@@ -201,12 +201,12 @@ class Agent:
         Raises:
             JobEnded: as for `wait_go`.
         """
-        before, heard = self.generation, self._heard
+        before, last_stop = self.generation, self._last_stop
 
         def arrived() -> bool:
             return self.generation > before and self.generation >= self.stop_generation
 
-        self._wait(lambda: arrived() or (self.outside and self.stop_generation > heard), None, "a place in the job")
+        self._wait(lambda: arrived() or (self.outside and self.stop_generation > last_stop), None, "a place in the job")
         return self._go if arrived() else None
 
     def wait_stop(self, generation: int) -> None:
@@ -367,8 +367,8 @@ class Agent:
         return first + [self._latest[key] for key in tuple(self._latest)]
 
     def _beat(self) -> Message:
-        if self._leave_asked and not self._leave_told:
-            self._leave_told = True
+        if self._leave_asked and not self._leave_sent:
+            self._leave_sent = True
             self._send_kept(inputs.Leave(self.incarnation))
         where = {} if self.progress is None else self.progress()
         doing = {} if self.doing is None else {"doing": self.doing()}
@@ -415,7 +415,7 @@ class Agent:
         elif isinstance(message, AskedForStacks):
             self._link.send(Stacks(message.number, stacks()))
 
-    def _untold(self, message: Message, why: str) -> None:
+    def _too_large(self, message: Message, why: str) -> None:
         """In the agent's thread: a message is too large. Unless it is expendable, others would wait for it for ever."""
         if not isinstance(message, _EXPENDABLE):
             self._end(End(1, f"worker {self.worker} cannot tell what it has to: {why}"))

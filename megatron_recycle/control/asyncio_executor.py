@@ -21,7 +21,7 @@ class AsyncioExecutor:
     """An `Executor` in the running event loop. It never waits: writes are buffered, and a peer that does not read is
     disconnected. Decisions that a part of the coordinator carries out unchanged are methods of that part."""
 
-    def __init__(self, server: Server, clocks: Clocks, searches: Searches, telling: EventFeed, memory: WriteAhead,
+    def __init__(self, server: Server, clocks: Clocks, searches: Searches, event_feed: EventFeed, memory: WriteAhead,
                  state: State, restarts: bool) -> None:
         self._ended: asyncio.Future[do.End] | None = None
         self.last_word: End | None = None
@@ -31,7 +31,7 @@ class AsyncioExecutor:
         self._server = server
         self._clocks = clocks
         self._searches = searches
-        self._telling = telling
+        self._event_feed = event_feed
         self._state = state
         self._restarts = restarts
 
@@ -55,7 +55,7 @@ class AsyncioExecutor:
         self._server.tell_launchers(decision.message)
 
     def emit(self, decision: do.Emit) -> None:
-        self._telling.event(decision.event, self._state)
+        self._event_feed.event(decision.event, self._state)
 
     def await_reports(self, decision: do.Await) -> None:
         self._clocks.after(self._clocks.timeouts.report_timeout, ReportsLate(decision.generation))
@@ -94,13 +94,13 @@ class AsyncioExecutor:
     def _next_life(self) -> NextLife | str:
         """The next life, on the hosts of all live launchers. A launcher silent for the heartbeat timeout, while others
         were heard, does not count."""
-        heard = {connection: connection.heard for connection in self._server.launchers}
-        late = max(heard.values(), default=0.0) - self._clocks.timeouts.heartbeat_timeout
-        places = {str(one.host): one.places for one, moment in heard.items() if one.places and moment > late}
+        last_received = {connection: connection.heard for connection in self._server.launchers}
+        late = max(last_received.values(), default=0.0) - self._clocks.timeouts.heartbeat_timeout
+        places = {str(one.host): one.places for one, moment in last_received.items() if one.places and moment > late}
         before = self._state.shape
         shape = before if self._state.description is None else Shape.of(self._state.description)
         places = dict(sorted(places.items(), key=lambda item: node_of(item[0])))
-        bad = failed_too_often(self._state, self._telling.failures)
+        bad = failed_too_often(self._state, self._event_feed.failures)
         good = {host: 0 if plain(host) in bad else count for host, count in places.items()}
         following = plan_life(good, shape, self._state.size)
         return plan_life(places, shape, self._state.size) if isinstance(following, str) else following

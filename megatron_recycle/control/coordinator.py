@@ -130,11 +130,11 @@ class Coordinator:
         self._measure = measure
         self._emit = emit
         self._places = None if offered is None else Reservations(offered)
-        self._telling = EventFeed(emit, self.server, told)
-        self._operators = Operators(self.server, self._telling, self.feed)
+        self._event_feed = EventFeed(emit, self.server, told)
+        self._operators = Operators(self.server, self._event_feed, self.feed)
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
         self._searches = Searches(plans, self.feed, lambda: self.state)
-        self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state,
+        self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._event_feed, memory, state,
                                         life.restarts)
         self._leader = Leader(state, memory, self._executor)
         self._follows = follows
@@ -151,7 +151,7 @@ class Coordinator:
     @property
     def progress(self) -> Mapping[str, Any]:
         """The last report of each process about its training thread, by incarnation."""
-        return self._telling.progress
+        return self._event_feed.progress
 
     # Life
 
@@ -242,15 +242,15 @@ class Coordinator:
     # Inputs (called by the server)
 
     def worker_came(self, message: WorkerHello) -> None:
-        who, now = message.incarnation, time.monotonic()
-        if who.startswith(GUEST) and self.state.phase is Phase.FORMING:
+        incarnation, now = message.incarnation, time.monotonic()
+        if incarnation.startswith(GUEST) and self.state.phase is Phase.FORMING:
             text = "with the secret of hosts that join nobody begins a job: give the job's token"
-            self.server.tell(messages.end((who,), 1, text))
+            self.server.tell(messages.end((incarnation,), 1, text))
             return
         if self._places is not None:
             self._places.taken(message.worker)
-        self._clocks.watch.came(who)
-        self._clocks.watch.beat(who, now)
+        self._clocks.watch.came(incarnation)
+        self._clocks.watch.beat(incarnation, now)
         self.feed(Hello(message.member, message.generation))
 
     def worker_gone(self, incarnation: str) -> None:
@@ -262,10 +262,10 @@ class Coordinator:
         now = time.monotonic()
         self._clocks.watch.beat(incarnation, now)
         if isinstance(message, Heartbeat):
-            self._telling.progress[incarnation] = message.progress
+            self._event_feed.progress[incarnation] = message.progress
             self._clocks.watch.told(incarnation, message.progress, now)
         elif isinstance(message, Said):
-            self._telling.passed_on(incarnation, message.said, self.state)
+            self._event_feed.passed_on(incarnation, message.said, self.state)
         elif isinstance(message, Stacks):
             if (member := self.state.known.get(incarnation)) is not None:
                 self._operators.stacks(member, message)
@@ -277,14 +277,14 @@ class Coordinator:
             self._vanished(incarnation, message.since)
         elif (happened := input_of(message)) is not None:
             if isinstance(happened, Hinted):
-                self._telling.hint(happened, self.state)
+                self._event_feed.hint(happened, self.state)
             self.feed(happened)
 
     def launcher_came(self, connection: Connection, host: str, joins: Sequence[int]) -> None:
         self._clocks.watch.launcher_came(host)
         if self._places is not None:
             promised_before(self.state, self._places, joins, time.monotonic())
-        for event in self._telling.again():
+        for event in self._event_feed.again():
             connection.send(EventTold(event))
         for command in commands.in_force(self.state, host):
             connection.send(command.message)
@@ -302,14 +302,14 @@ class Coordinator:
                 log.warning("recycle: %r, which has joined, speaks of rank %d, which is not its own", host,
                             message.rank)
             elif isinstance(message, Explains):
-                self._telling.explained(message, self.state)
+                self._event_feed.explained(message, self.state)
             else:
                 self.feed(message)
         elif isinstance(message, Join):
             connection.send(free_places(self.state, self._places, message.count, time.monotonic(), host,
-                                        self._telling.failures))
+                                        self._event_feed.failures))
         elif isinstance(message, Interrupt):
-            handled = message.handled or self._telling.handled(self.state)
+            handled = message.handled or self._event_feed.handled(self.state)
             self.feed(Interrupted(message.status, message.message, handled=handled))
         self._clocks.watch.launcher_beat(host, time.monotonic())
 
@@ -352,7 +352,7 @@ class Coordinator:
             if (slow := self.state.members.get(name)) is not None:
                 self.feed(Lost((Loss(slow.incarnation, FailureKind.SLOW),), time.time()))
         for event in found.slow:
-            self._telling.event(event, self.state)
+            self._event_feed.event(event, self.state)
         if found.profiled is not None:
             self.search_again()
 

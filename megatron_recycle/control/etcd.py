@@ -167,8 +167,8 @@ class Etcd:
         """All keys that begin with ``prefix``, in order."""
         last = prefix.encode()
         end = last[:-1] + bytes([last[-1] + 1])
-        told = self._post("/v3/kv/range", {"key": _text(last), "range_end": _text(end)})
-        return [Entry(one.key.decode(), one.value, one.create_revision) for one in told.kvs]
+        reply = self._post("/v3/kv/range", {"key": _text(last), "range_end": _text(end)})
+        return [Entry(one.key.decode(), one.value, one.create_revision) for one in reply.kvs]
 
     def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
                leased: Sequence[str] = ()) -> int:
@@ -178,8 +178,8 @@ class Etcd:
                    for key, revision in created.items()]
         success = [{"request_put": {"key": _text(key.encode()), "value": _text(value),
                                     **({"lease": str(lease)} if key in leased else {})}} for key, value in puts.items()]
-        told = self._post("/v3/kv/txn", {"compare": compare, "success": success})
-        return told.header.revision if told.succeeded else 0
+        reply = self._post("/v3/kv/txn", {"compare": compare, "success": success})
+        return reply.header.revision if reply.succeeded else 0
 
     def grant(self, seconds: int) -> int:
         """A new lease; returns its number."""
@@ -228,9 +228,9 @@ class Etcd:
             name, _, password = self._access.user.partition(":")
             user = json.dumps({"name": name, "password": password}).encode()
             self._token = self._exchange("/v3/auth/authenticate", user, f"{host}:{port}").token
-        told = self._exchange(path, body, f"{host}:{port}")
+        reply = self._exchange(path, body, f"{host}:{port}")
         self._answered = True
-        return told
+        return reply
 
     def _exchange(self, path: str, body: bytes, where: str) -> _Answer:
         assert self._connection is not None
@@ -242,12 +242,12 @@ class Etcd:
             raise StoreRefused(f"etcd at {where} has users, and takes no client's certificate with a CommonName beside "
                                "them: give one without")
         try:
-            told = msgspec.json.decode(data, type=_Answer, strict=False)
+            reply = msgspec.json.decode(data, type=_Answer, strict=False)
         except ValueError:
             raise ValueError(f"what answers there is no etcd (status {answer.status})") from None
         if answer.status == 200:
-            return told
-        text = str(told.message or told.error or data[:200])
+            return reply
+        text = str(reply.message or reply.error or data[:200])
         if "lease not found" in text:
             return _Answer()
         if self._token and any(stale in text for stale in _STALE):
@@ -270,9 +270,9 @@ def _hint(error: Exception, access: Access) -> tuple[str, bool]:
         return "it hangs up; perhaps it speaks TLS: give --store etcds://...", False
     if not isinstance(error, ssl.SSLError):
         return "", False
-    for reason, told in _HINTS.items():
+    for reason, advice in _HINTS.items():
         if reason in f"{error.reason}".upper():
-            return (told if access.cert or "does not believe" not in told else _WANTED) or _WANTED, True
+            return (advice if access.cert or "does not believe" not in advice else _WANTED) or _WANTED, True
     return ("" if access.cert else f"it hangs up; perhaps {_WANTED}"), False
 
 

@@ -20,7 +20,7 @@ from megatron_recycle.membership.worker_events import Hint, WorkerEvent
 _KEPT = ("started", "suspected", "joined", "moving", "move_failed")
 """Events repeated to a launcher that reconnects: its closing table is made of them."""
 
-_NOT_TOLD = ("stopped",)
+_NOT_SENT = ("stopped",)
 """Large events that launchers do not use."""
 
 Event = Mapping[str, Any]
@@ -31,21 +31,21 @@ class EventFeed:
 
     Args:
         emit: gets every event, see observe.events.
-        told: events emitted by an earlier coordinator.
+        emitted: events emitted by an earlier coordinator.
 
     Attributes:
         progress: the last report of each process about its training thread, by incarnation.
     """
 
-    def __init__(self, emit: Callable[[Event], None], server: Server, told: Iterable[Event] = ()) -> None:
-        told = list(told)
-        before = [EventFields.from_json(event) for event in told]
+    def __init__(self, emit: Callable[[Event], None], server: Server, emitted: Iterable[Event] = ()) -> None:
+        emitted = list(emitted)
+        before = [EventFields.from_json(event) for event in emitted]
         self.progress: dict[str, Any] = {}
         self.failures: Counter[str] = Counter()
         """Worker failures by host (without its launcher's number); simultaneous ones count once."""
         self._emit = emit
         self._server = server
-        self._kept = [dict(event) for event, one in zip(told, before, strict=True) if one.event in _KEPT]
+        self._kept = [dict(event) for event, one in zip(emitted, before, strict=True) if one.event in _KEPT]
         self._hints = {(one.worker, one.generation, one.error) for one in before if one.event == "hint"}
         self._explained = {(one.rank, one.pid) for one in before if one.event == "explained"}
         self._commits = _commits(before)
@@ -56,42 +56,42 @@ class EventFeed:
     def event(self, event: Event, state: State) -> None:
         """Record an event, and send it to the launchers. A commit that an earlier coordinator emitted just before its
         end is decided again here, and emitted only after the job has gone back to an earlier iteration."""
-        told = EventFields.from_json(event)
-        if told.event == "restored":
+        fields = EventFields.from_json(event)
+        if fields.event == "restored":
             self._commits = frozenset()
-        elif told.event == "committed" and told.iteration in self._commits:
+        elif fields.event == "committed" and fields.iteration in self._commits:
             return
-        if told.event == "suspected":
-            who, host = next(((who, one.host) for who, one in state.known.items()
-                              if (one.worker, one.pid) == (told.worker, told.pid)), ("", ""))
-            doing = self.progress.get(who)
+        if fields.event == "suspected":
+            incarnation, host = next(((incarnation, one.host) for incarnation, one in state.known.items()
+                                      if (one.worker, one.pid) == (fields.worker, fields.pid)), ("", ""))
+            doing = self.progress.get(incarnation)
             event = {**event, **({"progress": doing} if doing else {}), **({"host": host} if host else {})}
             self._count(EventFields.from_json(event))
         self._emit(event)
-        if told.event in _KEPT:
+        if fields.event in _KEPT:
             self._kept.append(dict(event))
-        if told.event not in _NOT_TOLD:
+        if fields.event not in _NOT_SENT:
             self._server.tell_launchers(EventTold(brief(event)))
 
     def again(self) -> list[dict[str, Any]]:
         """Events that a newly connected launcher may have missed."""
         return [brief(event) for event in self._kept]
 
-    def passed_on(self, incarnation: str, said: WorkerEvent | Hint, state: State) -> None:
+    def passed_on(self, incarnation: str, message: WorkerEvent | Hint, state: State) -> None:
         """A member's own event, checked; those of other processes are ignored."""
-        if (event := event_of(state, incarnation, said, time.time())) is not None:
+        if (event := event_of(state, incarnation, message, time.time())) is not None:
             self.event(event, state)
 
     def handled(self, state: State) -> bool:
         """Whether some script has reported its own SIGTERM handler."""
-        told = [progress or {} for incarnation, progress in self.progress.items()
-                if incarnation in state.known and incarnation not in state.absent.fenced]
-        return any(SignOfLife.from_json(progress).sigterm is True for progress in told)
+        reports = [progress or {} for incarnation, progress in self.progress.items()
+                   if incarnation in state.known and incarnation not in state.absent.fenced]
+        return any(SignOfLife.from_json(progress).sigterm is True for progress in reports)
 
-    def _count(self, told: EventFields) -> None:
+    def _count(self, fields: EventFields) -> None:
         """Count a host's failures. Workers that are lost with the same generation have failed together."""
-        if told.event == "suspected" and told.removed is not False and told.host:
-            key = (plain(told.host), told.generation or 0)
+        if fields.event == "suspected" and fields.removed is not False and fields.host:
+            key = (plain(fields.host), fields.generation or 0)
             if key not in self._counted:
                 self._counted.add(key)
                 self.failures[key[0]] += 1
@@ -119,16 +119,16 @@ def brief(event: Event) -> dict[str, Any]:
     """An event for launchers, with counts in place of facts about each worker, and the hosts: the full event of
     thousands of workers, sent to each host, would take longer than the rest of a recovery."""
     kept = {key: value for key, value in event.items() if key not in ("members", "pids")}
-    told = EventFields.from_json(event)
-    if told.event == "started" and told.hosts is not None:
-        kept["hosts"] = {name: host for host, name in {str(host): name for name, host in told.hosts.items()}.items()}
-    return kept if told.members is None else {**kept, "workers": len(told.members)}
+    fields = EventFields.from_json(event)
+    if fields.event == "started" and fields.hosts is not None:
+        kept["hosts"] = {name: host for host, name in {str(host): name for name, host in fields.hosts.items()}.items()}
+    return kept if fields.members is None else {**kept, "workers": len(fields.members)}
 
 
-def _commits(told: Iterable[EventFields]) -> frozenset[int]:
+def _commits(events: Iterable[EventFields]) -> frozenset[int]:
     """The iterations committed since the job last went back to an earlier one, if ever."""
     iterations: set[int] = set()
-    for one in told:
+    for one in events:
         if one.event == "restored":
             iterations.clear()
         elif one.event == "committed" and one.iteration is not None:

@@ -92,7 +92,7 @@ class Leader:
     def feed(self, happened: Input) -> None:
         """Decide on an input, and carry the decisions out. If a message to go on cannot be sent, the job ends, since
         all would wait for ever. An unsendable better plan is dropped."""
-        before, untold = self.state, ""
+        before, reason = self.state, ""
         try:
             self.state, decisions = self.memory.step(before, happened, self._clock())
         except JournalError:
@@ -109,10 +109,10 @@ class Leader:
             except TooLarge as error:
                 log.error("recycle: %s", error)
                 if isinstance(decision, do.Tell) and not isinstance(decision.message, Offer):
-                    untold = f"the workers cannot be told to go on: {error}"
+                    reason = f"the workers cannot be told to go on: {error}"
             except Exception:  # the other decisions must still be carried out
                 if not self._tolerant:
                     raise
                 log.exception("recycle: %s could not be carried out", type(decision).__name__)
-        if untold:
-            self.feed(Interrupted(1, untold))
+        if reason:
+            self.feed(Interrupted(1, reason))

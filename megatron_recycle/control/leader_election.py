@@ -175,16 +175,16 @@ class Candidate:
             StoreUnreachable.
         """
         read = self._keys.read("candidate/")
-        here = {name: _Came.from_json(read[f"candidate/{name}"][0]) for name in map(str, range(hosts))
-                if f"candidate/{name}" in read}
-        own, seen = here[self._me], {name: each.came for name, each in here.items()}
+        candidates = {name: _Came.from_json(read[f"candidate/{name}"][0]) for name in map(str, range(hosts))
+                      if f"candidate/{name}" in read}
+        own, seen = candidates[self._me], {name: each.came for name, each in candidates.items()}
         if own.came != self._came:
             raise JournalError(f"two hosts have come to {self._keys.folder} as --node-rank {self._me}, at "
                                f"{self._control} and {own.control}: give each host a number of its own")
         if own.seen != seen:
             self._say(seen)
-        elif len(here) == hosts and all(each.seen == seen for each in here.values()):
-            return [each.control for each in here.values()]
+        elif len(candidates) == hosts and all(each.seen == seen for each in candidates.values()):
+            return [each.control for each in candidates.values()]
         return []
 
     def _say(self, seen: Mapping[str, str]) -> None:

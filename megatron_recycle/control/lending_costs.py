@@ -26,10 +26,10 @@ def with_lending(problem: Problem, job: Job, measured: Measured | None) -> Probl
     would round to nothing, all durations are in a `finer` unit. The whole iteration counts, since no worker leaves an
     iteration with lent layers before all have committed it.
     """
-    told = job.lending
-    if not told or (measured is None and not job.costs):
+    lending = job.lending
+    if not lending or (measured is None and not job.costs):
         return problem
-    shares = told.share
+    shares = lending.share
     costs, times = problem.costs, finer(job)
     forward, backward, weight, step = (tuple(times * cost for cost in each) for each in (
         costs.forward, costs.backward_input, costs.backward_weight, costs.step))
@@ -41,34 +41,34 @@ def with_lending(problem: Problem, job: Job, measured: Measured | None) -> Probl
     parameters: tuple[int, ...] = ()
     if measured is not None and measured.memory is not None and not job.cap:
         unit = max(1, -(-max(*measured.held("before_b"), *measured.held("after_b")) // _UNITS))  # as measure.caps
-        parameters = tuple(-(-2 * size // unit) for size in told.bytes)
+        parameters = tuple(-(-2 * size // unit) for size in lending.bytes)
     else:
         before, after, message = (tuple(units * _UNITS for units in each) for each in (before, after, message))
         cap = {worker: units * _UNITS for worker, units in cap.items()}
-    lag = round(times * _lag(told, measured) / unit_of(job, measured))
+    lag = round(times * _lag(lending, measured) / unit_of(job, measured))
     return replace(
         problem, costs=replace(costs, layer=layer, lent=(lag, lag)), before_b=before, after_b=after, cap=cap,
-        message=message, layers=told.layers, lend=told.lend,
+        message=message, layers=lending.layers, lend=lending.lend,
         layer_held=tuple((math.ceil(b * share), math.ceil(a * share)) for b, a, share in zip(before, after, shares)),
         layer_parameters=parameters, objective="makespan")
 
 
 def copy_price(job: Job, measured: Measured | None) -> CopyPrice:
     """The price of copies of lent layers in this job."""
-    told = job.lending or Lending((), (), (), ())
-    return CopyPrice([*told.bytes], _bandwidth(told, measured) or _BANDWIDTH, job.horizon,
+    lending = job.lending or Lending((), (), (), ())
+    return CopyPrice([*lending.bytes], _bandwidth(lending, measured) or _BANDWIDTH, job.horizon,
                      1e-6 * unit_of(job, measured) / finer(job))
 
 
 def finer(job: Job) -> int:
     """Units of a problem with lending per unit of the user's costs: 1, or more where a layer's share of them is not
     near a whole number."""
-    given, told = job.costs, job.lending
-    if not given or not told:
+    given, lending = job.costs, job.lending
+    if not given or not lending:
         return 1
     costs = Costs.from_json(given)
     shares = [cost * share for each in (costs.forward, costs.backward_input, costs.backward_weight)
-              for cost, share in zip(each, told.share) if cost and share]
+              for cost, share in zip(each, lending.share) if cost and share]
     if all(abs(round(x) - x) <= _ROUNDING * x for x in shares):
         return 1
     return math.ceil(0.5 / _ROUNDING / min(shares))
@@ -85,7 +85,7 @@ def unit_of(job: Job, measured: Measured | None) -> float:
     return took / work if took and work else 1.0
 
 
-def _bandwidth(told: Lending, measured: Measured | None) -> float | None:
+def _bandwidth(lending: Lending, measured: Measured | None) -> float | None:
     """A lower bound of the bytes per second between workers; None if nothing has been timed.
 
     Messages of activations are timed, but may be so small that only latency counts. The gradients of a stage, reduced
@@ -95,17 +95,17 @@ def _bandwidth(told: Lending, measured: Measured | None) -> float | None:
         return None
     sent = max(measured.held("message"), default=0)
     timed = [(sent, measured.costs.hop)]
-    if len(told.bytes) == len(measured.costs.step):  # skipped for chunks that share a stage's step
+    if len(lending.bytes) == len(measured.costs.step):  # skipped for chunks that share a stage's step
         timed += [(size * count, step) for size, count, step in zip(
-            told.bytes, told.layers, measured.costs.step)]
+            lending.bytes, lending.layers, measured.costs.step)]
     return max((1e6 * size / took for size, took in timed if size and took), default=None)
 
 
-def _lag(told: Lending, measured: Measured | None) -> int:
+def _lag(lending: Lending, measured: Measured | None) -> int:
     """Microseconds to send the parameters of the layers lent at one boundary to a helper, or their gradients back."""
     most = max((max(earlier * own, later * other) for (earlier, later), own, other in zip(
-        told.lend, told.bytes, told.bytes[1:])), default=0)
-    bandwidth = _bandwidth(told, measured)
+        lending.lend, lending.bytes, lending.bytes[1:])), default=0)
+    bandwidth = _bandwidth(lending, measured)
     if measured is None or bandwidth is None:
         return 0
     return max(measured.costs.hop, round(1e6 * most / bandwidth))

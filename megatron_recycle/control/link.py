@@ -172,7 +172,7 @@ class Link:
         connection.setblocking(False)
         session = SecureChannel.client(self._token)
         unsent = bytearray()
-        due, heard = 0.0, time.monotonic()
+        due, last_received = 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
@@ -195,9 +195,9 @@ class Link:
                     if key.fileobj is self._wake_in:
                         self._wake_in.recv(4096)
                     elif events & selectors.EVENT_READ:
-                        heard = time.monotonic()
+                        last_received = time.monotonic()
                         unsent += self._receive(connection, session)
-                if time.monotonic() - heard > self._silent(session):
+                if time.monotonic() - last_received > self._silent(session):
                     raise ConnectionResetError("no sign of life: another one may lead")
 
     def _seal(self, session: SecureChannel, message: Message) -> bytes:
@@ -235,11 +235,11 @@ class Link:
 
 
 @contextmanager
-def visit(address: str, token: str, said: Sequence[Message], known: Kinds[Any], name: str
+def visit(address: str, token: str, messages: Sequence[Message], known: Kinds[Any], name: str
           ) -> Iterator[tuple[queue.SimpleQueue[Any], Link]]:
-    """A link for the duration of the block, which repeats ``said`` after every loss; and its answers."""
+    """A link for the duration of the block, which repeats ``messages`` after every loss; and its answers."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    link = Link(address, token, hello=lambda: said, handle=answers.put, beat=Heartbeat, interval=1.0, known=known,
+    link = Link(address, token, hello=lambda: messages, handle=answers.put, beat=Heartbeat, interval=1.0, known=known,
                 name=name)
     link.start()
     try:

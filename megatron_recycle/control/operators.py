@@ -32,9 +32,9 @@ class Operators:
         feed: gets the inputs that result from orders.
     """
 
-    def __init__(self, server: Server, telling: EventFeed, feed: Callable[[Input], None]) -> None:
+    def __init__(self, server: Server, event_feed: EventFeed, feed: Callable[[Input], None]) -> None:
         self._server = server
-        self._telling = telling
+        self._event_feed = event_feed
         self._feed = feed
         self._asked: dict[int, Connection] = {}
         self._number = 0
@@ -104,7 +104,7 @@ class Operators:
     def _ordered(self, message: Order, named: Sequence[Member], state: State) -> None:
         event = {"event": "ordered", "t": time.time(), "generation": state.generation, "what": message.what,
                  "by": message.by, "workers": [one.worker for one in named], "host": message.host or None}
-        self._telling.event(event, state)
+        self._event_feed.event(event, state)
 
     def _answer(self, connection: Connection, refusal: str = "", facts: Mapping[str, Any] | None = None) -> None:
         connection.send(Facts(refusal, dict(facts or {})))
@@ -115,11 +115,11 @@ class Operators:
         workers = {}
         for name in in_order(state.members):
             one = state.members[name]
-            there = connections.get(one.incarnation)
+            connection = connections.get(one.incarnation)
             workers[name] = {"host": one.host, "rank": one.rank, "pid": one.pid,
                              "iteration": state.progress.committed_by.get(name, state.progress.committed),
-                             "silent_s": None if there is None else round(now - there.heard, 3),
-                             "progress": self._telling.progress.get(one.incarnation)}
+                             "silent_s": None if connection is None else round(now - connection.heard, 3),
+                             "progress": self._event_feed.progress.get(one.incarnation)}
         return {"phase": state.phase.value, "generation": state.generation, "iteration": state.progress.committed,
                 "workers": workers, "out": dict(state.absent.out), "joiners": in_order(state.arrivals.joiners),
                 "stranded": in_order(state.absent.stranded), "host": state.host,

@@ -70,7 +70,7 @@ class _Packed:
 
 
 class Parcels:
-    """The coordinator's parcels. ``who`` is the asking connection."""
+    """The coordinator's parcels. ``connection`` is the asking one."""
 
     def __init__(self) -> None:
         self._packed: dict[str, _Packed] = {}
@@ -105,44 +105,44 @@ class Parcels:
                 shared.tell_all(_unknown(oldest))
         return parcel
 
-    def fetch(self, who: object, ask: Fetch, send: Send) -> None:
+    def fetch(self, connection: object, ask: Fetch, send: Send) -> None:
         """This process asks for a part; for the first part it may have to wait."""
         digest, number, memory = ask.digest, ask.part, ask.memory
         packed = self._packed.get(digest)
-        if self._asks.get(who) != (digest, memory):
-            self.gone(who)
-            self._asks[who] = digest, memory
+        if self._asks.get(connection) != (digest, memory):
+            self.gone(connection)
+            self._asks[connection] = digest, memory
         if packed is None or not 0 <= number < len(packed.parts):
             send(_unknown(digest))
             return
         if number or not memory:
             send(packed.parts[number])
             return
-        shared = packed.shared.setdefault(memory, _Shared(who))
+        shared = packed.shared.setdefault(memory, _Shared(connection))
         if shared.carrier is None:
             send(_there(digest))
-        elif shared.carrier is who:
+        elif shared.carrier is connection:
             send(packed.parts[0])
         else:
-            shared.waiting[who] = send
+            shared.waiting[connection] = send
 
-    def fetched(self, who: object, done: Fetched) -> None:
+    def fetched(self, connection: object, done: Fetched) -> None:
         """This process has put it into its host's memory, as far as possible."""
         packed = self._packed.get(done.digest)
         shared = None if packed is None else packed.shared.get(done.memory)
-        if shared is not None and shared.carrier is who:
+        if shared is not None and shared.carrier is connection:
             shared.carrier = None
             shared.tell_all(_there(done.digest))
 
-    def gone(self, who: object) -> None:
+    def gone(self, connection: object) -> None:
         """This connection has ended, or asks for another parcel: a waiting process becomes carrier in its place."""
-        digest, memory = self._asks.pop(who, ("", ""))
+        digest, memory = self._asks.pop(connection, ("", ""))
         packed = self._packed.get(digest)
         shared = None if packed is None else packed.shared.get(memory)
         if packed is None or shared is None:
             return
-        shared.waiting.pop(who, None)
-        if shared.carrier is not who:
+        shared.waiting.pop(connection, None)
+        if shared.carrier is not connection:
             return
         if not shared.waiting:
             del packed.shared[memory]

@@ -152,9 +152,9 @@ class Planning:
         longer = rest.makespan > anew.makespan and not order.closed
         return None if longer else self._hand_out(rest)
 
-    def resume(self, job: Job, failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
-        """Plan for a job led by another coordinator until now; `told` are the events so far."""
-        profiled = [event for event in told if EventFields.from_json(event).event == "profiled"]
+    def resume(self, job: Job, failed: frozenset[str], events: Sequence[Mapping[str, Any]]) -> None:
+        """Plan for a job led by another coordinator until now; `events` are those so far."""
+        profiled = [event for event in events if EventFields.from_json(event).event == "profiled"]
         with self._lock:
             self._measure(job, failed)
             if profiled:

@@ -81,10 +81,10 @@ def open_journal(spec: CoordinatorSpec, run_dir: Path) -> tuple[Journal, Past]:
     if not spec.resume:
         return Journal.create(path), Past()
     journal = Journal.reopen(path)
-    return journal, _past(spec.size, journal.records, _told(run_dir), PlanFolder(run_dir / PLANS).load, path)
+    return journal, _past(spec.size, journal.records, _past_events(run_dir), PlanFolder(run_dir / PLANS).load, path)
 
 
-def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[str, Any]],
+def _past(size: int, records: Sequence[dict[str, Any]], events: Sequence[Mapping[str, Any]],
           plan: Callable[[str], PlanFile | None], path: Path) -> Past:
     """The knowledge of a new coordinator. Raises JournalError."""
     try:
@@ -92,7 +92,7 @@ def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[s
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"{path} cannot be read by this version of megatron-recycle (it lacks, or has another, "
                            f"{error}): a job goes on only with the version that has begun it. {RESTART}") from error
-    return Past(state, told, untold(records, told))
+    return Past(state, events, untold(records, events))
 
 
 async def _stand_by(spec: CoordinatorSpec, token: str, starter: IO[str]) -> tuple[socket.socket, ElectedJournal]:
@@ -103,9 +103,9 @@ async def _stand_by(spec: CoordinatorSpec, token: str, starter: IO[str]) -> tupl
     store = Etcd(Place.parse(spec.store), Access.read(os.environ))
     candidate = Candidate(Sealed(store, spec.job, token), spec.node, control)
 
-    def tell(**said: str) -> None:
+    def tell(**fields: str) -> None:
         if not starter.closed:
-            starter.write(json.dumps(said) + "\n")
+            starter.write(json.dumps(fields) + "\n")
             starter.flush()
 
     def meet() -> None:
@@ -128,7 +128,7 @@ async def _stand_by(spec: CoordinatorSpec, token: str, starter: IO[str]) -> tupl
     return listener, await asyncio.to_thread(lead)
 
 
-def _told(run_dir: Path) -> list[dict[str, Any]]:
+def _past_events(run_dir: Path) -> list[dict[str, Any]]:
     """The events so far. The file is expendable: without it some events are emitted twice."""
     try:
         return [event for event in read_events(run_dir / EVENTS) if EventFields.understood(event)]
@@ -142,8 +142,9 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
     listener, elected, plans = None, None, PlanFolder(run_dir / PLANS)
     if spec.store:
         listener, elected = await _stand_by(spec, token, starter)
-        past = Past() if not elected.records else _past(spec.size, elected.records, _told(run_dir), lambda digest: (
-            plans.load(digest) or elected.load_plan(digest)), elected.path)
+        past = Past() if not elected.records else _past(
+            spec.size, elected.records, _past_events(run_dir), lambda digest: (
+                plans.load(digest) or elected.load_plan(digest)), elected.path)
         journal: Records = elected
         keep = both(plans.keep, elected.keep_plan)
     else:
@@ -216,17 +217,17 @@ def until_answered(ask: Callable[[], Answer], bears: bool = False, say: Callable
                    ) -> Answer:
     """The answer of a store that may be unreachable for a while; with ``bears`` refusals are retried too. ``say`` gets
     the reason for a wait."""
-    said = ""
+    reason = ""
     while True:
         try:
             return ask()
         except (StoreUnreachable, StoreRefused) as error:
             if isinstance(error, StoreRefused) and not bears:
                 raise
-            if str(error) != said:
-                said = str(error)
-                logger.warning("recycle: %s", said)
-                say(said)
+            if str(error) != reason:
+                reason = str(error)
+                logger.warning("recycle: %s", reason)
+                say(reason)
             time.sleep(_PAUSE)
 
 

@@ -51,12 +51,12 @@ class Profiles:
     def __init__(self, planning: Planning) -> None:
         self._planning = planning
         self._slowness = Slowness()
-        self._heard: dict[str, str] = {}  # by worker, the last incarnation with a measurement
+        self._last_incarnations: dict[str, str] = {}  # by worker, the last incarnation with a measurement
 
     def take(self, state: State, member: Member, measured: Measured) -> Conclusions:
         """The consequences of a member's `measured` message."""
         incarnations = state.incarnations()
-        self._heard[member.worker] = member.incarnation
+        self._last_incarnations[member.worker] = member.incarnation
         memory = {} if measured.memory is None else measured.memory.to_json()
         profile = {"worker": member.worker, **measured.to_json(), **memory}
         found = self._planning.measured(profile, member.incarnation)
@@ -65,7 +65,7 @@ class Profiles:
         limit = state.job.slow_factor_out
         # A new process in the place of a slow one has no measurements yet.
         slow = {name: factor for name, factor in self._planning.slow.items()
-                if name in incarnations and incarnations[name] == self._heard.get(name)}
+                if name in incarnations and incarnations[name] == self._last_incarnations.get(name)}
         return Conclusions(
             None if found is None else {"event": "profiled", **now, **found.to_json()},
             None if spent is None else {"event": "spent", **now, "iteration": state.progress.committed, **spent},

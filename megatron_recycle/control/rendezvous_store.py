@@ -124,30 +124,30 @@ class RendezvousStore:
         self._waiting: dict[object, _Waiting] = {}
         self._wanted: dict[str, set[object]] = {}
         self._held: dict[object, _Waiting] = {}
-        self._untold: set[int] = set()
+        self._pending: set[int] = set()
 
-    def ask(self, who: object, message: Ask, send: Send) -> None:
-        """Answer ``message`` of the connection ``who`` by ``send``, at once or when the awaited keys are there. A
+    def ask(self, connection: object, message: Ask, send: Send) -> None:
+        """Answer ``message`` of ``connection`` by ``send``, at once or when the awaited keys are there. A
         connection has one request at a time."""
         if not self._leads():
             return  # the client will turn to the leader
-        if self._untold and message.op not in _AT_ONCE and not _own(message.keys):
-            self._held[who] = _Waiting(message, send)
+        if self._pending and message.op not in _AT_ONCE and not _own(message.keys):
+            self._held[connection] = _Waiting(message, send)
             return
         try:
             values = [None if one is None else base64.b64decode(one, validate=True) for one in message.values]
             if len(values) not in (len(message.keys), 0) and message.op != "compare_set":
                 raise ValueError(f"{len(message.keys)} keys and {len(values)} values")
-            self._ask(who, message, message.keys, values, send)
+            self._ask(connection, message, message.keys, values, send)
         except (ValueError, IndexError, OverflowError, TypeError, binascii.Error) as error:
             send(_answer(error=f"{message.op!r:.40}: {error}"))
 
-    def gone(self, who: object) -> None:
+    def gone(self, connection: object) -> None:
         """This connection has ended: its pending request is dropped."""
-        self._held.pop(who, None)
-        if (waited := self._waiting.pop(who, None)) is not None:
-            for key in waited.missing:
-                self._wanted[key].discard(who)
+        self._held.pop(connection, None)
+        if (request := self._waiting.pop(connection, None)) is not None:
+            for key in request.missing:
+                self._wanted[key].discard(connection)
                 if not self._wanted[key]:
                     del self._wanted[key]
 
@@ -158,14 +158,14 @@ class RendezvousStore:
 
     def gather(self, ranks: Iterable[int]) -> None:
         """This store follows another one: each of these processes must first send its knowledge."""
-        self._untold = set(ranks)
+        self._pending = set(ranks)
 
     def gathered(self) -> None:
         """No more knowledge will come: answer the requests that have waited for it."""
-        self._untold.clear()
+        self._pending.clear()
         held, self._held = self._held, {}
-        for who, asked in held.items():
-            self.ask(who, asked.message, asked.send)
+        for connection, request in held.items():
+            self.ask(connection, request.message, request.send)
 
     def forget(self, generation: int) -> None:
         """The keys of this generation and of earlier ones are no longer needed."""
@@ -179,7 +179,7 @@ class RendezvousStore:
         """The number of remembered keys, deleted ones included."""
         return len(self._values)
 
-    def _ask(self, who: object, message: Ask, keys: Sequence[str], values: Sequence[bytes | None],
+    def _ask(self, connection: object, message: Ask, keys: Sequence[str], values: Sequence[bytes | None],
              send: Send) -> None:
         op, (slot, number) = message.op, _named(message.once)
         last, result, changed = self._marks.get(slot)
@@ -196,9 +196,9 @@ class RendezvousStore:
             if not missing:
                 send(self._found(message))
             else:
-                self._waiting[who] = _Waiting(message, send, missing)
+                self._waiting[connection] = _Waiting(message, send, missing)
                 for key in missing:
-                    self._wanted.setdefault(key, set()).add(who)
+                    self._wanted.setdefault(key, set()).add(connection)
         elif op == "check":
             send(_answer(number=int(all(self._get(key) is not None for key in keys))))
         elif op == "count":
@@ -206,11 +206,11 @@ class RendezvousStore:
         elif op == "list":
             send(self._listed())
         elif op == "tell":
-            self._told(message, keys, values, send)
+            self._restore(message, keys, values, send)
         else:
             self._change(message, (slot, number), keys, values, send)
 
-    def _told(self, message: Ask, keys: Sequence[str], values: Sequence[bytes | None], send: Send) -> None:
+    def _restore(self, message: Ask, keys: Sequence[str], values: Sequence[bytes | None], send: Send) -> None:
         for key, value, stamp in zip(keys, values, message.stamps, strict=True):
             if not 0 <= stamp < self._latest:
                 raise ValueError(f"{stamp!r:.30} is no stamp")
@@ -219,9 +219,9 @@ class RendezvousStore:
         for slot, mark in message.marks.items():
             self._marks.put(slot, mark)
         send(_answer())
-        if message.number in self._untold:
-            self._untold.discard(message.number)
-            if not self._untold:
+        if message.number in self._pending:
+            self._pending.discard(message.number)
+            if not self._pending:
                 self.gathered()
 
     def _change(self, message: Ask, name: tuple[str, int], keys: Sequence[str], values: Sequence[bytes | None],
@@ -283,11 +283,11 @@ class RendezvousStore:
                 self._remove(next(iter(self._deleted)))
             return
         self._folders.setdefault(_folder(key), {})[key] = None
-        for who in self._wanted.pop(key, ()):
-            waiting = self._waiting[who]
+        for connection in self._wanted.pop(key, ()):
+            waiting = self._waiting[connection]
             waiting.missing.discard(key)
             if not waiting.missing:
-                del self._waiting[who]
+                del self._waiting[connection]
                 waiting.send(self._found(waiting.message))
 
     def _is_forgotten(self, key: str) -> bool:

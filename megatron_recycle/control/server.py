@@ -73,7 +73,7 @@ this room to have the time to say hello; each costs a descriptor, and 64 KiB at 
 
 _OWN_EACH, _OWN, _LEAST = 4, 128, 16
 """Descriptors for each worker and for the coordinator itself; the least number of connections in any case."""
-_TOLD = 100
+_LOGGED = 100
 """Addresses whose refusal is logged per minute: a line costs as much as ten connections."""
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Server:
         self._size = size
         self._hearer = hearer
         self._connections: set[Connection] = set()
-        self._refusals: RateLimit[str] = RateLimit(60.0, _TOLD)
+        self._refusals: RateLimit[str] = RateLimit(60.0, _LOGGED)
         self._quiet = asyncio.Event()
         self._met: set[str] = set()
         self._meeting = asyncio.Event()
@@ -263,15 +263,15 @@ class Server:
         if connection.guest:
             state = self._hearer.state
             if message.op == "tell":
-                message = self._guests.tellable(message, part(state), self._there)
+                message = self._guests.tellable(message, part(state), self._has_value)
                 if not of_guests(state, message.number):
                     message = replace(message, number=-1)
-            elif why := self._guests.refusal(message, part(state), self._there):
+            elif why := self._guests.refusal(message, part(state), self._has_value):
                 connection.send(Found(error=why))
                 return
         self.store.ask(connection, message, connection.send)
 
-    def _there(self, key: str) -> bool:
+    def _has_value(self, key: str) -> bool:
         """Whether the store has a value for this key."""
         found: list[Found] = []
         self.store.ask(None, Ask("check", (key,)), found.append)

@@ -97,26 +97,26 @@ class _Memory:
     def __init__(self) -> None:
         self.store = ""
         """The present store: answers of a replaced coordinator do not count."""
-        self.told = ""
+        self.holder = ""
         """The store that has all of this."""
         self._always = Said()
-        self._said: list[Said] = []
+        self._recent: list[Said] = []
         self._marks: dict[str, Mark] = {}
 
-    def said(self, most: int) -> Said:
+    def new_part(self, most: int) -> Said:
         """A new part of it. Only the latest ``most`` parts are kept; 0: the permanent part."""
         if not most:
             return self._always
-        self._said.append(made := Said())
-        del self._said[:-most]
+        self._recent.append(made := Said())
+        del self._recent[:-most]
         return made
 
-    def add(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], told: Found) -> None:
-        """Remember a request's effect. ``told`` has no values after a fresh `set`, else the present ones."""
-        now = [None if one is None else base64.b64decode(one) for one in told.values]
+    def add(self, part: Said, op: str, keys: Sequence[str], values: Sequence[bytes], answer: Found) -> None:
+        """Remember a request's effect. ``answer`` has no values after a fresh `set`, else the present ones."""
+        now = [None if one is None else base64.b64decode(one) for one in answer.values]
         for key, value in zip(keys, values if op == "set" and not now else now, strict=True):
-            said.put(key, value, told.stamp)
-        for slot, mark in told.marks.items():
+            part.put(key, value, answer.stamp)
+        for slot, mark in answer.marks.items():
             self._marks.pop(slot, None)
             self._marks[slot] = mark
         while len(self._marks) > _MARKS:
@@ -124,9 +124,9 @@ class _Memory:
 
     def parts(self, rank: int) -> list[Ask]:
         """All of it, as requests; the last one has the rank."""
-        told = [(key, value, stamp) for said in (self._always, *self._said)
-                for key, (value, stamp) in said.values.items()]
-        parts = [*_parts(told)] or [()]
+        entries = [(key, value, stamp) for known in (self._always, *self._recent)
+                for key, (value, stamp) in known.values.items()]
+        parts = [*_parts(entries)] or [()]
         return [Ask("tell", tuple(key for key, _, _ in part), encoded([value for _, value, _ in part]),
                     tuple(stamp for _, _, stamp in part), rank if part is parts[-1] else -1,
                     marks=dict(self._marks) if part is parts[-1] else {}) for part in parts]
@@ -156,7 +156,7 @@ class StoreClient:
     def said(self, most: int) -> Said:
         """A new memory of values put there. Only the latest ``most`` memories are kept; 0: the permanent one."""
         with self._lock:
-            return self._memory.said(most)
+            return self._memory.new_part(most)
 
     def ask(self, op: str, keys: Sequence[str], values: Sequence[bytes] = (), *, number: int = 0, timeout: float,
             given_up: Callable[[], bool] = lambda: False, said: Said | None = None) -> Answer:
@@ -176,16 +176,16 @@ class StoreClient:
         slot.number += 1
         message = Ask(op, tuple(keys), encoded(values), number=number, once=f"{slot.name}:{slot.number}")
         try:
-            told = self._answered(message, values, time.monotonic() + timeout, given_up, said)
+            answer = self._answered(message, values, time.monotonic() + timeout, given_up, said)
         finally:
             with self._lock:
                 self._slots.append(slot)
-        if told.error == TOO_MUCH:
+        if answer.error == TOO_MUCH:
             each = [self.ask("get", [key], timeout=timeout, given_up=given_up).values[0] for key in keys]
             return Answer(list(keys), each, 0)
-        if told.error:
-            raise ValueError(f"the job's store: {told.error}")
-        return Answer([*(told.keys or keys)], decoded(told.values), told.number)
+        if answer.error:
+            raise ValueError(f"the job's store: {answer.error}")
+        return Answer([*(answer.keys or keys)], decoded(answer.values), answer.number)
 
     def tell(self, timeout: float) -> None:
         """Ensure that the leading coordinator's store has all values that this process has put into the previous one.
@@ -193,15 +193,15 @@ class StoreClient:
         self.ask("check", [OWN], timeout=timeout)
 
     def _answered(self, message: Ask, values: Sequence[bytes], until: float, given_up: Callable[[], bool],
-                  said: Said | None) -> Found:
+                  part: Said | None) -> Found:
         keys, why = ", ".join(message.keys)[:200], "not there in time"
         while True:
             line: _Line | None = None
             try:
                 line = self._line(until, given_up)
-                told = line.exchange(message, Found, until, given_up)
-                if self._counts(line, message, values, told, said):
-                    return told
+                answer = line.exchange(message, Found, until, given_up)
+                if self._counts(line, message, values, answer, part):
+                    return answer
             except (OSError, WireError) as error:
                 if isinstance(error, NotThere):
                     raise NotThere(f"{keys}: {why}") from None
@@ -218,14 +218,14 @@ class StoreClient:
                 elif line is not None:
                     line.close()
 
-    def _counts(self, line: _Line, message: Ask, values: Sequence[bytes], told: Found, said: Said | None) -> bool:
+    def _counts(self, line: _Line, message: Ask, values: Sequence[bytes], answer: Found, part: Said | None) -> bool:
         """Whether this answer counts: it is remembered before another store gets all values. If not, ask again."""
         with self._lock:
             if line.store != self._memory.store:
                 line.busy = True
                 return False
-            if said is not None and told.stamp:
-                self._memory.add(said, message.op, message.keys, values, told)
+            if part is not None and answer.stamp:
+                self._memory.add(part, message.op, message.keys, values, answer)
         return True
 
     def _line(self, until: float, given_up: Callable[[], bool]) -> _Line:
@@ -254,7 +254,7 @@ class StoreClient:
         """Send all values that this process has put into the previous store to an empty one."""
         with self._lock:
             known = self._memory
-            if line.store == known.told:
+            if line.store == known.holder:
                 return
             if term_of(line.store) < term_of(known.store):
                 raise ConnectionResetError("another one leads by now")
@@ -264,7 +264,7 @@ class StoreClient:
             line.exchange(part, Found, until, given_up)
         with self._lock:
             if known.store == line.store:
-                known.told = line.store
+                known.holder = line.store
 
     def _forked(self) -> None:
         """A forked child closes its parent's connections, and counts as another process."""
@@ -350,11 +350,11 @@ class _Line:
                 raise ConnectionResetError("no sign of life: another one may lead")
 
 
-def _parts(told: Sequence[tuple[str, bytes | None, int]]) -> Iterable[Sequence[tuple[str, bytes | None, int]]]:
+def _parts(entries: Sequence[tuple[str, bytes | None, int]]) -> Iterable[Sequence[tuple[str, bytes | None, int]]]:
     """Runs of values that fit into one message."""
     part: list[tuple[str, bytes | None, int]] = []
     size = 0
-    for one in told:
+    for one in entries:
         size += len(one[0]) + len(one[1] or b"") + 40
         if part and size > LARGEST:
             yield part

@@ -148,9 +148,9 @@ def test_a_guest_does_not_tell_the_next_coordinator_what_others_have_to_tell(tmp
         store = running.coordinator.server.store
         store.gather([2])
         StoreClient(running.address, SECRET, 2).tell(LIMIT)
-        assert store._untold == {2}
+        assert store._pending == {2}
         StoreClient(running.address, TOKEN, 2).tell(LIMIT)
-        assert not store._untold
+        assert not store._pending
         for one in agents:
             one.close()
 

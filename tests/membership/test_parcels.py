@@ -367,7 +367,7 @@ def test_a_worker_that_cannot_tell_where_it_stands_ends_with_the_reason(tmp_path
         one.measured([{"F": 1.0}] * 500_000, [], None)
         one.leave()
         limit = time.monotonic() + LIMIT
-        while not one._leave_told:
+        while not one._leave_sent:
             assert time.monotonic() < limit
             time.sleep(0.005)
         assert one.ended is None

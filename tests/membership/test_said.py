@@ -95,7 +95,7 @@ def test_words_of_guests_and_outsiders_are_not_recorded_and_nobody_hears_them(tm
                 running.coordinator.server._refusals = RateLimit(60.0)
         for name, fields in RIGHT.items():  # at the coordinator's own door, behind the check
             forged = EVENTS[name].from_json({**fields, "event": name})
-            running.call(running.coordinator._telling.passed_on, "stranger", forged, running.coordinator.state)
+            running.call(running.coordinator._event_feed.passed_on, "stranger", forged, running.coordinator.state)
         agents[0].event(RolledBack(1, 2))
         running.await_event("rolled_back", worker="0:0")
         assert {event["event"] for event in running.events} <= {"rolled_back", "refused"}
