@@ -134,14 +134,14 @@ class Host:
 
     def gpu(self, local_rank: int) -> Gpu | None:
         """The GPU of a process, as CUDA_VISIBLE_DEVICES and the order of the PCI bus name it; None: there is none."""
-        there = sorted(self._gpus(), key=lambda gpu: gpu.pci)
+        gpus = sorted(self._gpus(), key=lambda gpu: gpu.pci)
         if (named := visible(self._environ)) is not None:
             if local_rank >= len(named):
                 return None
             name = named[local_rank]
-            return next((gpu for number, gpu in enumerate(there)
+            return next((gpu for number, gpu in enumerate(gpus)
                          if name == str(number) or gpu.uuid.startswith(name)), None)
-        return there[local_rank] if local_rank < len(there) else None
+        return gpus[local_rank] if local_rank < len(gpus) else None
 
     def _gpus(self) -> Iterator[Gpu]:
         for folder in _children(self._root / "proc" / "driver" / "nvidia" / "gpus"):
@@ -165,11 +165,11 @@ class Host:
     def _disks(self) -> Iterator[str]:
         for folder in self._folders:
             with contextlib.suppress(OSError):
-                there = os.statvfs(folder)
-                left, whole = there.f_bavail * there.f_frsize, there.f_blocks * there.f_frsize
+                stats = os.statvfs(folder)
+                left, whole = stats.f_bavail * stats.f_frsize, stats.f_blocks * stats.f_frsize
                 if whole and left < min(_FULL, whole / 20):
                     yield f"the disk of {folder} is full ({left >> 20} MiB left)"
-                elif there.f_files and not there.f_favail:
+                elif stats.f_files and not stats.f_favail:
                     yield f"the disk of {folder} has no room for another file (inodes)"
 
     def _logged(self) -> list[str]:

@@ -228,8 +228,8 @@ class Run:
         await_coordinator(control, self.token, _START_LIMIT, self.say)
         make(self.run_dir)
         found = self._meeting(self.hosts.name, control)
-        there = meeting.read(self.run_dir) if self.hosts.rank == 0 else None
-        if there is not None and there.token == self.token:
+        published = meeting.read(self.run_dir) if self.hosts.rank == 0 else None
+        if published is not None and published.token == self.token:
             meeting.publish(self.run_dir, found)
         return found
 
@@ -388,11 +388,11 @@ def _join(
     """
     control = args.join
     if Path(args.join).is_dir():
-        there = meeting.read(Path(args.join))
-        if there is None or not there.control:
+        published = meeting.read(Path(args.join))
+        if published is None or not published.control:
             raise ConfigError(f"--join {args.join}: no job of `recycle run` runs in that folder (it has no "
                               f"{meeting.FILE})")
-        control, token = there.control, for_joining(there.token)
+        control, token = published.control, for_joining(published.token)
     elif "/" in args.join or ":" not in args.join:
         raise ConfigError(f"--join {args.join}: there is no such folder; give the job's run folder, or HOST:PORT")
     check_address("--join", control)

@@ -24,7 +24,7 @@ from megatron_recycle.plan.value import Value
 
 _START_LIMIT = 60.0
 _END_LIMIT = 2.0
-_TOLD_LINES = 5
+_LOG_LINES = 5
 _MOST = 5
 """Most deaths in a row after which a service is still started again."""
 _LIFE = 60.0
@@ -107,24 +107,24 @@ class Service:
         Raises:
             RecycleError: it has refused to start, or has died too often.
         """
-        said = self._said() if self.later or self.standby else Answer()
+        output = self._output() if self.later or self.standby else Answer()
         status = self.child.status() or 0
-        refused = status > 0 and (said.error is not None or (self.later and not said.control))
+        refused = status > 0 and (output.error is not None or (self.later and not output.control))
         self.child.release()
         if refused:
-            raise RecycleError(_not_started(self.child.log, said))
+            raise RecycleError(_not_started(self.child.log, output))
         if status != DEPOSED:
             self.deaths.died(self.child.log)
         self.spec = replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True, begun=self.begun)
         self.child, self.later = self.spawn(self.spec), True
 
-    def _said(self) -> Answer:
+    def _output(self) -> Answer:
         """The unread lines of a process that has ended."""
         assert self.child.stdout is not None
-        said: dict[str, str] = {}
+        fields: dict[str, str] = {}
         for line in self.child.stdout.read().splitlines():
-            said |= json.loads(line)
-        return Answer.from_json(said)
+            fields |= json.loads(line)
+        return Answer.from_json(fields)
 
     def stand_by(self, limit: float, say: Callable[[str], None]) -> str:
         """Wait until the coordinators of all hosts will listen; returns where, "host:port,host:port". The holder of the
@@ -135,18 +135,18 @@ class Service:
         """
         self.standby, hosts = True, self.spec.hosts
         say(f"recycle: this host's coordinator is at {self.control} when it leads; waiting for those of {hosts} hosts")
-        said, until, why = Answer(waits=""), time.monotonic() + limit, ""
-        while said.waits is not None:
-            if said.waits:
-                why = f" ({said.waits})"
-                say(f"recycle: still waiting: {said.waits}")
-            said = answer(self.child, until - time.monotonic())
-        if not said.all:
+        output, until, why = Answer(waits=""), time.monotonic() + limit, ""
+        while output.waits is not None:
+            if output.waits:
+                why = f" ({output.waits})"
+                say(f"recycle: still waiting: {output.waits}")
+            output = answer(self.child, until - time.monotonic())
+        if not output.all:
             self.kill()
             late = (f"not all of {hosts} hosts have come to {self.spec.store} within {limit:.0f} s{why}; see "
                     f"{self.child.log}")
-            raise RecycleError(f"the coordinator did not start: {said.error}" if said.error is not None else late)
-        return said.all
+            raise RecycleError(f"the coordinator did not start: {output.error}" if output.error is not None else late)
+        return output.all
 
     def kill(self) -> None:
         """Kill the process, which is no longer needed."""
@@ -169,11 +169,11 @@ def start(spec: CoordinatorSpec, run_dir: Path, token: str, environ: Mapping[str
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
     child = (spawn := partial(_spawn, run_dir, token, environ, tied))(spec)
-    said = answer(child, _START_LIMIT)
-    started = Service(child, said.control, spec, spawn)
-    if not said.control:
+    output = answer(child, _START_LIMIT)
+    started = Service(child, output.control, spec, spawn)
+    if not output.control:
         started.kill()
-        raise RecycleError(_not_started(child.log, said))
+        raise RecycleError(_not_started(child.log, output))
     return started
 
 
@@ -183,11 +183,11 @@ def _spawn(run_dir: Path, token: str, environ: Mapping[str, str], tied: bool, sp
                  stdout=subprocess.PIPE, tied=tied, deaf=True)
 
 
-def _not_started(log: Path, said: Answer) -> str:
-    """Message for a failed start; `said` has the reason, if the process could report it."""
-    if said.error is not None:
-        return f"the coordinator did not start: {said.error}"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
+def _not_started(log: Path, output: Answer) -> str:
+    """Message for a failed start; `output` has the reason, if the process could report it."""
+    if output.error is not None:
+        return f"the coordinator did not start: {output.error}"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
     return f"the coordinator did not start; the end of {log}:\n{tail}"
 
 

@@ -33,32 +33,32 @@ def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str
         RecycleError: no coordinator answers, the token is wrong, the job takes no hosts, or no position became free.
     """
     wish = Join(count)
-    limit, said = time.monotonic() + timeout, ""
-    with visit(control, token, _said(wish), TO_LAUNCHER, "recycle-visit") as (answers, link):
+    limit, shown = time.monotonic() + timeout, ""
+    with visit(control, token, _greeted(wish), TO_LAUNCHER, "recycle-visit") as (answers, link):
         while True:
-            told = _answer(answers, link)
-            why, left = told.refusal, limit - time.monotonic()
+            places = _answer(answers, link)
+            why, left = places.refusal, limit - time.monotonic()
             if not why:
-                return told
-            if not told.again_s or left <= 0:
-                waited = f"; waited {timeout:.0f} s (--join-timeout)" if told.again_s and timeout else ""
+                return places
+            if not places.again_s or left <= 0:
+                waited = f"; waited {timeout:.0f} s (--join-timeout)" if places.again_s and timeout else ""
                 raise RecycleError(f"this host cannot join the job at {control}: {why}{waited}")
-            if why != said:
+            if why != shown:
                 say(f"recycle: waiting up to {left:.0f} s (--join-timeout) for a place in the job: {why}")
-                said = why
-            time.sleep(min(told.again_s, left))
+                shown = why
+            time.sleep(min(places.again_s, left))
             link.send(wish)
 
 
 def call_off(control: str, token: str, why: str) -> None:
     """End the job, which this host cannot take part in: the others would wait for its workers."""
     message = Interrupt(1, f"{socket.gethostname()} cannot take part: {why}")
-    with (visit(control, token, _said(message), TO_LAUNCHER, "recycle-visit") as (answers, link),
+    with (visit(control, token, _greeted(message), TO_LAUNCHER, "recycle-visit") as (answers, link),
           suppress(RecycleError)):
         _answer(answers, link)
 
 
-def _said(message: Message) -> list[Message]:
+def _greeted(message: Message) -> list[Message]:
     """The messages, preceded by the greeting of a launcher without workers."""
     return [LauncherHello(socket.gethostname(), (), 0, role="launcher"), message]
 

@@ -84,7 +84,7 @@ class Launcher:
             control,
             token,
             hello=self._hello,
-            handle=self._heard,
+            handle=self._enqueue,
             beat=Heartbeat,
             interval=job.heartbeat_interval,
             known=TO_LAUNCHER,
@@ -106,7 +106,7 @@ class Launcher:
         self._signals: deque[tuple[int, float]] = deque()
         self._refused = False
         self._idle_since: float | None = None
-        self._told: list[Message] = []
+        self._reports: list[Message] = []
         self._machine, self._gpus = attribution.Host(job.environ, (job.run_dir, Path.cwd())), dict[int, str]()
         self._attribution = Attribution(
             self._machine, lambda rank, pid, found: self._inbox.put(
@@ -176,8 +176,8 @@ class Launcher:
         moment = time.time()
         self._selector.unregister(worker.child.pidfd)
         worker.status = worker.child.collect()
-        told = (worker.rank, worker.pid) in self.summary.errors
-        words = last_words(worker.child.log) if worker.status and not told else ""
+        reported = (worker.rank, worker.pid) in self.summary.errors
+        words = last_words(worker.child.log) if worker.status and not reported else ""
         lost = self._link.lost_since
         alone = 0.0 if lost is None else time.monotonic() - lost
         cut = (worker.status or 0) > 0 and alone > self.job.grace.failed
@@ -206,7 +206,7 @@ class Launcher:
 
     def _tell(self, message: Message) -> None:
         """Report to the coordinator, and again after every reconnect."""
-        self._told.append(message)
+        self._reports.append(message)
         self._link.send(message)
 
     # The loop
@@ -379,9 +379,9 @@ class Launcher:
         staying = [StaysOut(rank) for rank in sorted(self.restarts.given_up)]
         places = 0 if self.job.joining else self.job.places
         hello = LauncherHello(self.processes.host, tuple(self.job.ranks), places, self.job.size, "launcher")
-        return [hello, *self._told, *self.ending.told, *staying]
+        return [hello, *self._reports, *self.ending.told, *staying]
 
-    def _heard(self, message: ToLauncher) -> None:
+    def _enqueue(self, message: ToLauncher) -> None:
         self._inbox.put(message)
         self._wake_out.send(b"m")
 

@@ -30,12 +30,12 @@ class Life:
         """The next life, if the coordinator's last word, ``end``, says that there is one with the host of this name."""
         if end is None or end.next_life is None:
             return None
-        there = end.next_life
-        share = there.shares.get(host)
+        next_life = end.next_life
+        share = next_life.shares.get(host)
         if share is None:
             return None
-        return Life(there.size, range(share.first, share.first + share.count), share.node, there.nodes, self.number + 1,
-                    self.most, there.shape, end.message)
+        return Life(next_life.size, range(share.first, share.first + share.count), share.node, next_life.nodes,
+                    self.number + 1, self.most, next_life.shape, end.message)
 
     def told(self) -> JobLife:
         """This life in the coordinator's form."""

@@ -97,7 +97,7 @@ def await_first(run_dir: Path, name: str, limit: float, say: Callable[[str], Non
     Raises:
         RecycleError: it has refused, or does not come within `limit` seconds.
     """
-    until, told = time.monotonic() + limit, ""
+    until, shown = time.monotonic() + limit, ""
     while True:
         found, why = read(run_dir), f"there is no {run_dir / FILE} yet: is that folder on a file system of all hosts?"
         if found is not None and found.name != name:
@@ -111,7 +111,7 @@ def await_first(run_dir: Path, name: str, limit: float, say: Callable[[str], Non
             why = f"nobody of this job answers at {found.control}: {refused}"
         if time.monotonic() > until:
             raise RecycleError(f"the first host has not come within {limit:.0f} s; {why}")
-        if why != told and time.monotonic() > until - limit + 10.0:
-            told = why
+        if why != shown and time.monotonic() > until - limit + 10.0:
+            shown = why
             say(f"recycle: still waiting for the first host; {why}")
         time.sleep(_PAUSE)

@@ -20,7 +20,7 @@ from megatron_recycle.errors import ConfigError, RecycleError
 
 _CONNECT_LIMIT = 5.0
 _PAUSE = 0.2
-_TOLD_AFTER = 10.0
+_SHOWN_AFTER = 10.0
 _SIOCGIFADDR = 0x8915
 _INET6 = Path("/proc/net/if_inet6")
 _ANYWHERE = "203.0.113.1", "2001:db8::1"
@@ -114,13 +114,13 @@ def await_coordinator(control: str, token: str, limit: float, say: Callable[[str
     Raises:
         RecycleError: it does not within `limit` seconds.
     """
-    until, told = time.monotonic() + limit, ""
+    until, shown = time.monotonic() + limit, ""
     while (why := knock(control, token)) is not None:
         if time.monotonic() > until:
             raise RecycleError(f"the coordinator of host 0 at {control} does not answer within {limit:.0f} s "
                                f"({why}): is `recycle run --node-rank 0` running there?")
-        if why != told and time.monotonic() > until - limit + _TOLD_AFTER:
-            told = why
+        if why != shown and time.monotonic() > until - limit + _SHOWN_AFTER:
+            shown = why
             say(f"recycle: still waiting for host 0: {why}")
         time.sleep(_PAUSE)
 

@@ -140,7 +140,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
     return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), 1)
 
 
-def unkept(environ: Mapping[str, str], asked: Ask = ask) -> list[str]:
+def unkept(environ: Mapping[str, str], query: Ask = ask) -> list[str]:
     """Lines for the user: reasons for which Slurm would end this step, though workers are left.
 
     srun's options stand in no variable of the step; they are read from its command line, if it runs on this node, as it
@@ -148,17 +148,17 @@ def unkept(environ: Mapping[str, str], asked: Ask = ask) -> list[str]:
     """
     job, step = environ["SLURM_JOB_ID"], environ["SLURM_STEP_ID"]
     lines = []
-    found = re.search(r"SrunHost:Pid=(\S+):(\d+)", asked(["scontrol", "show", "step", "-o", f"{job}.{step}"]))
+    found = re.search(r"SrunHost:Pid=(\S+):(\d+)", query(["scontrol", "show", "step", "-o", f"{job}.{step}"]))
     if found is not None:
         host, pid = found[1], found[2]
         words = _command_line(pid) if host in (environ.get("SLURMD_NODENAME"), os.uname().nodename) else []
         if not words or Path(words[0]).name != "srun":
             lines.append(f"recycle: srun runs on {host}, where its options cannot be seen from here: unless it was "
                          f"started as `{_SRUN}`, Slurm ends the job when a node is lost")
-        elif missing := missing_flags(words, environ, asked(["scontrol", "show", "config"])):
+        elif missing := missing_flags(words, environ, query(["scontrol", "show", "config"])):
             lines.append(f"recycle: warning: srun was started without {' '.join(missing)}: Slurm ends the job when a "
                          f"node or a task is lost. Start it as `{_SRUN} ... recycle run ...`")
-    script = asked(["scontrol", "write", "batch_script", job, "-"])
+    script = query(["scontrol", "write", "batch_script", job, "-"])
     if script and not re.search(r"^#SBATCH\s(?:.*\s)?(?:--no-kill|-k)(?:\s|$)", script, re.MULTILINE):
         lines.append("recycle: warning: the batch script has no `#SBATCH --no-kill`: unless sbatch itself was given "
                      "it, Slurm ends the job when a node is lost")
@@ -193,28 +193,28 @@ def _command_line(pid: str) -> list[str]:
         return []
 
 
-def check_requeue(environ: Mapping[str, str], asked: Ask = ask) -> None:
+def check_requeue(environ: Mapping[str, str], query: Ask = ask) -> None:
     """Raises ConfigError if Slurm could not start this job again."""
     job = environ.get("SLURM_JOB_ID")
     if not job:
         raise ConfigError("--requeue asks Slurm to start the job again, and this is no job of Slurm's: leave it out")
-    told = asked(["scontrol", "show", "job", "-o", job])
-    if not told:
+    description = query(["scontrol", "show", "job", "-o", job])
+    if not description:
         raise ConfigError("--requeue needs `scontrol`, which does not answer here (in a container it may be missing): "
                           "let the batch script call `scontrol requeue $SLURM_JOB_ID` after srun instead")
-    if "BatchFlag=1" not in told:
+    if "BatchFlag=1" not in description:
         raise ConfigError(f"--requeue: Slurm starts batch jobs again only, and job {job} is none: start it by sbatch")
 
 
-def requeue(environ: Mapping[str, str], asked: Ask = ask) -> str:
+def requeue(environ: Mapping[str, str], query: Ask = ask) -> str:
     """Ask Slurm to start the job again, after it has saved and ended; returns the line for the user.
 
     A cancelled job is not started again. A job counts as cancelled if Slurm ends it for another reason than its time
     limit.
     """
     job = environ["SLURM_JOB_ID"]
-    told = asked(["scontrol", "show", "job", "-o", job])
-    state, reason = (re.search(rf"\b{name}=(\S+)", told) for name in ("JobState", "Reason"))
+    description = query(["scontrol", "show", "job", "-o", job])
+    state, reason = (re.search(rf"\b{name}=(\S+)", description) for name in ("JobState", "Reason"))
     if state is None or reason is None:
         return f"recycle: Slurm does not say what has become of job {job}: it is not requeued"
     if state[1] != "RUNNING" and reason[1] != "TimeLimit":

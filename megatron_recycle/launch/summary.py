@@ -17,7 +17,7 @@ from megatron_recycle.observe.text import printable
 
 log = logging.getLogger(__name__)
 
-_TOLD = (
+_SHOWN = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
     "restoring", "restored", "unreadable", "joined", "join_failed", "moving", "move_failed", "skipped", "left_out",
     "repeated", "save_failed", "saved", "ordered", "finished",
@@ -73,39 +73,39 @@ class Summary:
         name = kinds.Named.from_json(event).event
         if self._known(name, event):
             return None
-        told = kinds.KINDS[name].from_json(event) if name in kinds.KINDS else None
-        match told:
+        fields = kinds.KINDS[name].from_json(event) if name in kinds.KINDS else None
+        match fields:
             case kinds.Explained():
-                return _explained(told)
+                return _explained(fields)
             case kinds.LastCopy():
-                return _last_copy(told)
+                return _last_copy(fields)
             case kinds.LastHost():
-                return _last_host(told)
+                return _last_host(fields)
             case kinds.Started():
-                self.names = {rank: worker for worker, rank in told.ranks.items()}
-                return _started(told, event)
+                self.names = {rank: worker for worker, rank in fields.ranks.items()}
+                return _started(fields, event)
             case kinds.Suspected():
-                if told.error is not None:
-                    self.errors[told.rank, told.pid] = told.error
-                if told.removed:
-                    at_once = told.ms if told.stranded else None  # training did not stop for a stranded one
-                    self.failures.append(Failure(told, at_once))
+                if fields.error is not None:
+                    self.errors[fields.rank, fields.pid] = fields.error
+                if fields.removed:
+                    at_once = fields.ms if fields.stranded else None  # training did not stop for a stranded one
+                    self.failures.append(Failure(fields, at_once))
             case kinds.Planned():
                 for failure in self._open():
-                    failure.plan = told.source
+                    failure.plan = fields.source
             case kinds.Resumed():
                 for failure in self._open():
-                    failure.resumed_ms = told.ms
+                    failure.resumed_ms = fields.ms
             case kinds.Restored():
-                self._latest = told.iteration
+                self._latest = fields.iteration
             case kinds.Joined():
-                self.joined += told.moved_from is None
-                self.moved += told.moved_from is not None
+                self.joined += fields.moved_from is None
+                self.moved += fields.moved_from is not None
             case kinds.Committed():
-                if told.iteration > self._latest:  # otherwise a repetition by a coordinator that took over
+                if fields.iteration > self._latest:  # otherwise a repetition by a coordinator that took over
                     self.committed += 1
-                    self._latest = told.iteration
-                self.loss = self.loss if told.loss is None else told.loss
+                    self._latest = fields.iteration
+                self.loss = self.loss if fields.loss is None else fields.loss
                 if time.monotonic() - self._last < _EVERY:
                     return None
                 self._last = time.monotonic()
@@ -113,8 +113,8 @@ class Summary:
         self.skipped += name == "skipped"
         if name == "finished":  # the closing line has its words
             return format_event({key: value for key, value in event.items() if key != "message"})
-        moved = isinstance(told, kinds.Left) and told.kind == FailureKind.MOVE
-        return format_event(event) if moved or name in _TOLD else None
+        moved = isinstance(fields, kinds.Left) and fields.kind == FailureKind.MOVE
+        return format_event(event) if moved or name in _SHOWN else None
 
     def rank_of(self, event: Mapping[str, Any]) -> int | None:
         """The rank that an event is about; None: the job, or an unknown process."""
@@ -136,45 +136,46 @@ class Summary:
         return [failure for failure in self.failures if failure.resumed_ms is None]
 
 
-def _started(told: kinds.Started, event: Mapping[str, Any]) -> str:
+def _started(fields: kinds.Started, event: Mapping[str, Any]) -> str:
     """Start line, with the failures that the job survives, where that may be news; per-worker facts are counts here."""
     hidden = ("survival", "fatal_hosts", "ranks", "hosts", "grid")
     shown = {key: value for key, value in event.items() if key not in hidden}
-    if told.grid is not None:
-        shown |= {"pipelines": told.grid.pipelines, "stages": told.grid.stages}
-    hosts = sorted(set(told.hosts.values()))
+    if fields.grid is not None:
+        shown |= {"pipelines": fields.grid.pipelines, "stages": fields.grid.stages}
+    hosts = sorted(set(fields.hosts.values()))
     line = format_event({**shown, "hosts": hosts})
-    copies = told.grid is not None and told.grid.pipelines > 1
-    return f"{line}\nrecycle: {told.survival}" if told.survival is not None and (len(hosts) > 1 or not copies) else line
+    copies = fields.grid is not None and fields.grid.pipelines > 1
+    return f"{line}\nrecycle: {fields.survival}" if fields.survival is not None and (
+        len(hosts) > 1 or not copies) else line
 
 
-def _explained(told: kinds.Explained) -> str:
+def _explained(fields: kinds.Explained) -> str:
     """Why a worker has failed, and what takes its node out of service."""
-    return (f"recycle: {told.worker} (rank {told.rank}, pid {told.pid}) on {told.host}"
-            f"{f', {told.gpu}' if told.gpu else ''}: {'; '.join(told.causes)}"
-            + (f". Take the node out: {told.repair}" if told.repair else ""))
+    return (f"recycle: {fields.worker} (rank {fields.rank}, pid {fields.pid}) on {fields.host}"
+            f"{f', {fields.gpu}' if fields.gpu else ''}: {'; '.join(fields.causes)}"
+            + (f". Take the node out: {fields.repair}" if fields.repair else ""))
 
 
-def _last_copy(told: kinds.LastCopy) -> str:
+def _last_copy(fields: kinds.LastCopy) -> str:
     """A warning, with the consequence and the remedy."""
-    kept = told.kept_by or {}
+    kept = fields.kept_by or {}
     held = ", ".join(f"stage {stage} has one worker left ({worker}"
-                     + (f" on {told.hosts[stage]}" if stage in told.hosts else "")
+                     + (f" on {fields.hosts[stage]}" if stage in fields.hosts else "")
                      + (f"; {kept[stage]} keeps a copy)" if stage in kept else ")")
-                     for stage, worker in told.stages.items())
+                     for stage, worker in fields.stages.items())
     lost = "; what only it has is lost with it"
-    lost += "" if told.checkpoint is None else f", and all go back to the checkpoint of iteration {told.checkpoint}"
+    lost += "" if fields.checkpoint is None else f", and all go back to the checkpoint of iteration {fields.checkpoint}"
     lost += ": fill the empty places (max_restarts, `recycle run --join`), or begin with guard memory or --job-restarts"
-    return f"recycle: warning: {held}{lost if any(stage not in kept for stage in told.stages) else ''}"
+    return f"recycle: warning: {held}{lost if any(stage not in kept for stage in fields.stages) else ''}"
 
 
-def _last_host(told: kinds.LastHost) -> str:
+def _last_host(fields: kinds.LastHost) -> str:
     """A warning about the change that the last failure made."""
     held = "; ".join([*(f"{host} has all workers that are left of stage {', '.join(map(str, stages))}"
-                       for host, stages in told.hosts.items()),
+                       for host, stages in fields.hosts.items()),
                       *(f"{host} has a part of each worker that holds shard {', '.join(map(str, shards))} of stage "
                         f"{stage}'s optimizer state"
-                        for host, of in told.shards.items() for stage, shards in of.items())])
+                        for host, of in fields.shards.items() for stage, shards in of.items())])
     return f"recycle: warning: {held}: without that host the job cannot go on until workers have joined"
 
 

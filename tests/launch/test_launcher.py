@@ -337,7 +337,7 @@ def test_the_end_of_a_process_says_that_its_host_was_without_a_coordinator(tmp_p
     with launcher(tmp_path, [], range(1), [sys.executable, "-c", f"raise SystemExit({code})"]) as made:
         made._link.lost_since = None if seconds is None else time.monotonic() - seconds
         until_ended(made, made.processes.workers[0])
-        (told,) = [message for message in made._told if isinstance(message, Exited)]
+        (told,) = [message for message in made._reports if isinstance(message, Exited)]
         assert told.said.startswith(said) and bool(told.said) == bool(said)
 
 

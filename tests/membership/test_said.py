@@ -23,7 +23,7 @@ from tests.membership.cluster import Cluster, events, report
 from tests.membership.service import DESCRIPTION, TOKEN, agent, service
 from tests.membership.test_guests import SECRET, WORKERS, visit
 
-SHOWN = {*summary._TOLD, *summary._AGAIN, "last_copy", "last_host", "planned", "committed", "left"}
+SHOWN = {*summary._SHOWN, *summary._AGAIN, "last_copy", "last_host", "planned", "committed", "left"}
 OWN = sorted({*SHOWN, *event_feed._KEPT} - {"save_failed"})
 """The coordinator's own events that a launcher makes something of."""
 WRONG: list[Any] = [{}, {"iteration": "x", "rank": "x", "pid": {}, "stages": 7, "hosts": 1, "ranks": [], "ms": "x"},
