@@ -56,14 +56,14 @@ def in_force(state: State, host: str) -> list[Command]:
     """All commands that a newly connected launcher needs."""
     if state.description is None:
         return []
-    here = [member for member in state.proven.values() if member.host == host]
+    members = [member for member in state.proven.values() if member.host == host]
     under_way = [start(state, to, mover) for to, incarnation in state.moving.moves.items()
                  if to not in state.arrivals.joiners and to not in state.members
                  and (mover := state.member(incarnation)) is not None]
-    return [begun(state), *map(Command, state.absent.outs.values()), *map(joined, here), *under_way,
+    return [begun(state), *map(Command, state.absent.outs.values()), *map(joined, members), *under_way,
             *(drop(int(rank), move) for rank, move in state.moving.dropped.items())]
 
 
-def remembered(state: State, *told: Out) -> dict[str, Out]:
+def remembered(state: State, *outs: Out) -> dict[str, Out]:
     """The field of the state with the latest `out` of each rank."""
-    return {**state.absent.outs, **{str(one.rank): one for one in told}}
+    return {**state.absent.outs, **{str(one.rank): one for one in outs}}

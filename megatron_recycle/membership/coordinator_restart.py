@@ -16,17 +16,17 @@ def member(state: State, happened: Hello, now: float) -> Step:
         return failing.next_generation(state.with_(generation=happened.generation), {}, now, now)
     if state.phase is Phase.RETURNING:
         return _returned(state, happened, now)
-    told: list[Decision] = []
+    decisions: list[Decision] = []
     to = (happened.member.incarnation,)
     if state.generation > 1:
-        told.append(Tell(to, messages.stop(state)))
+        decisions.append(Tell(to, messages.stop(state)))
     if state.phase is Phase.TRAINING and state.go is not None:
-        told.append(Tell(to, state.go))
+        decisions.append(Tell(to, state.go))
     if state.round.switch:
-        told.append(Tell(to, messages.switch(state)))
+        decisions.append(Tell(to, messages.switch(state)))
     elif state.round.offered is not None:
-        told.append(Tell(to, state.round.offered))
-    return state, tuple(told)
+        decisions.append(Tell(to, state.round.offered))
+    return state, tuple(decisions)
 
 
 def coordinator(state: State, happened: Restarted, now: float) -> Step:

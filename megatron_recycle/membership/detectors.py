@@ -96,10 +96,10 @@ class Doing(Value, frozen=True):
         return None if progress is None else cls.read(SignOfLife.from_json(progress).doing)
 
     @classmethod
-    def read(cls, told: Any) -> Doing | None:
+    def read(cls, report: Any) -> Doing | None:
         """From a heartbeat; None if it cannot be parsed."""
         try:
-            return cls.from_json(told)
+            return cls.from_json(report)
         except ValueError:
             return None
 
@@ -124,21 +124,21 @@ class Stalls(Generic[Key]):
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
-        self._told: dict[Key, tuple[Doing, float] | None] = {}
+        self._reports: dict[Key, tuple[Doing, float] | None] = {}
         self._not_before = 0.0
 
     def watch(self, keys: Iterable[Key]) -> None:
         """Watch exactly these, and forget all earlier reports."""
-        self._told = dict.fromkeys(keys)
+        self._reports = dict.fromkeys(keys)
 
     def restart(self, now: float) -> None:
         """The caller stood still: arriving messages may have waited unread."""
-        self._told = dict.fromkeys(self._told)
+        self._reports = dict.fromkeys(self._reports)
         self._not_before = now + 2 * self.interval
 
     def heard(self, key: Key, doing: Doing | None, now: float) -> None:
-        if key in self._told and now >= self._not_before:
-            self._told[key] = None if doing is None else (doing, now)
+        if key in self._reports and now >= self._not_before:
+            self._reports[key] = None if doing is None else (doing, now)
 
     def stalled(self, now: float) -> dict[Key, float]:
         """Workers past their work's time limit, and since when."""
@@ -151,7 +151,7 @@ class Stalls(Generic[Key]):
     def all_wait(self, now: float) -> dict[Key, Doing] | None:
         """The wait of each worker, if all wait for longer than the longest limit of any."""
         found = {key: doing for key, (doing, at) in self._known() if doing.waits and now - at <= 3 * self.interval}
-        if len(found) < len(self._told) or not any(doing.state is ThreadState.WAITING for doing in found.values()):
+        if len(found) < len(self._reports) or not any(doing.state is ThreadState.WAITING for doing in found.values()):
             return None
         limits = [doing.limit_s for doing in found.values() if doing.limit_s is not None]
         if len(limits) < len(found) or any(doing.for_s <= max(limits) for doing in found.values()):
@@ -159,7 +159,7 @@ class Stalls(Generic[Key]):
         return found
 
     def _known(self) -> list[tuple[Key, tuple[Doing, float]]]:
-        return [(key, told) for key, told in self._told.items() if told is not None]
+        return [(key, report) for key, report in self._reports.items() if report is not None]
 
 
 class Hosts(Generic[Key]):
@@ -198,9 +198,9 @@ class Hosts(Generic[Key]):
         """
         verdicts: dict[Key, FailureKind] = {}
         for host in {self._host.get(key, "") for key in silent}:
-            here = [key for key, at in self._host.items() if at == host]
+            keys = [key for key, at in self._host.items() if at == host]
             gone = {key: silent[key] for key in silent if self._host.get(key, "") == host}
-            signs = [seen[key] for key in here if key not in gone and key in seen]
+            signs = [seen[key] for key in keys if key not in gone and key in seen]
             signs += [self._launchers[host]] if host in self._launchers else []
             last = max(gone.values())
             if any(sign > last + 2 * self.interval for sign in signs):
@@ -254,11 +254,11 @@ class HangUps(Generic[Key]):
         self._ticked = now
         found: dict[Key, float] = {}
         for host in {self._host[key] for key, at in self._gone.items() if at is not None and key in self._host}:
-            here = [key for key, at in self._host.items() if at == host]
-            moments = [self._launchers.get(host), *(self._gone.get(key) for key in here)]
+            keys = [key for key, at in self._host.items() if at == host]
+            moments = [self._launchers.get(host), *(self._gone.get(key) for key in keys)]
             ends = [at for at in moments if at is not None]
             if len(ends) == len(moments) and now - max(ends) > self.patience:
-                found.update(dict.fromkeys(here, max(ends)))
+                found.update(dict.fromkeys(keys, max(ends)))
         return found
 
 

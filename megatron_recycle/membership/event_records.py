@@ -18,12 +18,13 @@ _RECORDED: Mapping[type, Mapping[str, Any]] = {
 """Worker events whose record differs from the worker's words."""
 
 
-def event_of(state: State, incarnation: str, said: WorkerEvent | Hint, now: float) -> dict[str, Any] | None:
+def event_of(state: State, incarnation: str, message: WorkerEvent | Hint, now: float) -> dict[str, Any] | None:
     """The event of a member's message; None if the sender is no member. The coordinator fills in the sender."""
     member = state.member(incarnation)
     if member is None:
         return None
-    short = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value for key, value in said.to_json().items()}
-    more = _RECORDED.get(type(said))
+    short = {key: value[:_LONGEST_TEXT] if isinstance(value, str) else value
+             for key, value in message.to_json().items()}
+    more = _RECORDED.get(type(message))
     return {"t": now, "generation": state.generation, **short, "worker": member.worker,
             **({"rank": member.rank, "pid": member.pid, **more} if more is not None else {})}

@@ -34,7 +34,7 @@ class Extension:
 
     # When the job begins
 
-    def described(self, job: Job, told: Mapping[str, Description]) -> Job:
+    def described(self, job: Job, descriptions: Mapping[str, Description]) -> Job:
         """``job`` with this feature's conclusions from all descriptions."""
         return job
 

@@ -92,12 +92,12 @@ def lost(state: State, happened: Lost, now: float) -> Step:
         if (member := state.member(loss.incarnation)) is not None:
             out[member.worker] = loss.kind
     for loss in happened.losses:
-        state, told = joining.lost(state, loss.incarnation, loss.kind, now)
-        decisions += told
+        state, added = joining.lost(state, loss.incarnation, loss.kind, now)
+        decisions += added
         if (idle := joining.stranded(state, loss.incarnation)) is not None:
             decisions += (messages.fence(state, idle),)
-            state, told = _lost_stranded(state, idle, loss.kind, happened.since, now)
-            decisions += told
+            state, added = _lost_stranded(state, idle, loss.kind, happened.since, now)
+            decisions += added
     state, out, spared = _spare(state, out, happened.since, now)
     state, more = next_generation(state, out, happened.since, now) if out else (state, ())
     return state, (*decisions, *spared, *more)
@@ -167,16 +167,16 @@ def next_generation(
         else suspected(state, member, lost[member.worker], since, now)
         for member in removed
     ]
-    told_out = _told_out(state, [member for member in removed if member not in planned], lost)
+    outs = _out_commands(state, [member for member in removed if member not in planned], lost)
     if (why := first(each.ends(state, lost) for each in IN_FORCE)) is not None:
         state, ending = job_end.end(state, 1, f"{why}. {job_end.last(state)} {RESTART}", now, again=True)
-        return state, (*map(Command, told_out), *map(Emit, of_each), *ending)
+        return state, (*map(Command, outs), *map(Emit, of_each), *ending)
     before, state = state, state.next_generation(
         phase=Phase.RECOVERING,
         **_membership(state, lost, joined),
         fenced=state.absent.fenced | {member.incarnation for member in removed},
-        outs=commands.remembered(state, *told_out),
-        faults=tuple(said for said in state.script.faults if said.worker not in joined),
+        outs=commands.remembered(state, *outs),
+        faults=tuple(report for report in state.script.faults if report.worker not in joined),
         since=since if state.since is None else min(state.since, since),
         stood_since=min(state.round.standing.values(), default=now) if joined else None,
         mended=0 if lost else state.tries.mended,
@@ -189,29 +189,29 @@ def next_generation(
         plan_by = first(each.plan_by(state) for each in IN_FORCE)
         announce.append(MakePlan(state.generation, state.failed, plan_by))
     announce.append(Await(state.generation))
-    told: list[Decision] = [*map(Command, told_out), *map(Emit, events)]
-    told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
-             else messages.fence(state, member) for member in removed]
+    notices: list[Decision] = [*map(Command, outs), *map(Emit, events)]
+    notices += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
+                else messages.fence(state, member) for member in removed]
     record = records.decided(state, events)
     state, commits = training.committed_by_all(state, now)
     if (text := stage_gone(state)) is not None and not any(each.may_return(state) for each in IN_FORCE):
         state, ending = end_without(state, text, now)
-        return state, (record, *(announce[:1] if state.closing is not None else ()), *told, *commits, *ending)
-    return state, (record, *announce, *told, *commits)
+        return state, (record, *(announce[:1] if state.closing is not None else ()), *notices, *commits, *ending)
+    return state, (record, *announce, *notices, *commits)
 
 
 def _closed_without(state: State, lost: Mapping[str, FailureKind], since: float, reason: str | None,
                     now: float) -> Step:
     """A final-checkpoint generation that cannot be begun again: the job ends without one."""
     removed = [state.members[name] for name in in_order(lost)]
-    told: tuple[Decision, ...] = tuple(map(Command, _told_out(state, removed, lost)))
-    told += tuple(Emit(suspected(state, member, lost[member.worker], since, now)) for member in removed)
+    notices: tuple[Decision, ...] = tuple(map(Command, _out_commands(state, removed, lost)))
+    notices += tuple(Emit(suspected(state, member, lost[member.worker], since, now)) for member in removed)
     why = faults.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
     state, ending = job_end.end(state, 1, why, now)
-    return state, (*told, *ending)
+    return state, (*notices, *ending)
 
 
-def _told_out(state: State, members: Sequence[Member], lost: Mapping[str, FailureKind]) -> tuple[Out, ...]:
+def _out_commands(state: State, members: Sequence[Member], lost: Mapping[str, FailureKind]) -> tuple[Out, ...]:
     """The commands to their launchers."""
     return tuple(commands.out(member, lost[member.worker], faults.said_by(state, member)) for member in members)
 
@@ -357,8 +357,8 @@ def _go(state: State, now: float) -> Step:
     resume = redo.without_kept(state, resume)
     plan = state.round.plan
     for each in IN_FORCE:
-        state, told = each.went(state, resume, now)
-        events = (*events, *told)
+        state, more = each.went(state, resume, now)
+        events = (*events, *more)
     go = Go(
         generation=state.generation,
         attempt=resume.attempt,

@@ -24,22 +24,22 @@ _MEND = "It would fail there again after a restart: mend the data or the code fi
 
 def remembered(state: State, member: Member, fault: Fault, number: int) -> State:
     """The state with this error."""
-    said = Said(member.worker, member.incarnation, fault, number)
-    return state.with_(faults=(*state.script.faults, said)[-_REMEMBERED:])
+    report = Said(member.worker, member.incarnation, fault, number)
+    return state.with_(faults=(*state.script.faults, report)[-_REMEMBERED:])
 
 
 def repeated(state: State, member: Member, number: int) -> bool:
     """Whether this error is a repetition after a reconnect."""
     return number > 0 and any(
-        (said.incarnation, said.number) == (member.incarnation, number) for said in state.script.faults)
+        (report.incarnation, report.number) == (member.incarnation, number) for report in state.script.faults)
 
 
 def said_by(state: State, member: Member) -> Fault | None:
     """The last error of this process, except errors of recoveries that were retried with success, and of layers that
     are no longer lent."""
-    return next((said.fault for said in reversed(state.script.faults) if said.incarnation == member.incarnation
-                 and said.fault.unlent is None
-                 and (state.tries.retries or not (said.fault.recovery and said.fault.whole))), None)
+    return next((report.fault for report in reversed(state.script.faults) if report.incarnation == member.incarnation
+                 and report.fault.unlent is None
+                 and (state.tries.retries or not (report.fault.recovery and report.fault.whole))), None)
 
 
 def fatal(state: State, member: Member, fault: Fault) -> str | None:
@@ -79,8 +79,8 @@ def may_go_well(state: State, member: Member, fault: Fault) -> bool:
 def behind_training(state: State) -> str | None:
     """Errors of scripts after the last iteration of a finished job; None: there are none. They cost the job nothing,
     but the rest of such a script (an export) is not done. Errors of workers that came in again are forgotten."""
-    found = [f"{said.worker} has failed {said.fault.where}: {said.fault}" for said in state.script.faults
-             if said.incarnation in state.absent.fenced and said.fault.behind(state.progress.committed)]
+    found = [f"{report.worker} has failed {report.fault.where}: {report.fault}" for report in state.script.faults
+             if report.incarnation in state.absent.fenced and report.fault.behind(state.progress.committed)]
     if not found:
         return None
     return (f"training has come to its end, but {'; '.join(found)}. What that script had still to do is not done")
@@ -88,9 +88,9 @@ def behind_training(state: State) -> str | None:
 
 def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = None) -> str:
     """Each of ``out`` with the kind of its failure (of ``kinds``, or as known) and its error."""
-    said = {one.worker: str(one.fault) for one in state.script.faults if one.fault.unlent is None}
+    errors = {one.worker: str(one.fault) for one in state.script.faults if one.fault.unlent is None}
     kinds = state.absent.out if kinds is None else kinds
-    return ", ".join(f"{name} {kinds[name]}" + (f" ({said[name]})" if name in said else "")
+    return ", ".join(f"{name} {kinds[name]}" + (f" ({errors[name]})" if name in errors else "")
                      for name in in_order(out))
 
 
@@ -98,9 +98,10 @@ def _twin(state: State, member: Member, fault: Fault) -> str | None:
     """Another worker with the same error. In the script's own code only workers of the same stage count: stages may run
     different code."""
     me = Process.parse(member.worker).worker
-    for said in reversed(state.script.faults):
-        other = Process.parse(said.worker).worker
-        alike = fault.same(said.fault) and not said.fault.recovery  # a guest's lack of memory is no sign of bad data
+    for report in reversed(state.script.faults):
+        other = Process.parse(report.worker).worker
+        # A guest's lack of memory is no sign of bad data.
+        alike = fault.same(report.fault) and not report.fault.recovery
         if other != me and alike and (fault.action is not None or other.stage == me.stage):
-            return said.worker
+            return report.worker
     return None

@@ -10,7 +10,7 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import EndLate, Finished, Interrupted
 from megatron_recycle.membership.state import Closing, Phase, State
 
-_TOLD_TO_LEAVE = 128 + signal.SIGTERM
+_SIGTERM_STATUS = 128 + signal.SIGTERM
 BY_ITSELF = 30.0
 """Seconds that a script with its own SIGTERM handler has to end, as under torchrun."""
 
@@ -34,7 +34,7 @@ def finished(state: State, happened: Finished, now: float) -> Step:
 
 def interrupted(state: State, happened: Interrupted, now: float) -> Step:
     """The job is ended from outside. Launchers repeat this after a reconnect, and there may be several."""
-    leaves = happened.status == _TOLD_TO_LEAVE
+    leaves = happened.status == _SIGTERM_STATUS
     if (leaves or happened.saves) and (state.closing is not None or state.script.asked is not None):
         return state, ()
     if (leaves and job_end.wanted(state)) or (happened.saves and job_end.possible(state, ())):

@@ -74,7 +74,7 @@ def model_key(name: str) -> str:
 
 def _form(state: State, now: float) -> Step:
     """All workers are ready: generation 1."""
-    models = {model_key(name): told.of_model for name, told in state.forming.descriptions.items()}
+    models = {model_key(name): description.of_model for name, description in state.forming.descriptions.items()}
     job, grid, parts = _job(state.forming.descriptions)
     wanted = {str(Process(worker, part)) for worker in grid.workers()
               for part in (range(parts) if parts > 1 else (None,))}
@@ -126,7 +126,8 @@ def _form(state: State, now: float) -> Step:
 def _job(descriptions: Mapping[str, Description]) -> tuple[Job, Grid, int]:
     """The job that all describe, its grid, and the parts of a worker."""
     one = next(iter(descriptions.values()))
-    split = {Process.parse(name).worker.stage for name, told in descriptions.items() if not told.full_backward}
+    split = {Process.parse(name).worker.stage for name, description in descriptions.items()
+             if not description.full_backward}
     full = tuple(stage for stage in range(one.grid.stages) if stage not in split)
     job = Job.of(one, full)
     for each in IN_FORCE:
@@ -146,10 +147,10 @@ def _too_large(grid: Grid) -> str:
 
 def _ties_apart(descriptions: Mapping[str, Description]) -> str:
     """The error about tied parameters; empty: each stage with a copy trains its own."""
-    trained = {(Process.parse(name).worker.stage, number) for name, told in descriptions.items()
-               for number, _ in told.ties}
-    for name, told in descriptions.items():
-        for number, stages in told.ties:
+    trained = {(Process.parse(name).worker.stage, number) for name, description in descriptions.items()
+               for number, _ in description.ties}
+    for name, description in descriptions.items():
+        for number, stages in description.ties:
             if apart := [stage for stage in stages if (stage, number) not in trained]:
                 return (f"worker {name} trains a tied parameter that stages {', '.join(map(str, stages))} keep copies "
                         f"of, and stage {apart[0]} does not: it would wait for gradients that never come. Freeze the "
@@ -179,9 +180,9 @@ def exited_early(state: State, member: Member | None, happened: Exited, now: flo
     return job_end.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
 
 
-def _left_early(rank: int, status: int | None, log: str, said: str = "") -> str:
-    if said:
-        return f"rank {rank} has failed before training began: {said}"
+def _left_early(rank: int, status: int | None, log: str, error: str = "") -> str:
+    if error:
+        return f"rank {rank} has failed before training began: {error}"
     where = f": see {log}" if log else ""
     ended = "has ended" if status is None else f"ended with {describe_status(status)}"
     return f"rank {rank} {ended} before training began{where}"

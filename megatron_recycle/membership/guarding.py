@@ -68,8 +68,8 @@ def _host(state: State, worker: str) -> str:
 
 def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
     """Stages without a process among ``names`` (default: the members, with or without the stage's state)."""
-    there = {Process.parse(name).worker.stage for name in (state.members if names is None else names)}
-    return [stage for stage in range(state.stages) if stage not in there]
+    present = {Process.parse(name).worker.stage for name in (state.members if names is None else names)}
+    return [stage for stage in range(state.stages) if stage not in present]
 
 
 def source(reports: Mapping[str, Report], lost: Sequence[int], newest: Checkpoint | None = None,

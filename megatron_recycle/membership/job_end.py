@@ -38,7 +38,7 @@ def end(state: State, status: int, message: str, now: float, again: bool = False
     if state.script.asked is not None:
         status, why = state.script.asked
         message, again = f"{why}, which the script handles itself: {message}", False
-    told = tuple(incarnation for incarnation in state.known if incarnation not in state.absent.fenced)
+    recipients = tuple(incarnation for incarnation in state.known if incarnation not in state.absent.fenced)
     event = {
         "event": "finished",
         "t": now,
@@ -49,7 +49,7 @@ def end(state: State, status: int, message: str, now: float, again: bool = False
         "out": dict(state.absent.out),
     }
     record = records.ended(status, message, again, event)
-    decisions = (record, Emit(event), messages.end(told, status, message), End(status, message, again))
+    decisions = (record, Emit(event), messages.end(recipients, status, message), End(status, message, again))
     return state.with_(phase=Phase.ENDED, ended=(status, message, again)), decisions
 
 

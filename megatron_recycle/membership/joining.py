@@ -75,8 +75,8 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     if differs is None:
         event = {"event": "waiting", "t": now, "generation": state.generation, "worker": member.worker}
         known = member in state.absent.stranded.values()
-        told = () if known else (Emit({**event, "rank": member.rank, "pid": member.pid}),)
-        return state.with_(prepared=state.arrivals.prepared | {member.incarnation}), told
+        decisions = () if known else (Emit({**event, "rank": member.rank, "pid": member.pid}),)
+        return state.with_(prepared=state.arrivals.prepared | {member.incarnation}), decisions
     key, ours, theirs = differs
     text = (
         f"worker {member.worker} cannot join: the job has {key} = {ours}, it has {theirs}; start it with the job's own "
@@ -136,9 +136,9 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
         **merged(each.of_joined(state, member.worker) for each in IN_FORCE),
     }
     record = records.proven(state, member.worker, event)
-    told = state.round.acknowledged | {member.worker}
-    unproven = incomplete(state.arrivals.unproven, told)  # a part of a stage alone does not count
-    state = state.with_(unproven=unproven, acknowledged=told & unproven.keys())
+    confirmed = state.round.acknowledged | {member.worker}
+    unproven = incomplete(state.arrivals.unproven, confirmed)  # a part of a stage alone does not count
+    state = state.with_(unproven=unproven, acknowledged=confirmed & unproven.keys())
     return state, (record, commands.joined(member), Emit(event))
 
 

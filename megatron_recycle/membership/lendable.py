@@ -15,26 +15,26 @@ _NONE = Lendable()
 _HEAD, _TAIL, _LAYERS = (attrgetter(name) for name in ("head", "tail", "layers"))
 
 
-def lending(told: Mapping[str, Description], stages: int, placement: Sequence[int] = ()) -> Lending | None:
+def lending(descriptions: Mapping[str, Description], stages: int, placement: Sequence[int] = ()) -> Lending | None:
     """The lendable layers, for the planner; None if none may be lent.
 
     Args:
-        told: the processes' descriptions.
+        descriptions: the processes' descriptions.
         placement: the stage of each chunk, where stages have several.
     """
     at = tuple(placement) or tuple(range(stages))
-    if stages < 2 or any(each.lend != "auto" for each in told.values()):
+    if stages < 2 or any(each.lend != "auto" for each in descriptions.values()):
         return None
     of: list[list[Lendable]] = [[] for _ in at]
     like: list[set[tuple[int | None, int]]] = [set() for _ in at]
     """By part, since the tensor-parallel parts may differ."""
-    for name, each in told.items():
+    for name, each in descriptions.items():
         process, own = Process.parse(name), each.lendable or ()
         for place, chunk in enumerate(chunk for chunk, stage in enumerate(at) if stage == process.worker.stage):
             lendable = (own[place] if place < len(own) else None) or _NONE
             of[chunk].append(lendable)
             like[chunk].add((process.part, lendable.like))
-    most = min((each.lend_layers for each in told.values()), default=0)
+    most = min((each.lend_layers for each in descriptions.values()), default=0)
 
     def least(chunk: int, count: Callable[[Lendable], int]) -> int:
         return min(map(count, of[chunk]), default=0)

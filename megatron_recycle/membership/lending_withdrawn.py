@@ -60,8 +60,8 @@ class LentLayers(Extension):
 
     handlers = MappingProxyType({Unlent: declined})
 
-    def described(self, job: Job, told: Mapping[str, Description]) -> Job:
-        return replace(job, lending=lending(told, job.grid.stages, job.placement))
+    def described(self, job: Job, descriptions: Mapping[str, Description]) -> Job:
+        return replace(job, lending=lending(descriptions, job.grid.stages, job.placement))
 
     def raised(self, state: State, member: Member, happened: Raised, now: float) -> Step | None:
         """A member has begun an iteration whose plan lends layers that cannot be lent. None: repeatedly, so that

@@ -84,10 +84,10 @@ def _moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
 
 def _void(before: State, state: State, to: str, mover: Member) -> str | None:
     """Why the mover stays where it is; None: the move goes on."""
-    here = state.members.get(to) or state.arrivals.joiners.get(to)
-    if here is not None and here.host != mover.host:
+    arrival = state.members.get(to) or state.arrivals.joiners.get(to)
+    if arrival is not None and arrival.host != mover.host:
         return "a process of another host came for the position"
-    if here is None and (to in before.arrivals.joiners or to in before.members):
+    if arrival is None and (to in before.arrivals.joiners or to in before.members):
         return f"{_PROCESS} has failed"
     if to in state.members:
         return None
@@ -112,7 +112,7 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
     fails = reason.startswith(_PROCESS)
     event = {"event": "move_failed", "t": now, "generation": state.generation, "worker": mover.worker, "to": to,
              "reason": reason, "to_rank": state.forming.ranks[to], "number": state.moving.move}
-    left = {other: who for other, who in state.moving.moves.items() if other != to}
+    left = {other: incarnation for other, incarnation in state.moving.moves.items() if other != to}
     rank = state.forming.ranks[to]
     state = state.with_(moves=left, fruitless=state.moving.fruitless + fails, moves_due=True,
                         dropped={**state.moving.dropped, str(rank): state.moving.move})
@@ -132,8 +132,8 @@ def _moved(state: State) -> dict[str, FailureKind]:
     stage empty."""
     if state.phase is not Phase.TRAINING or state.resume is None or state.progress.committed < state.resume.next:
         return {}
-    done = {state.known[who].worker for to, who in state.moving.moves.items()
-            if to in state.members and to not in state.arrivals.unproven and state.member(who)}
+    done = {state.known[incarnation].worker for to, incarnation in state.moving.moves.items()
+            if to in state.members and to not in state.arrivals.unproven and state.member(incarnation)}
     if not done:
         return {}
     gone = {*done, *(name for name, member in state.members.items() if member.incarnation in state.absent.leaving)}
@@ -181,7 +181,7 @@ class Moves(Extension):
         for to, incarnation in state.moving.moves.items():
             mover = state.member(incarnation)
             if mover is None:  # gone: as planned, or failed, and its device is the new process's alone
-                left = {other: who for other, who in state.moving.moves.items() if other != to}
+                left = {other: moved for other, moved in state.moving.moves.items() if other != to}
                 state = state.with_(moves=left, fruitless=0)
                 decisions = (*decisions, records.moves(state, ()))
             elif reason := _void(before, state, to, mover):

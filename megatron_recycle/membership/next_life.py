@@ -69,16 +69,17 @@ def plan_life(places: Mapping[str, int], shape: Shape | None, size: int) -> Next
         shape: of the life before, if its grid was known.
         size: processes of the life before.
     """
-    there = sum(places.values())
+    available = sum(places.values())
     if shape is None:
         wanted = size
-        if there < size:
-            return f"the hosts that are left have {there} places, and a job whose grid is not known needs all {size}"
+        if available < size:
+            return (f"the hosts that are left have {available} places, and a job whose grid is not known needs all "
+                    f"{size}")
     else:
-        pipelines = next((n for n in range(there // shape.unit, 0, -1) if shape.microbatches % n == 0), 0)
+        pipelines = next((n for n in range(available // shape.unit, 0, -1) if shape.microbatches % n == 0), 0)
         wanted = pipelines * shape.unit
         if not pipelines:
-            return f"the hosts that are left have {there} places, and a pipeline takes {shape.unit}"
+            return f"the hosts that are left have {available} places, and a pipeline takes {shape.unit}"
     shares: dict[str, Share] = {}
     first = 0
     used = [host for host, count in places.items() if count]

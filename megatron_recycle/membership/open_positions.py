@@ -79,5 +79,5 @@ def promised_before(state: State, places: Reservations, ranks: Sequence[int], no
 
 
 def _empty(state: State) -> list[str]:
-    there = {*state.members, *state.arrivals.joiners, *state.absent.stranded, *state.moving.moves}
-    return [name for name in in_order(state.forming.ranks) if name not in there]
+    occupied = {*state.members, *state.arrivals.joiners, *state.absent.stranded, *state.moving.moves}
+    return [name for name in in_order(state.forming.ranks) if name not in occupied]

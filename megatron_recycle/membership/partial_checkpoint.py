@@ -53,8 +53,9 @@ def _begin(state: State, now: float) -> Step:
              "missing": list(state.closing.missing), "writers": sorted(writers.values())}
     record = records.went(state, resume, None, [event])
     state = state.with_(phase=Phase.TRAINING, go=go, resume=resume)
-    told: tuple[Decision, ...] = (record, Tell(tuple(members.values()), go), Emit(event), AwaitSaved(state.generation))
-    return state, told
+    decisions: tuple[Decision, ...] = (
+        record, Tell(tuple(members.values()), go), Emit(event), AwaitSaved(state.generation))
+    return state, decisions
 
 
 def _saved(state: State, happened: Saved, now: float) -> Step:

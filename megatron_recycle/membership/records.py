@@ -235,10 +235,10 @@ def taken_up(state: State, records: Sequence[Json], load: Callable[[str], PlanFi
     return state.with_(plan=load(digest) if digest else None, since=since)
 
 
-def untold(records: Sequence[Json], told: Sequence[Json]) -> list[dict[str, Any]]:
-    """Events of recorded decisions that the coordinator died too early to emit. `told` is events.jsonl, used for
+def untold(records: Sequence[Json], emitted: Sequence[Json]) -> list[dict[str, Any]]:
+    """Events of recorded decisions that the coordinator died too early to emit. `emitted` is events.jsonl, used for
     nothing else."""
-    seen = {_identity(event) for event in told}
+    seen = {_identity(event) for event in emitted}
     recorded = [dict(event) for record in records for event in getattr(LINES.read(record), "events", ())]
     return [event for event in recorded if _identity(event) not in seen]
 

@@ -26,8 +26,8 @@ _OF_ONE = 3
 def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
     """A member's recovery has failed; the error is among `State.faults` already."""
     fault = happened.fault
-    again = sum(said.incarnation == member.incarnation and said.fault.recovery
-                and (said.fault.iteration or 0) >= state.progress.committed for said in state.script.faults)
+    again = sum(report.incarnation == member.incarnation and report.fault.recovery
+                and (report.fault.iteration or 0) >= state.progress.committed for report in state.script.faults)
     if not fault.whole or state.tries.retries >= _TRIES or again > _OF_ONE:
         return _out(state, member, happened, now)
     if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that recovery is over already

@@ -16,20 +16,20 @@ from megatron_recycle.membership.state import Closing, Member, Phase, State
 
 def raised(state: State, happened: Raised, now: float) -> Step:
     """A process has raised an error. If it is no member, it counts as ended, since no generation has counted on it."""
-    who, fault = state.known.get(happened.incarnation), happened.fault
-    if who is None or who.incarnation in state.absent.fenced:
+    process, fault = state.known.get(happened.incarnation), happened.fault
+    if process is None or process.incarnation in state.absent.fenced:
         return state, ()
-    said = f"{fault} {fault.where}"
+    error = f"{fault} {fault.where}"
     if state.phase is Phase.FORMING and not fault.refused:
-        return failing.exited(state, Exited(who.rank, who.pid, None, happened.since, said=said), now)
+        return failing.exited(state, Exited(process.rank, process.pid, None, happened.since, said=error), now)
     if state.phase is Phase.FORMING:
         return job_end.end(state, 1, fault.text, now)
-    if joining.waiting(state, who.incarnation) is not None:
-        return joining.lost(state, who.incarnation, said, now)
-    member = state.member(who.incarnation)
+    if joining.waiting(state, process.incarnation) is not None:
+        return joining.lost(state, process.incarnation, error, now)
+    member = state.member(process.incarnation)
     if member is not None and faults.repeated(state, member, happened.number):
         return state, (job_end.answer(member, happened.number),)
-    state = faults.remembered(state, who, fault, happened.number)
+    state = faults.remembered(state, process, fault, happened.number)
     if member is not None and fault.whole and state.closing is not None:
         return state, (job_end.answer(member, happened.number),)
     if member is not None and (answer := first(
@@ -38,7 +38,7 @@ def raised(state: State, happened: Raised, now: float) -> Step:
     if member is not None and state.closing is None and fault.recovery and not fault.refused:
         return recovery_retry.raised(state, member, happened, now)
     if member is None or state.closing is not None or (text := faults.fatal(state, member, fault)) is None:
-        return failing.lost(state, Lost((Loss(who.incarnation, FailureKind.EXIT),), happened.since), now)
+        return failing.lost(state, Lost((Loss(process.incarnation, FailureKind.EXIT),), happened.since), now)
     return end_with(state, member, happened, text, now)
 
 
@@ -48,7 +48,7 @@ def end_with(state: State, member: Member, happened: Raised, text: str, now: flo
     fault = happened.fault
     lost = {} if fault.whole else {member.worker: FailureKind.EXIT}
     stays = failing.suspected(state, member, FailureKind.EXIT, happened.since, now, removed=False)
-    told = () if fault.refused else (Emit(stays),)
+    notices = () if fault.refused else (Emit(stays),)
     again = faults.may_go_well(state, member, fault)
     why_not = "" if fault.refused and not fault.whole else job_end.why_not(state, lost)
     if why_not is not None:
@@ -56,7 +56,7 @@ def end_with(state: State, member: Member, happened: Raised, text: str, now: flo
             none = f" No checkpoint was written: {why_not}." if why_not else ""
             text = f"{job_end.sentence(text)}{none} {job_end.last(state)}"
         state, ending = job_end.end(state, 1, text, now, again)
-        return state, (*told, *ending)
+        return state, (*notices, *ending)
     state, decisions = failing.next_generation(
         state, lost, happened.since, now, reason=job_end.LAST, to_close=Closing(text, again=again))
-    return state, (*decisions, *((job_end.answer(member, happened.number), *told) if fault.whole else ()))
+    return state, (*decisions, *((job_end.answer(member, happened.number), *notices) if fault.whole else ()))

@@ -63,16 +63,16 @@ def _start(state: State, stage: int, now: float) -> Step:
     names = [name for name in names if name not in state.absent.stranded and name not in state.arrivals.joiners]
     state = state.with_(restores=state.tries.restores + 1, move=state.moving.move + 1,
                         restoring={**state.tries.restoring, **dict.fromkeys(names, state.moving.move + 1)})
-    told: list[Decision] = []
+    decisions: list[Decision] = []
     for name in names:
         kind = state.absent.out.get(name, FailureKind.EXIT)
         by_itself = state.job.max_restarts and kind.refilled and name not in state.absent.given_up
         beside = _beside(state, name, stage)
         if not by_itself:
-            told.append(commands.start(state, name, beside))
-        told.append(Emit({"event": "restoring", "t": now, "generation": state.generation, "worker": name,
-                          "rank": state.forming.ranks[name], "host": beside.host}))
-    return state, tuple(told)
+            decisions.append(commands.start(state, name, beside))
+        decisions.append(Emit({"event": "restoring", "t": now, "generation": state.generation, "worker": name,
+                               "rank": state.forming.ranks[name], "host": beside.host}))
+    return state, tuple(decisions)
 
 
 def _position(state: State, stage: int) -> str:
