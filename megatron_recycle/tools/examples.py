@@ -40,16 +40,16 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: one of the files is there already, or the folder cannot be made.
     """
     files, command = EXAMPLES[args.name]
-    there = next((args.folder / name for name in files if (args.folder / name).exists()), None)
-    if there is not None:
-        raise ConfigError(f"{there} is there already: give another folder")
+    existing = next((args.folder / name for name in files if (args.folder / name).exists()), None)
+    if existing is not None:
+        raise ConfigError(f"{existing} is there already: give another folder")
     try:
         args.folder.mkdir(parents=True, exist_ok=True)
         for name in files:
             shutil.copyfile(folder() / name, args.folder / name)
     except OSError as error:
         raise ConfigError(f"{args.folder} cannot be written: {error.strerror}") from error
-    wrote = ", ".join(str(args.folder / name) for name in files)
-    print(f"recycle example: wrote {wrote}, which starts by", file=sys.stderr)
+    paths = ", ".join(str(args.folder / name) for name in files)
+    print(f"recycle example: wrote {paths}, which starts by", file=sys.stderr)
     print(command.format(args.folder))
     return 0

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     job = args.job or os.environ.get("SLURM_JOB_ID")
     if not job:
         raise ConfigError("recycle slurm heal: give the number of the job; `squeue --me` has it")
-    there = allocation(job, ask)
-    run_dir = args.run_dir or Path(there.folder, f"runs/slurm-{job}")
+    slurm_job = allocation(job, ask)
+    run_dir = args.run_dir or Path(slurm_job.folder, f"runs/slurm-{job}")
     found = meeting.read(run_dir) if run_dir.is_dir() else None
     if found is None or not found.control or not found.command:
         raise ConfigError(f"no job of `recycle run` runs in {run_dir}: give its run folder with --run-dir")
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if not losses:
         print("no host is missing")
         return 0
-    return _start([healing(host, len(ranks), there, run_dir, found, args.options) for host, ranks in losses.items()],
-                  args.dry_run)
+    return _start([healing(host, len(ranks), slurm_job, run_dir, found, args.options)
+                   for host, ranks in losses.items()], args.dry_run)
 
 
 @dataclass(frozen=True)
@@ -88,17 +88,17 @@ class Allocation:
     exclusive: bool
 
 
-def allocation(job: str, asked: Ask) -> Allocation:
+def allocation(job: str, query: Ask) -> Allocation:
     """Ask Slurm for the job. Raises ConfigError if it does not run."""
-    told = asked(["scontrol", "show", "job", "-o", job])
-    if "JobState=RUNNING" not in told:
+    reply = query(["scontrol", "show", "job", "-o", job])
+    if "JobState=RUNNING" not in reply:
         raise ConfigError(f"job {job} does not run, or Slurm does not answer here")
-    nodes = asked(["scontrol", "show", "hostnames", _field(told, "NodeList")]).split()
-    states = {node: asked(["scontrol", "show", "node", "-o", node]) for node in nodes}
-    left = asked(["squeue", "-h", "-j", job, "-o", "%L"]).strip()
-    return Allocation(job, _field(told, "WorkDir"), _field(told, "Partition"), nodes,
+    nodes = query(["scontrol", "show", "hostnames", _field(reply, "NodeList")]).split()
+    states = {node: query(["scontrol", "show", "node", "-o", node]) for node in nodes}
+    left = query(["squeue", "-h", "-j", job, "-o", "%L"]).strip()
+    return Allocation(job, _field(reply, "WorkDir"), _field(reply, "Partition"), nodes,
                       [node for node, state in states.items() if _USABLE.search(state) and not _BAD.search(state)],
-                      left if re.fullmatch(r"[0-9:-]+", left) else "", _field(told, "OverSubscribe") == "NO")
+                      left if re.fullmatch(r"[0-9:-]+", left) else "", _field(reply, "OverSubscribe") == "NO")
 
 
 def lost(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
@@ -115,25 +115,26 @@ def lost(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, list[int]], dic
     whole: dict[str, list[int]] = {}
     partial: dict[str, list[int]] = {}
     for host in dict.fromkeys(hosts.values()):
-        mine = [worker for worker, where in hosts.items() if where == host]
-        missing = sorted(ranks[worker] for worker in mine if worker not in members)
+        on_host = [worker for worker, where in hosts.items() if where == host]
+        missing = sorted(ranks[worker] for worker in on_host if worker not in members)
         if missing:
-            (whole if len(missing) == len(mine) else partial)[host.partition("/")[0]] = missing
+            (whole if len(missing) == len(on_host) else partial)[host.partition("/")[0]] = missing
     return whole, partial
 
 
-def healing(host: str, count: int, there: Allocation, run_dir: Path, found: Meeting,
+def healing(host: str, count: int, slurm_job: Allocation, run_dir: Path, found: Meeting,
             options: Sequence[str]) -> list[str]:
     """The command that starts a host with this many workers in place of `host`."""
     join = [sys.executable, "-m", "megatron_recycle.cli", "run", "--join", str(run_dir), "--nproc", str(count),
             *found.command]
-    if host in there.up:
-        return ["srun", f"--jobid={there.job}", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1",
+    if host in slurm_job.up:
+        return ["srun", f"--jobid={slurm_job.job}", "--overlap", "--no-kill", "--nodes=1", "--ntasks=1",
                 f"--nodelist={host}", f"--chdir={found.folder}", *options, *join]
-    return ["sbatch", "--nodes=1", "--ntasks=1", f"--partition={there.partition}", "--job-name=recycle-heal",
-            f"--exclude={','.join(dict.fromkeys((*there.nodes, host)))}", f"--chdir={found.folder}",
-            f"--output={run_dir}/heal-%j.out", *(["--exclusive"] if there.exclusive else []),
-            *([f"--time={there.left}"] if there.left else []), *options, "--wrap", f"exec srun {shlex.join(join)}"]
+    return ["sbatch", "--nodes=1", "--ntasks=1", f"--partition={slurm_job.partition}", "--job-name=recycle-heal",
+            f"--exclude={','.join(dict.fromkeys((*slurm_job.nodes, host)))}", f"--chdir={found.folder}",
+            f"--output={run_dir}/heal-%j.out", *(["--exclusive"] if slurm_job.exclusive else []),
+            *([f"--time={slurm_job.left}"] if slurm_job.left else []), *options, "--wrap",
+            f"exec srun {shlex.join(join)}"]
 
 
 def _start(commands: Sequence[Sequence[str]], dry: bool) -> int:
@@ -146,6 +147,6 @@ def _start(commands: Sequence[Sequence[str]], dry: bool) -> int:
     return int(any(process.wait() for process in running))
 
 
-def _field(told: str, name: str) -> str:
-    found = re.search(rf"(?:^|\s){name}=(\S*)", told)
+def _field(reply: str, name: str) -> str:
+    found = re.search(rf"(?:^|\s){name}=(\S*)", reply)
     return found[1] if found else ""

@@ -38,7 +38,7 @@ def _on(section: Any) -> bool:
     return bool(section.get("enabled")) if isinstance(section, Mapping) else bool(section)
 
 
-def _there(section: Any) -> bool:
+def _on_by_default(section: Any) -> bool:
     """Like `_on`, for sections that are on unless they say otherwise."""
     return bool(section) and (not isinstance(section, Mapping) or bool(section.get("enabled", True)))
 
@@ -53,7 +53,7 @@ REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("torch_autocast", _on, "remove the section, use bf16 or fp32"),
     ("fp16.auto_cast", bool, "leave it out"),
     ("fp16.fp16_master_weights_and_grads", bool, "leave it out"),
-    *((name, _there, "remove the section") for name in (
+    *((name, _on_by_default, "remove the section") for name in (
         "amp", "compression_training", "quantize_training", "eigenvalue", "progressive_layer_drop",
         "curriculum_learning")),
     ("data_efficiency", _on, "turn it off"),
@@ -154,8 +154,8 @@ def _rehearse(command: Sequence[str], size: int, limit: float) -> Check:
     otherwise = [line.partition("megatron-recycle: ")[2] for line in lines if " is off under recycle" in line]
     if status == REACHED:
         text = "nothing is refused up to where ranks meet; what depends on the model is judged at the start"
-        told = [text, *(["judged without a GPU, which a job needs"] if pretended else []), *otherwise]
-        return Check("script", "warn" if otherwise else "ok", "; ".join(told))
+        notes = [text, *(["judged without a GPU, which a job needs"] if pretended else []), *otherwise]
+        return Check("script", "warn" if otherwise else "ok", "; ".join(notes))
     if status == 0:
         return Check("script", "warn", "it ended without making a process group: nothing of it is protected")
     start = next((number for number, line in enumerate(lines) if "megatron-recycle" in line), max(0, len(lines) - 1))

@@ -45,10 +45,10 @@ def collect(run_dir: Path, end: End, environ: Mapping[str, str], host: str) -> P
                 _copy_end(path, folder / path.name)
         if (run_dir / "plans").is_dir():
             shutil.copytree(run_dir / "plans", folder / "plans", dirs_exist_ok=True)
-        about = {"status": end.status, "message": end.message, "host": host, "versions": _versions(),
-                 "environment": {name: text for name, text in sorted(environ.items())
-                                 if name.startswith(_SHOWN) and _HIDDEN not in name}}
-        (folder / f"about-{host.replace('/', '-')}.json").write_text(json.dumps(about, indent=1) + "\n")
+        summary = {"status": end.status, "message": end.message, "host": host, "versions": _versions(),
+                   "environment": {name: text for name, text in sorted(environ.items())
+                                   if name.startswith(_SHOWN) and _HIDDEN not in name}}
+        (folder / f"about-{host.replace('/', '-')}.json").write_text(json.dumps(summary, indent=1) + "\n")
     except OSError:
         return None
     return folder

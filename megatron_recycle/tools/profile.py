@@ -94,9 +94,9 @@ def planned_seconds(folder: Path, digest: str, costs: Costs) -> float | None:
     return replay(again).period / 1e6
 
 
-def rows(told: Breakdown) -> dict[str, dict[str, float]]:
+def rows(breakdown: Breakdown) -> dict[str, dict[str, float]]:
     """A row for each worker and one for their mean: milliseconds of an iteration and of its parts, by their names."""
-    every = {str(worker): parts for worker, parts in sorted(told.seconds.items())}
+    every = {str(worker): parts for worker, parts in sorted(breakdown.seconds.items())}
     every["mean"] = {part: mean(parts.get(part, 0.0) for parts in every.values()) for part in PARTS}
     return {name: {"iteration": 1000 * sum(parts.values()), **{part: 1000 * parts.get(part, 0.0) for part in PARTS}}
             for name, parts in every.items()}
@@ -114,32 +114,32 @@ def run(args: argparse.Namespace) -> int:
     if not found:
         raise ConfigError(f"{args.run}: no event `spent` is in it; a job tells of its time after 16 iterations, and "
                           "then every 25")
-    for told in found if args.all else found[-1:]:
-        show(told)
+    for breakdown in found if args.all else found[-1:]:
+        show(breakdown)
     return 0
 
 
-def show(told: Breakdown) -> None:
+def show(breakdown: Breakdown) -> None:
     """Print one breakdown."""
-    found = rows(told)
+    found = rows(breakdown)
     used = [part for part in PARTS if any(row[part] >= 0.05 for row in found.values())]
     widths = {title: max(11, len(title) + 2) for title in ("iteration", *used)}
-    print(f"after iteration {told.iteration}: milliseconds of an iteration, mean of the latest 12")
+    print(f"after iteration {breakdown.iteration}: milliseconds of an iteration, mean of the latest 12")
     print(f"{'worker':8}" + "".join(f"{title:>{width}}" for title, width in widths.items()))
     for name, row in found.items():
         print(f"{name:8}" + "".join(f"{row[title]:>{width}.1f}" for title, width in widths.items()))
     for part in used:
         print(f"{part}: {PARTS[part]}")
-    costs = told.costs
+    costs = breakdown.costs
     chunks = "chunk of the model" if len(costs.forward) > len(costs.step) else "stage"
     print(f"costs of the plan, ms by {chunks}: F {_of(costs.forward)}, B {_of(costs.backward_input)}, "
           f"W {_of(costs.backward_weight)}, step {_of(costs.step)}, a transfer {costs.hop / 1000:.1f}")
-    if told.since > told.iteration - _LATEST + 1:
-        print(f"an iteration takes {told.measured:.3f} s; the plan has changed with iteration {told.since}, so that "
-              "these are of two plans: not compared")
-    elif told.planned is not None:
-        off = 100 * (told.planned / told.measured - 1)
-        print(f"an iteration takes {told.measured:.3f} s; the plan with these costs {told.planned:.3f} s "
+    if breakdown.since > breakdown.iteration - _LATEST + 1:
+        print(f"an iteration takes {breakdown.measured:.3f} s; the plan has changed with iteration "
+              f"{breakdown.since}, so that these are of two plans: not compared")
+    elif breakdown.planned is not None:
+        off = 100 * (breakdown.planned / breakdown.measured - 1)
+        print(f"an iteration takes {breakdown.measured:.3f} s; the plan with these costs {breakdown.planned:.3f} s "
               f"({off:+.1f} %)")
 
 

@@ -92,10 +92,10 @@ def draw_iteration(found: Iteration, path: Path) -> None:
     failed: Collection[Worker] = ()
     if plan is not None:
         workers, failed = [*plan.problem.grid.workers()], plan.problem.failed
-    ran = [_box(process.worker, one.kind, one.name, 1000 * one.start, 1000 * one.end)
-           for name, process in processes.items() if not process.part  # of a worker with several parts the first one
-           for one in found.spans[name] if one.kind]
-    panels = [Panel(f"iteration {found.number}, generation {found.generation}, as it was", ran, workers, failed)]
+    recorded = [_box(process.worker, one.kind, one.name, 1000 * one.start, 1000 * one.end)
+                for name, process in processes.items() if not process.part  # of a worker with several parts the first
+                for one in found.spans[name] if one.kind]
+    panels = [Panel(f"iteration {found.number}, generation {found.generation}, as it was", recorded, workers, failed)]
     if plan is not None:
         unit = 1000 * (found.unit or scale(found))
         planned = [replace(box, start=unit * box.start, end=unit * box.end) for box in boxes(plan, replay(plan))]

@@ -134,14 +134,14 @@ class Act:
             hit = self._job.signal(order.workers, number)
             self._release()
             for process in hit:
-                self._said(process)
+                self._report(process)
             self._lasts(lambda: self._thaw(order.workers))
         elif order.act == "thaw":
             self._thaw(order.workers)
             self.done = True
         elif order.act == STALL:
             for worker in order.workers:
-                self._said(self._job.process(worker))
+                self._report(self._job.process(worker))
             self._armed = {}  # the stall goes on without this tool
             self.done = True
         elif order.act == "slow":
@@ -151,7 +151,7 @@ class Act:
         else:
             self._network()
 
-    def _said(self, process: TargetProcess, **fields: Any) -> None:
+    def _report(self, process: TargetProcess, **fields: Any) -> None:
         moment = self.order.moment
         self._tell(self.order.act, worker=process.worker, pid=process.pid, rank=process.rank, phase=moment.phase,
                    iteration=self._job.committed + 1 if moment.iteration is None else moment.iteration, **fields)
@@ -183,7 +183,7 @@ class Act:
         self._lasts(self._end_pacers)  # from the first one on: if only half are slowed, they are released as well
         for worker in self.order.workers:
             self._pacers.append(Pacer(self._job, worker, self.order.factor))
-            self._said(self._job.process(worker), factor=self.order.factor)
+            self._report(self._job.process(worker), factor=self.order.factor)
 
     def _end_pacers(self) -> None:
         for pacer in self._pacers:
@@ -202,11 +202,11 @@ class Act:
 
     def _network(self) -> None:
         order, cuts = self.order, network_faults.Cuts()
-        told = {"hosts": list(order.hosts), "others": list(order.others) or None, "one_way": order.one_way or None,
-                "link": order.link or None, "iteration": self._job.committed + 1}
+        fields = {"hosts": list(order.hosts), "others": list(order.others) or None, "one_way": order.one_way or None,
+                  "link": order.link or None, "iteration": self._job.committed + 1}
         if order.act == HEAL:
             network_faults.heal(self._job, order.hosts)
-            self._tell(order.act, **told)
+            self._tell(order.act, **fields)
             self.done = True
             return
 
@@ -216,7 +216,7 @@ class Act:
 
         self._undo = undo  # from the first cut on: half of a partition is undone as well
         network_faults.cut(self._job, order, cuts)
-        self._tell(order.act, **told, cuts=asdict(cuts))
+        self._tell(order.act, **fields, cuts=asdict(cuts))
         self._lasts(undo)
 
 

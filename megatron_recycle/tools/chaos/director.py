@@ -71,17 +71,17 @@ class Director:
 
         While no worker may be hit it waits: workers that come back may be hit again.
         """
-        due, left, said = time.monotonic() + dice.pause(), count, False
+        due, left, reported = time.monotonic() + dice.pause(), count, False
         while not self.job.ended and left != 0:
             self._poll(dice)
             if time.monotonic() >= due:
                 order = dice.order(self.job)
-                if order is None and not said and not self._acts:
-                    said = True
+                if order is None and not reported and not self._acts:
+                    reported = True
                     self._say("recycle chaos: every stage is down to the last worker that was not hit; waiting for "
                               "workers to come back (max_restarts, `recycle run --join`), or for the end of the job")
                 if order is not None:
-                    said = False
+                    reported = False
                     self._begin(order)
                     left = None if left is None else left - 1
                 due = time.monotonic() + dice.pause()

@@ -57,12 +57,12 @@ class Cuts:
 
     def undo(self) -> list[str]:
         """Undo all of it; returns the cuts that could not be undone. A namespace that is gone has no cuts any more."""
-        there, left = self.namespaces(), []
+        present, left = self.namespaces(), []
         for namespace, device in self.links:
-            if namespace in there:
+            if namespace in present:
                 left += _failure(namespace, "link", "set", device, "up")
         for namespace, device, address in self.ways:
-            if namespace in there and (address, device) in _lost(namespace):
+            if namespace in present and (address, device) in _lost(namespace):
                 left += _failure(namespace, "neighbour", "del", address, "dev", device)
         return left
 

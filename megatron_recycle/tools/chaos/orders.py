@@ -67,8 +67,8 @@ class Order:
         return self.moment.phase is not None or self.act == STALL
 
     def __str__(self) -> str:
-        who = " ".join((*self.workers, *self.hosts))
-        return " ".join(part for part in (self.act, who, str(self.moment)) if part)
+        targets = " ".join((*self.workers, *self.hosts))
+        return " ".join(part for part in (self.act, targets, str(self.moment)) if part)
 
 
 class LineParser(argparse.ArgumentParser):

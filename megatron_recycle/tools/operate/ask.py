@@ -103,39 +103,39 @@ def ask(control: str, token: str, what: str, workers: Sequence[str] = (), host: 
         Unreachable: no coordinator of this job answers there.
         Refused: it says no.
     """
-    return _facts(_talk(control, token, Order(what, tuple(workers), host, _who()), limit))
+    return _facts(_replies(control, token, Order(what, tuple(workers), host, _sender()), limit))
 
 
 def ask_stacks(control: str, token: str, workers: Sequence[str], host: str, limit: float) -> dict[str, str | None]:
     """The stacks of these workers (of all, if none is named) by name; None for workers that do not answer within
     ``limit`` seconds. Raises as `ask` does."""
-    talk = _talk(control, token, Order("stacks", tuple(workers), host, _who()), limit)
-    found: dict[str, str | None] = dict.fromkeys(_facts(talk)["workers"])
+    replies = _replies(control, token, Order("stacks", tuple(workers), host, _sender()), limit)
+    found: dict[str, str | None] = dict.fromkeys(_facts(replies)["workers"])
     with suppress(Unreachable):  # workers that have not answered stay without
         while None in found.values():
-            if isinstance(message := next(talk), StacksOf):
+            if isinstance(message := next(replies), StacksOf):
                 found[message.worker] = message.text
     return found
 
 
-def _facts(talk: Iterator[Facts | StacksOf]) -> dict[str, Any]:
-    first = next(talk)
+def _facts(replies: Iterator[Facts | StacksOf]) -> dict[str, Any]:
+    first = next(replies)
     return first.facts if isinstance(first, Facts) else {}
 
 
-def _who() -> str:
+def _sender() -> str:
     try:
         return f"{getpass.getuser()} on {socket.gethostname()}"
     except (KeyError, OSError):  # a container's user without a name
         return f"somebody on {socket.gethostname()}"
 
 
-def _talk(control: str, token: str, message: Order, limit: float) -> Iterator[Facts | StacksOf]:
+def _replies(control: str, token: str, message: Order, limit: float) -> Iterator[Facts | StacksOf]:
     """All answers, until ``limit`` seconds have passed. One of several addresses leads."""
     why = ""
     for host, port in targets(control):
         try:
-            yield from _talk_to(host, port, token, message, limit)
+            yield from _replies_from(host, port, token, message, limit)
         except TimeoutError:
             why = f"no answer within {limit:.0f} s"
         except WireError:
@@ -145,22 +145,22 @@ def _talk(control: str, token: str, message: Order, limit: float) -> Iterator[Fa
     raise Unreachable(f"the coordinator at {control} does not answer: {why}")
 
 
-def _talk_to(host: str, port: int, token: str, message: Order, limit: float) -> Iterator[Facts | StacksOf]:
+def _replies_from(host: str, port: int, token: str, message: Order, limit: float) -> Iterator[Facts | StacksOf]:
     until = time.monotonic() + limit
     with socket.create_connection((host, port), limit) as connection:
         if connection.getsockname() == connection.getpeername():
             raise ConnectionRefusedError("nobody listens there")
-        session, asked = SecureChannel.client(token), False
+        session, sent = SecureChannel.client(token), False
         while True:
             connection.settimeout(max(0.001, until - time.monotonic()))
             if not (data := connection.recv(1 << 16)):
                 raise ConnectionResetError("it hangs up: is it another job's, or of an older version that cannot be "
                                            "asked?")
-            for told in map(TO_OPERATOR.read, session.feed(data)):
-                if isinstance(told, Facts) and told.refusal:
-                    raise Refused(told.refusal)
-                if not isinstance(told, Lives):
-                    yield told
-            if session.open and not asked:
+            for reply in map(TO_OPERATOR.read, session.feed(data)):
+                if isinstance(reply, Facts) and reply.refusal:
+                    raise Refused(reply.refusal)
+                if not isinstance(reply, Lives):
+                    yield reply
+            if session.open and not sent:
                 connection.sendall(session.seal(OperatorHello("operator")) + session.seal(message))
-                asked = True
+                sent = True

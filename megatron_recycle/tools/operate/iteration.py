@@ -123,8 +123,8 @@ def scale(found: Iteration) -> float:
     return max(ends, default=1.0) / max(1, replay(found.plan).makespan)
 
 
-def _span(offset: float, told: Sequence[Any]) -> Span:
-    begin, took, name = float(told[0]) / 1e6, float(told[1]) / 1e6, str(told[2])
+def _span(offset: float, fields: Sequence[Any]) -> Span:
+    begin, took, name = float(fields[0]) / 1e6, float(fields[1]) / 1e6, str(fields[2])
     match = _ACTION.match(name)
     kind = match[1] if match else "S" if name in _STEP else ""
     return Span(offset + begin, offset + begin + took, name, kind)

@@ -57,20 +57,20 @@ def run(args: argparse.Namespace) -> int:
     found = chosen(folder, seen, workers, args.host, args.failed)
     if args.coordinator:
         found.append(Log("coordinator", folder / "coordinator.log"))
-    there = [log for log in found if log.path.exists()]
-    if missing := [log.name for log in found if log not in there]:
+    existing = [log for log in found if log.path.exists()]
+    if missing := [log.name for log in found if log not in existing]:
         print(f"recycle logs: {', '.join(missing)}: not in {folder}; a host with a run folder of its own keeps its "
               "workers' logs there", file=sys.stderr)
-    width = max((len(log.name) for log in there), default=0)
+    width = max((len(log.name) for log in existing), default=0)
     ends = {}
-    for log in there:
+    for log in existing:
         lines, ends[log] = tail(log.path, args.lines, oldest)
         for line in lines:
             _print(log, line, width)
     if args.follow:
         for log, line in follow(ends):
             _print(log, line, width)
-    return 0 if there else 1
+    return 0 if existing else 1
 
 
 def span(text: str) -> float:

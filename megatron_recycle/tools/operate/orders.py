@@ -48,10 +48,10 @@ def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> 
 
     def gone() -> bool:
         try:
-            there = ask(address.control, address.token, "status")["workers"]
+            current = ask(address.control, address.token, "status")["workers"]
         except Unreachable:  # the job has ended meanwhile
             return True
-        return not any(name in there and there[name]["pid"] in pids for name in named)
+        return not any(name in current and current[name]["pid"] in pids for name in named)
 
     since = time.monotonic()
     if not until(gone, args.timeout):

@@ -20,7 +20,7 @@ _FORMING = 900.0
 """Seconds after which a job that has not begun to train is at risk."""
 _ASKED = (130, 143)
 """Statuses of a job that ended on request: by Ctrl-C or `recycle stop`, by SIGTERM."""
-_TOLD = 3
+_NAMED = 3
 """Workers or hosts that a line names."""
 
 
@@ -188,7 +188,7 @@ def _exposure(facts: Facts) -> tuple[list[int], list[str], str, list[int]]:
     if single:
         stage = single[0]
         ((name, of),) = workers[stage].items()
-        more = f" (so is that of stage {', '.join(map(str, single[1:1 + _TOLD]))})" if single[1:] else ""
+        more = f" (so is that of stage {', '.join(map(str, single[1:1 + _NAMED]))})" if single[1:] else ""
         return copies, fatal, (f"the loss of {name} on {', '.join(sorted(of))}, the last copy of stage {stage}{more}: "
                                f"{_consequence(facts, stage)}"), single
     if not hosts:
@@ -229,7 +229,7 @@ def _repair(facts: Facts) -> str:
         return ""
     waiting = [*(facts.told or {}).get("joiners", ())]
     if waiting:
-        return f"nothing: {', '.join(waiting[:_TOLD])} {'is' if len(waiting) == 1 else 'are'} about to join"
+        return f"nothing: {', '.join(waiting[:_NAMED])} {'is' if len(waiting) == 1 else 'are'} about to join"
     given_up = state.absent.given_up if state is not None else frozenset()
     if seen.started.get("max_restarts") and not seen.out.keys() <= given_up:
         return "nothing yet: the launcher starts them again (max_restarts)"

@@ -76,8 +76,8 @@ def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any]
 def _once(folder: Path, args: argparse.Namespace) -> Level:
     facts = read(folder)
     if not facts.over:
-        told, silent = _ask(facts.meeting, args.token_file)
-        facts = replace(facts, told=told, silent=silent)
+        reply, silent = _ask(facts.meeting, args.token_file)
+        facts = replace(facts, told=reply, silent=silent)
     outlook = judge(facts)
     if args.json:
         print(json.dumps(to_json(facts, outlook, plan_seconds(facts))), flush=True)
@@ -130,15 +130,16 @@ def workers(facts: Facts) -> list[dict[str, Any]]:
     seen, live = facts.seen, (facts.told or {}).get("workers", {})
     rows = []
     for name in in_order({*seen.ranks, *live, *seen.out}):
-        there, gone = live.get(name, {}), seen.out.get(name)
+        report, gone = live.get(name, {}), seen.out.get(name)
         state = gone.kind if gone is not None else "slow" if name in seen.slow else "up"
         if gone is None and name in (facts.told or {}).get("leaving", ()):
             state = "leaving"
-        rank = there.get("rank", seen.ranks.get(name))
+        rank = report.get("rank", seen.ranks.get(name))
         rows.append({"worker": name, "state": state, "rank": rank, "gpu": facts.gpus.get(rank),
-                     "host": there.get("host", seen.hosts.get(name, "")), "pid": there.get("pid", seen.pids.get(name)),
-                     "iteration": there.get("iteration"), "silent_s": there.get("silent_s"),
-                     "doing": _doing(there.get("progress")), "since": None if gone is None else gone.since})
+                     "host": report.get("host", seen.hosts.get(name, "")),
+                     "pid": report.get("pid", seen.pids.get(name)),
+                     "iteration": report.get("iteration"), "silent_s": report.get("silent_s"),
+                     "doing": _doing(report.get("progress")), "since": None if gone is None else gone.since})
     return rows
 
 
@@ -210,12 +211,12 @@ def _numbers(facts: Facts) -> list[tuple[str, str]]:
     saved = seen.checkpoint
     behind = f", {seen.iteration - saved['iteration']} iterations ago" if saved else ""
     place = [f"{saved['place']} (iteration {saved['iteration']}{behind})"] if saved else []
-    talk = [] if facts.told is not None or seen.finished else [
+    sources = [] if facts.told is not None or seen.finished else [
         "not asked" if not facts.silent else f"from files alone: {facts.silent}"]
-    talk += [] if facts.event_age is None or facts.told is not None else [
+    sources += [] if facts.event_age is None or facts.told is not None else [
         f"last event {duration(facts.event_age)} ago"]
     return [("speed", "; ".join(speed)), ("cost", ", ".join(cost)), ("saved", "; ".join(place)),
-            ("source", "; ".join(talk) if facts.told is None else "")]
+            ("source", "; ".join(sources) if facts.told is None else "")]
 
 
 def _absent(one: Any, now: float) -> str:

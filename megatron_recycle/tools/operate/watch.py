@@ -174,17 +174,17 @@ class Watcher:
 
     def _shown(self) -> dict[str, Any]:
         """The page's current content. Called by its thread."""
-        told, silent, found = None, "", self._meeting
+        reply, silent, found = None, "", self._meeting
         with self._lock:
             over = bool(self._seen.finished)
         try:
             found = found or meeting_of(self._folder)
             if not over and found is not None:
-                told = ask(found.control, secret(found, self._args.token_file), "status", limit=_SOON)
+                reply = ask(found.control, secret(found, self._args.token_file), "status", limit=_SOON)
         except (Unreachable, Refused, ConfigError) as error:
             silent = str(error)
         with self._lock:
-            facts = replace(self._facts(), told=told, silent=silent, meeting=found, gpus=devices.read(self._folder))
+            facts = replace(self._facts(), told=reply, silent=silent, meeting=found, gpus=devices.read(self._folder))
             return state(facts, self._history)
 
     def _planned(self, pipeline: int | None) -> dict[str, Any]:

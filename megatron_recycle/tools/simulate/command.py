@@ -104,18 +104,18 @@ def run(args: argparse.Namespace) -> int:
         notes += (_quiet(args, hours),)
     for note in notes:
         print(f"recycle simulate: {note}", file=sys.stderr)
-    about = {"grid": [pipelines, stages, microbatches], "tp": args.tp, "hosts": cluster.hosts, "gpus": cluster.gpus,
+    setup = {"grid": [pipelines, stages, microbatches], "tp": args.tp, "hosts": cluster.hosts, "gpus": cluster.gpus,
              "costs": job.costs.to_json(), "unit_seconds": job.unit, "cap": job.activations, "trace": args.trace,
              "hours": hours, "outages": [trace.failures for trace in traces], "notes": notes,
              "technique": args.technique}
     if args.json == "-":
-        print(json.dumps(as_json(rows, about)))
+        print(json.dumps(as_json(rows, setup)))
     else:
         outages = sum(trace.failures for trace in traces) / len(traces)
         show(rows, console, f"{args.grid}, TP {args.tp}, {cluster.hosts} hosts with {cluster.gpus} GPUs; {hours:.1f} h;"
                             f" {outages:.0f} outages in the trace; fault-free: stock 1F1B")
     if args.json and args.json != "-":
-        _write(args.json, json.dumps(as_json(rows, about)))
+        _write(args.json, json.dumps(as_json(rows, setup)))
     if args.picture:
         from megatron_recycle.tools.simulate.charts import over_time
 

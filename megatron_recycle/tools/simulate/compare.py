@@ -29,14 +29,14 @@ def compare(makers: Mapping[str, Callable[[], Policy]], job: Job, cluster: Clust
     cluster.slots(job.pipelines, job.stages)
     notes: dict[str, None] = {}
     found: dict[str, list[Outcome]] = {name: [] for name in makers}
-    said: dict[str, list[str]] = {}
+    remarks: dict[str, list[str]] = {}
     free: list[float] = []
     scaled: list[float] = []
     plans = {name: Plans(job, technique, shapes, work) for name in makers}
     marks = Plans(job, technique, shapes, work)
     for number, trace in enumerate(traces):
-        happened, told = changes(trace, cluster)
-        notes.update(dict.fromkeys((*trace.cleaned, *told)))
+        happened, omissions = changes(trace, cluster)
+        notes.update(dict.fromkeys((*trace.cleaned, *omissions)))
         at_start = {unit for change in happened if change.at == 0 for unit in change.lost}
         units = [unit for unit in cluster.units() if unit not in at_start]
         mtbf = trace.duration / max(1, sum(bool(change.lost) and change.at > 0 for change in happened))
@@ -48,6 +48,6 @@ def compare(makers: Mapping[str, Callable[[], Policy]], job: Job, cluster: Clust
             found[name].append(simulate(make(), setting, happened, trace.duration, partial(progress, name, number)))
     for name, outcomes in found.items():
         for text in dict.fromkeys(text for outcome in outcomes for text in outcome.said):
-            said.setdefault(text, []).append(name)
-    notes.update(dict.fromkeys(f"{', '.join(names)}: {text}" for text, names in said.items()))
+            remarks.setdefault(text, []).append(name)
+    notes.update(dict.fromkeys(f"{', '.join(names)}: {text}" for text, names in remarks.items()))
     return [Row(name, outcomes, free, scaled) for name, outcomes in found.items()], tuple(notes)

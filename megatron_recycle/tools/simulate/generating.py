@@ -82,10 +82,10 @@ def spaced(hosts: int, every: float, duration: float, seed: int, repair: float =
     outages: list[Outage] = []
     at = every if first is None else first
     while at < duration:
-        there = [name for name in names if until.get(name, -1.0) <= at]
-        if not there:
+        live = [name for name in names if until.get(name, -1.0) <= at]
+        if not live:
             break
-        name = draw.choice(there)
+        name = draw.choice(live)
         until[name] = at + repair
         outages.append(Outage(at, until[name], name, HOST))
         at += every

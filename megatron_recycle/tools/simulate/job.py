@@ -93,15 +93,15 @@ def profiled(path: str | Path) -> Costs:
     found: Mapping[str, Any] | None = None
     for number, line in enumerate(lines, 1):
         try:
-            told = json.loads(line)
+            event = json.loads(line)
         except ValueError:
             if number == len(lines) > 1:
                 break  # a running job is just writing it
             raise TraceError(f"{path}, line {number}: not JSON") from None
-        if isinstance(told, dict) and told.get("event") in ("profiled", "spent"):
-            found = told["costs"]
-        elif isinstance(told, dict) and len(lines) == 1:
-            found = told.get("costs", told)
+        if isinstance(event, dict) and event.get("event") in ("profiled", "spent"):
+            found = event["costs"]
+        elif isinstance(event, dict) and len(lines) == 1:
+            found = event.get("costs", event)
     if found is None:
         raise TraceError(f"{path}: no event `profiled` is in it; give the events.jsonl of a run that has trained some"
                          " iterations, or one line with a plan's costs")

@@ -132,16 +132,17 @@ class Members:
         members = [Member(name, rank, f"{name}/0", rank, host)
                    for rank, (name, host) in enumerate(positions.items())]
         *most, last = members
-        told, report = job.told(Model()), replace(_report(0), attempt=0)
+        description, report = job.told(Model()), replace(_report(0), attempt=0)
         # All but the last: as `forming.hello` and `forming.ready` note them.
         self.state = self.state.with_(
             known={member.incarnation: member for member in most},
-            descriptions={member.worker: told for member in most}, reports={member.worker: report for member in most},
+            descriptions={member.worker: description for member in most},
+            reports={member.worker: report for member in most},
             learnt={str(member.rank): () for member in most},
             samples={str(stage): f"0:{stage}" for stage in range(job.grid.stages)
                      if f"0:{stage}" != last.worker})
         self._feed(inputs.Hello(last))
-        self._feed(inputs.Ready(last.incarnation, told, report))
+        self._feed(inputs.Ready(last.incarnation, description, report))
         self._settle(0)
 
     def _settle(self, committed: int) -> None:

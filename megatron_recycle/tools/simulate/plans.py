@@ -165,8 +165,8 @@ class Plans:
         return self.job.problem(microbatches, gone)
 
     def _planned(self, problem: Problem) -> Figures:
-        asked = shaped(problem, self.technique)
-        plan: Plan | Schedule = plan_for(asked, None, work=self.work) if self.work else _quickly(asked)
+        requested = shaped(problem, self.technique)
+        plan: Plan | Schedule = plan_for(requested, None, work=self.work) if self.work else _quickly(requested)
         found = self._figures(plan)
         return found if self.technique == "staggered" else replace(found, period=found.makespan)
 

@@ -82,21 +82,21 @@ def read(path: str | Path, *, seed: int = 0, longest_gap: float | None = None) -
 
 def _added_and_removed(lines: Sequence[Line]) -> Trace:
     cleaning = Cleaning()
-    told: list[tuple[float, bool, str, Line]] = []
+    changes: list[tuple[float, bool, str, Line]] = []
     for line in lines:
         parts = [part.strip() for part in line.text.split(",")]
         if len(parts) != 3 or parts[1] not in ("add", "remove") or not parts[2]:
             raise line.fault("not 'time_ms,add|remove,node'")
-        told.append((_number(parts[0], line) / 1000, parts[1] == "add", parts[2], line))
-    back = next((later[3] for earlier, later in pairwise(told) if later[0] < earlier[0]), None)
+        changes.append((_number(parts[0], line) / 1000, parts[1] == "add", parts[2], line))
+    back = next((later[3] for earlier, later in pairwise(changes) if later[0] < earlier[0]), None)
     if back is not None:
         cleaning.note("lines that go back in time were sorted", back.where)
-        told.sort(key=lambda one: one[0])
-    begin, end = told[0][0], told[-1][0]
+        changes.sort(key=lambda one: one[0])
+    begin, end = changes[0][0], changes[-1][0]
     absent: dict[str, float] = {}  # since when
     hosts: dict[str, bool] = {}  # whether it is there
     outages: list[Outage] = []
-    for at, added, host, line in told:
+    for at, added, host, line in changes:
         if hosts.get(host, False) is added:
             cleaning.note("a machine was added that was there, or removed that was not; the line was left out",
                           line.where)
@@ -150,16 +150,16 @@ def _named(readings: Sequence[tuple[float, int]], draw: random.Random, cleaning:
     """Names for machines that were only counted: departing ones are drawn, returning ones are those away longest."""
     most = max(count for _, count in readings)
     hosts = [f"host{number}" for number in range(most)]
-    there = hosts[:readings[0][1]]
+    present = hosts[:readings[0][1]]
     away = dict.fromkeys(hosts[readings[0][1]:], 0.0)
     outages: list[Outage] = []
     for at, count in readings:
-        while len(there) > count:
-            away[there.pop(draw.randrange(len(there)))] = at
-        while len(there) < count:
+        while len(present) > count:
+            away[present.pop(draw.randrange(len(present)))] = at
+        while len(present) < count:
             host = next(iter(away))
             outages.append(Outage(away.pop(host), at, host, HOST))
-            there.append(host)
+            present.append(host)
     outages += [Outage(since, FOR_GOOD, host, HOST) for host, since in away.items()]
     return checked(hosts, outages, readings[-1][0], cleaning)
 
@@ -168,8 +168,8 @@ def _named(readings: Sequence[tuple[float, int]], draw: random.Random, cleaning:
 
 
 def _own(lines: Sequence[Line]) -> Trace:
-    about = _object(lines[0])
-    hosts, duration = about.get("hosts"), about.get("duration")
+    header = _object(lines[0])
+    hosts, duration = header.get("hosts"), header.get("duration")
     if isinstance(hosts, bool) or not isinstance(hosts, (int, list)) or (isinstance(hosts, list) and not all(
             isinstance(one, str) for one in hosts)):
         raise lines[0].fault("the first line needs \"hosts\", a number or a list of names")
@@ -182,29 +182,29 @@ def _own(lines: Sequence[Line]) -> Trace:
 
 
 def _outage(line: Line, known: set[str]) -> Outage:
-    told = _object(line)
-    if told.get("host") not in known:
-        raise line.fault(f"\"host\" is {told.get('host')!r}, which the first line does not name")
-    if told.get("kind", EXIT) not in KINDS:
+    fields = _object(line)
+    if fields.get("host") not in known:
+        raise line.fault(f"\"host\" is {fields.get('host')!r}, which the first line does not name")
+    if fields.get("kind", EXIT) not in KINDS:
         raise line.fault(f"\"kind\" is none of {', '.join(KINDS)}")
-    gpu = told.get("gpu")
+    gpu = fields.get("gpu")
     if gpu is not None and (not isinstance(gpu, int) or isinstance(gpu, bool) or gpu < 0):
         raise line.fault("\"gpu\" is no number of a GPU")
-    down = _seconds(told.get("down"), "down", line)
-    up = FOR_GOOD if told.get("up") is None else _seconds(told["up"], "up", line)
+    down = _seconds(fields.get("down"), "down", line)
+    up = FOR_GOOD if fields.get("up") is None else _seconds(fields["up"], "up", line)
     if up < down:
         raise line.fault("it is up before it is down")
-    return Outage(down, up, told["host"], told.get("kind", EXIT), gpu)
+    return Outage(down, up, fields["host"], fields.get("kind", EXIT), gpu)
 
 
 def _object(line: Line) -> dict[str, Any]:
     try:
-        told = json.loads(line.text)
+        content = json.loads(line.text)
     except ValueError as error:
         raise line.fault(f"not JSON ({error})") from None
-    if not isinstance(told, dict):
+    if not isinstance(content, dict):
         raise line.fault("no JSON object")
-    return told
+    return content
 
 
 def _seconds(value: Any, name: str, line: Line) -> float:

@@ -156,7 +156,7 @@ class Run:
             left -= passed
             if passed == seconds:
                 self._pauses.pop(0)
-                self._told(to - left)
+                self._note_rate(to - left)
             else:
                 self._pauses[0][1] -= passed
         self.now = to
@@ -213,7 +213,7 @@ class Run:
         self._boundary |= answer.boundary
         for seconds, token in answer.wakes:
             self._wake(seconds, token)
-        self._told(self.now)
+        self._note_rate(self.now)
 
     def _redo(self, share: float = 1.0) -> None:
         """Redo this share of the done part of the iteration in flight."""
@@ -246,7 +246,7 @@ class Run:
             left = (1 - self._elapsed / before) * course.period
             self._length = self._elapsed + left
 
-    def _told(self, at: float) -> None:
+    def _note_rate(self, at: float) -> None:
         """Note the rate from now on, if it has changed."""
         course, rates = self._course, self.outcome.rate
         rate = 0.0 if self._pauses or course.period == float("inf") else course.samples / course.period

@@ -43,10 +43,10 @@ def most_at_once(trace: Trace) -> int:
         if one.gpu is None:
             changes[max(one.down, 0.0)] -= 1
             changes[one.up] += 1
-    there = most = len(trace.hosts) + changes.pop(0.0, 0)
+    count = most = len(trace.hosts) + changes.pop(0.0, 0)
     for at in sorted(changes):
-        there += changes[at]
-        most = max(most, there) if at < trace.duration else most
+        count += changes[at]
+        most = max(most, count) if at < trace.duration else most
     return most
 
 

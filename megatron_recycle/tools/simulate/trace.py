@@ -72,9 +72,9 @@ class Trace:
         """The trace in our own format: a line about itself, then one for each outage, in JSON."""
         yield json.dumps({"duration": self.duration, "hosts": list(self.hosts)})
         for one in self.outages:
-            told: dict[str, Any] = {"host": one.host, "kind": one.kind, "down": one.down,
-                                    "up": None if one.up == float("inf") else one.up}
-            yield json.dumps(told if one.gpu is None else {**told, "gpu": one.gpu})
+            fields: dict[str, Any] = {"host": one.host, "kind": one.kind, "down": one.down,
+                                      "up": None if one.up == float("inf") else one.up}
+            yield json.dumps(fields if one.gpu is None else {**fields, "gpu": one.gpu})
 
 
 @dataclass

@@ -128,9 +128,9 @@ class Server:
             return web.Response(status=421, text="this page is for 127.0.0.1 alone\n")  # a site's name for it
         given = request.query.get("token")
         if given is not None and _equal(given, self._secret):
-            there = web.Response(status=303, headers={"Location": request.path})
-            there.set_cookie(_COOKIE, self._secret, httponly=True, samesite="Strict")
-            return there
+            redirect = web.Response(status=303, headers={"Location": request.path})
+            redirect.set_cookie(_COOKIE, self._secret, httponly=True, samesite="Strict")
+            return redirect
         if _equal(request.cookies.get(_COOKIE, ""), self._secret):
             return None
         return web.Response(status=403, text=f"this page needs ?token=..., as {SECRET} in the run's folder has it\n")

@@ -48,9 +48,9 @@ class History:
         if name == "suspected" and event.get("removed") is False:
             return
         if name in _MARKED:
-            who = f" {event['worker']}" if "worker" in event else ""
+            worker = f" {event['worker']}" if "worker" in event else ""
             kind = f" ({event['kind']})" if "kind" in event else ""
-            self.marks.append({"t": moment, "event": name, "text": f"{_MARKED[name]}{who}{kind}"})
+            self.marks.append({"t": moment, "event": name, "text": f"{_MARKED[name]}{worker}{kind}"})
         if name not in TICKS and name not in ("spent", "profiled", "stopped"):
             self._count += 1
             self.lines.append({"number": self._count, "t": moment, "event": name,

@@ -106,11 +106,11 @@ class Bamboo(Policy):
         return Answer(self._course(), ((Cause.RECONFIGURE, seconds),))
 
     def _place(self, units: Iterable[Unit]) -> None:
-        job, there = self.setting.job, sorted(units)
-        self._pipelines = min(job.pipelines, len(there) // job.stages)
+        job, ordered = self.setting.job, sorted(units)
+        self._pipelines = min(job.pipelines, len(ordered) // job.stages)
         used = self._pipelines * job.stages
-        self._holds = {unit: [divmod(number, job.stages)] for number, unit in enumerate(there[:used])}
-        self._waiting = dict.fromkeys(there[used:])
+        self._holds = {unit: [divmod(number, job.stages)] for number, unit in enumerate(ordered[:used])}
+        self._waiting = dict.fromkeys(ordered[used:])
         self._slow = False
 
     def _should_meet(self) -> bool:

@@ -89,10 +89,10 @@ class Oobleck(Policy):
         return 0 < len(gone) == len(self._lengths) and bool(set.intersection(*gone.values()))
 
     def _place(self, units: Iterable[Unit]) -> None:
-        there = sorted(units)
-        self._lengths = self._template(min(len(there), self.setting.job.size))
+        ordered = sorted(units)
+        self._lengths = self._template(min(len(ordered), self.setting.job.size))
         self._units, self._fresh = {}, {}
-        left = iter(there)
+        left = iter(ordered)
         for pipeline, length in enumerate(self._lengths):
             for position in range(length):
                 self._units[next(left)] = pipeline, position, length

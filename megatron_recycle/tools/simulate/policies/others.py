@@ -104,10 +104,10 @@ class TorchFT(Policy):
 
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
-        usual, there = setting.cluster.slots(setting.job.pipelines, setting.job.stages), set(setting.units)
-        self.slots = Slots({worker: unit for worker, unit in usual.items() if unit in there},
-                           there - set(usual.values()))
-        self._empty = {worker for worker, unit in usual.items() if unit not in there}
+        usual, present = setting.cluster.slots(setting.job.pipelines, setting.job.stages), set(setting.units)
+        self.slots = Slots({worker: unit for worker, unit in usual.items() if unit in present},
+                           present - set(usual.values()))
+        self._empty = {worker for worker, unit in usual.items() if unit not in present}
         self._empty -= self.slots.fill(sorted(self._empty)).keys()
         self._whole = self._count()
         return Answer(self._course())

@@ -107,8 +107,8 @@ class Recycling(Policy):
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
         job = setting.job
-        usual, there = setting.cluster.slots(job.pipelines, job.stages), set(setting.units)
-        if there.issuperset(usual.values()):
+        usual, present = setting.cluster.slots(job.pipelines, job.stages), set(setting.units)
+        if present.issuperset(usual.values()):
             self.slots = Slots(usual, (unit for unit in setting.units if unit not in set(usual.values())))
             self._life(job.pipelines)
             return Answer(self._course())
