@@ -51,9 +51,9 @@ def _spans(plan: Plan, worker: Worker, chunk: int) -> dict[tuple[str, int, int],
     """Positions in the worker's list of the first and last gradient action, by kind, pipeline and block."""
     found: dict[tuple[str, int, int], tuple[int, int]] = {}
     block, place = plan.problem.block, plan.problem.place_of[chunk]
-    for at, (kind, d, m, here) in enumerate(plan.workers[worker]):
+    for at, (kind, d, m, action_place) in enumerate(plan.workers[worker]):
         for half in ("B", "W") if kind == "FB" else (kind,):
-            if half in ("B", "W") and here == place:
+            if half in ("B", "W") and action_place == place:
                 key = half, d, m // block
                 found[key] = found.get(key, (at,))[0], at
     return found

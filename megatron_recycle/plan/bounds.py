@@ -44,11 +44,11 @@ def lower_bound(problem: Problem) -> int:
         lead = _slowest(problem.grid.total, crew, _lead)
         head = sum(fastest["F"][x] + hop for x in range(stage))
         best = max(best, (head if cold else 0) + span + problem.costs.step[stage])
-        there = back = 0
+        forward = backward = 0
         for x in range(stage - 1, -1, -1):
-            there += fastest["F"][x] + hop
-            back += fastest["B"][x] + hop
-            best = max(best, (head if cold else there) + lead + back + fastest["W"][x] + problem.costs.step[x])
+            forward += fastest["F"][x] + hop
+            backward += fastest["B"][x] + hop
+            best = max(best, (head if cold else forward) + lead + backward + fastest["W"][x] + problem.costs.step[x])
     return best
 
 
@@ -116,8 +116,8 @@ def _chain(problem: Problem) -> int:
     """One micro-batch's way down and up, at the speed of the fastest workers, plus the shortest step."""
     speed = min(Fraction(str(problem.costs.speed.get(worker, 1))) for worker in problem.live_workers())
     costs = problem.costs
-    there = sum(costs.forward) + sum(costs.backward_input)
-    return int(there * speed) + min(costs.step)
+    work = sum(costs.forward) + sum(costs.backward_input)
+    return int(work * speed) + min(costs.step)
 
 
 class _Crew(NamedTuple):

@@ -44,9 +44,9 @@ def borrowings(plan: Plan) -> dict[Worker, dict[tuple[int, bool], int]]:
     """Layers of other stages' chunks that each helper must hold: for (chunk, whether its end) the number of layers."""
     found: dict[Worker, dict[tuple[int, bool], int]] = {}
     for each in lent(plan):
-        mine = found.setdefault(each.helper, {})
+        held = found.setdefault(each.helper, {})
         key = each.chunk, each.tail
-        mine[key] = max(each.layers, mine.get(key, 0))
+        held[key] = max(each.layers, held.get(key, 0))
     return found
 
 

@@ -137,8 +137,8 @@ def receives(plan: Plan) -> dict[Worker, int]:
     message that its neighbour sends before these on the same channel. They are posted in the order of sending, so that
     no order of a legal plan can deadlock for want of message tags. A read message makes room when its action is done.
     """
-    talk = channels(plan)
-    rank = {pair: {message: i for i, message in enumerate(messages)} for pair, messages in talk.items()}
+    sent = channels(plan)
+    rank = {pair: {message: i for i, message in enumerate(messages)} for pair, messages in sent.items()}
     return {me: _most_posted([(source, message.kind, rank[source, me][message]) for source, message in reads(plan, me)])
             for me in plan.workers}
 

@@ -30,8 +30,8 @@ def pair_of(one: Node, other: Node) -> tuple[Node, Node]:
 def pairs(plan: Plan) -> frozenset[Pair]:
     """Pairs that send each other activations and gradients, or copies and sums of lent layers, in an iteration of
     ``plan``."""
-    talk = frozenset(pair_of(*pair) for pair, messages in channels(plan).items() if messages)
-    return talk | {pair_of(each.helper, each.principal) for each in lent(plan)}
+    neighbours = frozenset(pair_of(*pair) for pair, messages in channels(plan).items() if messages)
+    return neighbours | {pair_of(each.helper, each.principal) for each in lent(plan)}
 
 
 def tied_givers(mine: Sequence[Worker], theirs: Sequence[Worker]) -> dict[Worker, Worker]:
@@ -101,5 +101,5 @@ def _turns(colours: dict[Node, dict[int, Node]], start: Node, first: int, second
 
 def _swap(colours: dict[Node, dict[int, Node]], path: Iterable[Node], first: int, second: int) -> None:
     for node in path:
-        had = {number: colours[node].pop(number) for number in (first, second) if number in colours[node]}
-        colours[node].update({second if number == first else first: partner for number, partner in had.items()})
+        partners = {number: colours[node].pop(number) for number in (first, second) if number in colours[node]}
+        colours[node].update({second if number == first else first: partner for number, partner in partners.items()})

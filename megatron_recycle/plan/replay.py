@@ -183,13 +183,13 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
     work = list(range(len(names) - 1, -1, -1))
     while work:
         w = work.pop()
-        order, mine = orders[w], chunks_of[names[w].stage]
+        order, chunks = orders[w], chunks_of[names[w].stage]
         while pointer[w] < len(order):
             action = order[pointer[w]]
             kind, d, m, place = action
             if kind == "S":
                 break
-            chunk = mine[place]
+            chunk = chunks[place]
             key: tuple[str, int, int, int] | None = None
             if kind == "F":
                 key = ("F", d, m, chunk - 1) if chunk else None
