@@ -20,9 +20,9 @@ class Canonical:
     workers: Mapping[Worker, Worker]
     pipelines: tuple[int, ...]
 
-    def back(self, plan: Plan, asked: Problem) -> Plan:
+    def back(self, plan: Plan, requested: Problem) -> Plan:
         """A plan for ``problem`` renamed for ``asked``."""
-        return _renamed(plan, asked, self.workers, self.pipelines)
+        return _renamed(plan, requested, self.workers, self.pipelines)
 
     def forth(self, plan: Plan) -> Plan:
         """A plan for the requested membership renamed for ``problem``."""

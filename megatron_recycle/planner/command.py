@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str], int]:
     """The plan, further lines for its table, and the exit status."""
-    asked = problem = shaped(_problem(args), args.technique, args.objective)
+    requested = problem = shaped(_problem(args), args.technique, args.objective)
     moves = {}
     if args.technique not in ("none", "drop") and not args.no_moves:
         moves = normalise(problem, Prices(args.move_cost, args.horizon))
@@ -97,7 +97,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str], int]:
         quickly = first[0].stats["first_seconds"] * 1000
         extra = {"time to first plan": f"{quickly:.1f} ms (orders; its {problem.objective}"
                                        f" {first[0].objective_value:g})", **extra}
-    gone = [str(stage) for stage in range(asked.grid.stages) if not asked.live(stage)]
+    gone = [str(stage) for stage in range(requested.grid.stages) if not requested.live(stage)]
     if gone:
         extra["parameters"] = f"nobody holds those of stage {', '.join(gone)}: a running job ends here"
         print(f"recycle plan: parameters: {extra['parameters']}", file=sys.stderr)

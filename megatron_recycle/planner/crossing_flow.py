@@ -181,7 +181,7 @@ class Flow:
         """
         lendable = self.lendable
         jobs = len(lendable.who[0])
-        told = [[0] * jobs for _ in range(len(lendable.who) - 1)]
+        crossings = [[0] * jobs for _ in range(len(lendable.who) - 1)]
         spare = [[n - 1] * len(lendable.units) for n in lendable.layers]  # layers that a chunk of a unit can yet give
         last = max(lendable.place, default=0)
         for pair in self.pairs:
@@ -194,8 +194,8 @@ class Flow:
             for u, share in zip(ranked, _dealt(abs(pair.net), [min(cap, spare[chunk][u]) for u in ranked], spread)):
                 spare[chunk][u] -= share
                 for j in lendable.units[u]:
-                    told[pair.c][j] = sign * share
-        return tuple(map(tuple, told))
+                    crossings[pair.c][j] = sign * share
+        return tuple(map(tuple, crossings))
 
 
 def _dealt(amount: int, caps: Sequence[int], spread: bool) -> list[int]:

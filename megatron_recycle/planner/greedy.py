@@ -166,12 +166,12 @@ class _Board:
         count, nodes, progress, lag = len(instance.jobs), len(route), begun.progress, instance.lags(route)
         bits = nodes.bit_length()
         for node, w in enumerate(route):
-            mine, behind = progress[node], node + count
-            self.left[w] -= (0, self.hold[node], self.keep[node], 0)[mine]
-            if mine and behind < nodes and not progress[behind]:
+            done, behind = progress[node], node + count
+            self.left[w] -= (0, self.hold[node], self.keep[node], 0)[done]
+            if done and behind < nodes and not progress[behind]:
                 self.soon_f[route[behind]].append((lag[behind] << bits) | behind)
-            if mine < 2:
-                if mine and (behind >= nodes or progress[behind] >= 2):
+            if done < 2:
+                if done and (behind >= nodes or progress[behind] >= 2):
                     self.soon_b[w].append(((lag[behind] if behind < nodes else 0) << bits) | node)
                 elif behind < nodes and progress[behind] >= 2:
                     self.returned[node] = lag[behind]

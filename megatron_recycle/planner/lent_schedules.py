@@ -125,8 +125,8 @@ def allowance(instance: Instance, period: float, target: Target, own: Sequence[f
     """
     problem, costs, stages = instance.problem, instance.problem.costs, instance.stages
     f, b, w = costs.forward, costs.backward_input, costs.backward_weight
-    hurt = [worker.stage for worker in problem.failed] or [0, stages - 1]
-    told = []
+    failed_stages = [worker.stage for worker in problem.failed] or [0, stages - 1]
+    allowances = []
     for worker, s in enumerate(instance.stage):
         way = sum(f[c] + costs.hop for c in range(problem.chunks_of[s][0]))
         room = period - costs.step[s] - target.late * way
@@ -138,10 +138,10 @@ def allowance(instance: Instance, period: float, target: Target, own: Sequence[f
                 around = w[0] + sum(f[x] + b[x] + 2 * costs.hop for x in range(s))
                 lead = period - costs.step[0] - target.late * way - target.idle * (around + idle)
                 room = min(room, lead * (f[s] + b[s] + w[s]) / max(1, f[s] + b[s]))
-        if (target.alone > 0 and s > max(hurt)) or (target.alone < 0 and s < min(hurt)):
+        if (target.alone > 0 and s > max(failed_stages)) or (target.alone < 0 and s < min(failed_stages)):
             room = min(room, own[worker])
-        told.append(room)
-    return told
+        allowances.append(room)
+    return allowances
 
 
 def candidates(instance: Instance, alignment: Alignment) -> Iterator[tuple[list[int], Crossings]]:

@@ -51,10 +51,10 @@ def run(request: dict[str, Any], actions: int, budget_s: float,
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
     # A file in memory: writing to a pipe would block on a child that does not read.
-    with os.fdopen(os.memfd_create("recycle-search"), "w+b") as asked:
-        asked.write(json.dumps({**request, "wall": max(0.05, limit - 0.1)}).encode() + b"\n")
-        asked.seek(0)
-        child = subprocess.Popen([sys.executable, *COMMAND], stdin=asked, stdout=subprocess.PIPE,
+    with os.fdopen(os.memfd_create("recycle-search"), "w+b") as request_file:
+        request_file.write(json.dumps({**request, "wall": max(0.05, limit - 0.1)}).encode() + b"\n")
+        request_file.seek(0)
+        child = subprocess.Popen([sys.executable, *COMMAND], stdin=request_file, stdout=subprocess.PIPE,
                                  stderr=subprocess.DEVNULL, start_new_session=True,
                                  env={**os.environ, "PYTHONPATH": path})
     stats: dict[str, Any] = {"killed": False}

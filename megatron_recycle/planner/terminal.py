@@ -43,8 +43,8 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
 
 def _moves(plan: Plan) -> Mapping[str, str]:
     """Moved workers and their current positions. A file of unknown origin may hold any value there."""
-    told = plan.stats.get("moves")
-    return told if isinstance(told, dict) else {}
+    moves = plan.stats.get("moves")
+    return moves if isinstance(moves, dict) else {}
 
 
 def bubbles(plan: Plan) -> float:
