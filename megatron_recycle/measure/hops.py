@@ -29,12 +29,12 @@ class Hops:
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], _Ends] = {}
 
-    def take(self, worker: Worker, told: Mapping[str, Any]) -> None:
+    def take(self, worker: Worker, times: Mapping[str, Any]) -> None:
         """Take in one worker's times: the iteration and attempt ("of"), and when messages ("F0.1") were "sent" and
         "came"."""
-        ends = self._ends.setdefault(tuple(told["of"]), {"sent": {}, "came": {}})
+        ends = self._ends.setdefault(tuple(times["of"]), {"sent": {}, "came": {}})
         for end, other in (("sent", "B"), ("came", "F")):
-            for message, seconds in told[end].items():
+            for message, seconds in times[end].items():
                 # A received activation and a sent gradient cross the boundary to the stage before.
                 boundary = worker.stage - (message[0] == other)
                 ends[end][message, boundary] = worker, seconds
@@ -69,5 +69,5 @@ def _transfers(ends: _Ends, of: Callable[[list[float]], float]) -> dict[Pair, fl
         if sender != receiver:  # else the sender has reported nothing
             pair = (sender, receiver) if message[0] == "F" else (receiver, sender)
             lags[message[0]].setdefault(pair, []).append(came - sent)
-    back = lags["B"]
-    return {pair: (of(there) + of(back[pair])) / 2 for pair, there in lags["F"].items() if pair in back}
+    backward = lags["B"]
+    return {pair: (of(forward) + of(backward[pair])) / 2 for pair, forward in lags["F"].items() if pair in backward}

@@ -21,7 +21,7 @@ _ACTIONS = ("F", "B", "W", "reduce", "step", "gap")
 _HELD = ("before_b", "after_b", "message")
 """Sizes of a micro-batch, by chunk."""
 
-_TOLD_EVERY = 25
+_SPENT_EVERY = 25
 """Iterations between two events `spent`."""
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Measurements:
         self._processes: dict[Worker, str] = {}
         self._heard: set[str] = set()
         self._spent: dict[str, deque[Mapping[str, float]]] = {}
-        self._rounds = self._told = 0  # rounds of reports by all, and rounds at the last `spent`
+        self._rounds = self._rounds_at_spent = 0  # rounds of reports by all, and rounds at the last `spent`
         self._since = 0  # rounds of reports by all since `known` has changed
         self._streak = 0  # times in a row that a stage seemed to have changed
 
@@ -135,8 +135,8 @@ class Measurements:
             self._durations.add(worker, _kinds(durations, chunks), chunks)
             self._spent.setdefault(name, deque(maxlen=LONG)).append(
                 {part: seconds for part, seconds in durations.items() if part.partition("/")[0] not in _ACTIONS})
-        for told in profile.get("lags", ()):
-            self._hops.take(worker, told)
+        for times in profile.get("lags", ()):
+            self._hops.take(worker, times)
         if "held" in profile:
             self._memory[name] = profile
         self._heard.add(name)
@@ -149,9 +149,9 @@ class Measurements:
     def spent(self) -> dict[str, Any] | None:
         """Fields of the event `spent`, when it is due: how each worker's time was spent, in seconds of an iteration,
         with the costs by the same iterations: means, for readers who want an iteration's real time."""
-        if self._heard or self._rounds % _TOLD_EVERY != LONG or self._rounds == self._told:
+        if self._heard or self._rounds % _SPENT_EVERY != LONG or self._rounds == self._rounds_at_spent:
             return None
-        self._told = self._rounds
+        self._rounds_at_spent = self._rounds
         live = [Worker.parse(name) for name in self.live]
         hop = self._hops.usual()
         costs = self._durations.costs(live, self._at_home(live), LONG, self._hop() if hop is None else hop, mean)
