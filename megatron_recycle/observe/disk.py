@@ -29,17 +29,17 @@ def unwritten(error: BaseException, place: str | os.PathLike[str]) -> str | None
         cause = cause.__cause__
     if cause is None:
         return None
-    found = cause if isinstance(cause, OSError) else _told(str(cause)) or _probed(Path(place).parent)
+    found = cause if isinstance(cause, OSError) else _quoted(str(cause)) or _probed(Path(place).parent)
     return f"{_why(found, Path(place).parent) if found is not None else cause} while writing checkpoint {place}"
 
 
 def _of_writer(error: BaseException) -> bool:
     """Whether the error is from a file writer that hides the system's error."""
     text = str(error)
-    return isinstance(error, RuntimeError) and (_told(text) is not None or any(words in text for words in _OF_TORCH))
+    return isinstance(error, RuntimeError) and (_quoted(text) is not None or any(words in text for words in _OF_TORCH))
 
 
-def _told(text: str) -> OSError | None:
+def _quoted(text: str) -> OSError | None:
     """The system's error quoted in another error's text, as in reports of Megatron's writers in other processes."""
     found = _NUMBER.search(text)
     return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
