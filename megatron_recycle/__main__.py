@@ -95,8 +95,8 @@ def _came_to_nothing() -> int:
     return 0 if text is None else _failed(JobEnded(text), 1)
 
 
-def _failed(error: Exception, status: int, who: str = "megatron-recycle") -> int:
-    print(f"{who}: {error}", file=sys.stderr)
+def _failed(error: Exception, status: int, program: str = "megatron-recycle") -> int:
+    print(f"{program}: {error}", file=sys.stderr)
     _mark_failed(error)
     return status
 
