@@ -57,19 +57,19 @@ def newest_readable(folder: str, names: Sequence[Name], check: Callable[[Name], 
         check: the reason why this rank cannot read a checkpoint's files, or None.
         device: where torch's default group communicates.
     """
-    told = [list(names)]
-    dist.broadcast_object_list(told)
-    for number, name in enumerate(told[0]):
-        why = check(name)
-        if why is not None:
-            get_logger().error("megatron-recycle: the checkpoint %s in %s cannot be read: %s", name, folder, why)
-        well = torch.tensor([int(why is None)], device=device)
-        dist.all_reduce(well, dist.ReduceOp.MIN)
-        if not well.item():
+    shared = [list(names)]
+    dist.broadcast_object_list(shared)
+    for number, name in enumerate(shared[0]):
+        reason = check(name)
+        if reason is not None:
+            get_logger().error("megatron-recycle: the checkpoint %s in %s cannot be read: %s", name, folder, reason)
+        readable = torch.tensor([int(reason is None)], device=device)
+        dist.all_reduce(readable, dist.ReduceOp.MIN)
+        if not readable.item():
             continue
         if number and dist.get_rank() == 0:
             get_logger().error(
                 "megatron-recycle: the script goes on from the checkpoint %s in %s, since newer ones (%s) cannot be "
-                "read; the iterations since then are made again", name, folder, ", ".join(map(str, told[0][:number])))
+                "read; the iterations since then are made again", name, folder, ", ".join(map(str, shared[0][:number])))
         return name
     return None

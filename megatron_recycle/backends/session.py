@@ -302,10 +302,10 @@ class Session:
                 return write(save)
 
         with self.call():
-            why = self.worker.save(self.iteration + 1, among, clear)
-        if why is not None or not ends:
-            self._unsaved = why
-        return why is None
+            reason = self.worker.save(self.iteration + 1, among, clear)
+        if reason is not None or not ends:
+            self._unsaved = reason
+        return reason is None
 
     def evaluate(self, data: DataSource, number: int, limit: int | None = None) -> torch.Tensor:
         """Forwards of global batch ``number`` of ``data``; see `StageWorker.evaluate`."""

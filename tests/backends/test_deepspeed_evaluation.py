@@ -109,7 +109,7 @@ def batches(pipeline: int) -> list[torch.Tensor]:
 
 
 def told(pipeline: int, own: list[torch.Tensor], handed_out: bool = False) -> Any:
-    return evaluation_data._Told(pipeline, tuple(map(digest, own)), {
+    return evaluation_data._Message(pipeline, tuple(map(digest, own)), {
         (pipeline, number): batch for number, batch in enumerate(own) if handed_out})
 
 

@@ -102,17 +102,17 @@ class Checkpoints:
               save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
         """Write this worker's part of stock's `save_checkpoint` files, together with all members of ``save``, the only
         workers that torch sees meanwhile. Returns True. Raises GenerationOver, NotWritten, and stock's errors."""
-        groups, said = save.generation.groups, [self._tag(tag)]
-        self._engine._checkpoint_tag_validation(said[0])
-        dist.broadcast_object_list(said)  # one folder for all, even if a tag contains the time, say
-        place = self._place = Path(save_dir, said[0])
-        told, written = str(place.absolute()), Try(place, save.name)
-        with save.all_write(told):
-            self._write_stage(groups, save_dir, written.part, said[0], dict(client_state or {}),
+        groups, tags = save.generation.groups, [self._tag(tag)]
+        self._engine._checkpoint_tag_validation(tags[0])
+        dist.broadcast_object_list(tags)  # one folder for all, even if a tag contains the time, say
+        place = self._place = Path(save_dir, tags[0])
+        path, written = str(place.absolute()), Try(place, save.name)
+        with save.all_write(path):
+            self._write_stage(groups, save_dir, written.part, tags[0], dict(client_state or {}),
                               exclude_frozen_parameters, save.check)
-        with save.all_write(told):
+        with save.all_write(path):
             if groups.me == groups.members[0] and groups.part == 0:
-                latest = _pointer(save_dir, said[0]) if save_latest else None
+                latest = _pointer(save_dir, tags[0]) if save_latest else None
                 written.finish(save.whole, keeps=True)
                 if latest is not None:
                     os.replace(latest, Path(save_dir, "latest"))
@@ -149,8 +149,8 @@ class Checkpoints:
                 groups.me == groups.members[0] and groups.part == 0) else None)
         except Exception as error:
             _remove_parts(place)
-            if (why := unwritten(error, place.absolute())) is not None:
-                raise SaveError(why) from error
+            if (reason := unwritten(error, place.absolute())) is not None:
+                raise SaveError(reason) from error
             raise
         if not whole:
             _remove_parts(place)

@@ -390,8 +390,8 @@ class RecyclePipelineEngine(WrappingEngine):
 
     def _load(self, place: Path) -> None:
         """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and stock's errors."""
-        if place.exists() and (why := self._checkpoints.unreadable(place.parent, place.name)) is not None:
-            raise RecycleError(why)
+        if place.exists() and (reason := self._checkpoints.unreadable(place.parent, place.name)) is not None:
+            raise RecycleError(reason)
         with replaced(self, goes_back=True):
             found = self._load_stock(str(place.parent), tag=place.name)
         if found[0] is None:

@@ -103,9 +103,9 @@ class EvaluationData:
         away = [(pipeline, microbatch) for pipeline, microbatch in microbatches
                 if any(route[pipeline, microbatch, end].pipeline != pipeline for end in self._ends)]
         givers = {worker.pipeline: worker for worker in reversed(groups.members) if worker.stage in self._reading}
-        told = self._tell(away, givers, number, groups)
-        self._shared = {place: batch for one in told for place, batch in one.batches.items()}
-        digests = {one.pipeline: one.digests for one in told if one.digests}
+        messages = self._tell(away, givers, number, groups)
+        self._shared = {place: batch for one in messages for place, batch in one.batches.items()}
+        digests = {one.pipeline: one.digests for one in messages if one.digests}
         if len(digests) > 1:  # a single digest proves nothing: the flag stays
             self._alike = len(set(digests.values())) == 1
         orphans = [place for place in away if self._reads and place[0] not in givers and groups.me in (
@@ -127,21 +127,21 @@ class EvaluationData:
         return number * self._grid.microbatches[pipeline] + microbatch
 
     def _tell(self, away: Sequence[Microbatch], givers: Mapping[int, Worker], number: int,
-              groups: Groups) -> list[_Told]:
+              groups: Groups) -> list[_Message]:
         """The messages of all workers on the micro-batches of their own pipelines."""
         own = [self._source.batch(self._me.pipeline, at)
                for at in range(self._first, self._next if self._reads else self._first)]
-        mine = _Told(self._me.pipeline, tuple(map(digest, own)), {
+        own_message = _Message(self._me.pipeline, tuple(map(digest, own)), {
             (pipeline, at): own[at] for pipeline, at in (
                 (pipeline, self._number(pipeline, microbatch, number)) for pipeline, microbatch in away
                 if self._reads and givers.get(pipeline) == self._me)})
-        told: list[Any] = [None] * groups.control.size
+        messages: list[Any] = [None] * groups.control.size
         with failing_ends("micro-batches of the evaluation"):
-            dist.all_gather_object(told, mine, group=groups.control.group)
-        return told
+            dist.all_gather_object(messages, own_message, group=groups.control.group)
+        return messages
 
 
-class _Told(NamedTuple):
+class _Message(NamedTuple):
     """A worker's message: checksums of all that it has read of its ``pipeline``, and its micro-batches that run
     elsewhere, by number in the evaluation."""
 

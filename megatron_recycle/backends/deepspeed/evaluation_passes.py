@@ -78,7 +78,7 @@ class Evaluations:
         engine.module.eval()
         with replaced(running, evaluated=outputs.append):
             of_pipelines = evaluate_first(engine, running, self._session.place, given["data_iter"], microbatches)
-        value = self._told(of_pipelines, given["reduce_output"], given["bcast_loss"])
+        value = self._stock_value(of_pipelines, given["reduce_output"], given["bcast_loss"])
         return (value, outputs[-1] if outputs else None) if given["return_logits"] else value
 
     def _evaluate(self, iterator: Any, microbatches: int, reduce: str | None, everywhere: bool) -> Any:
@@ -95,16 +95,16 @@ class Evaluations:
         if data.ended or (not past and not data.failed and any(map(unknown, tables))):
             raise StopIteration
         if any(map(unknown, tables)):
-            why = data.failed or "the job did that before this worker came in"
-            get_logger().error("megatron-recycle: eval_batch() has no value: %s; training goes on", why)
+            reason = data.failed or "the job did that before this worker came in"
+            get_logger().error("megatron-recycle: eval_batch() has no value: %s; training goes on", reason)
             of_pipelines = [torch.full((microbatches,), torch.nan)] * grid.pipelines
         else:
             of_pipelines = by_pipeline(tables, grid, microbatches)
         if reduce is not None and engine.monitor.enabled and not past:
             engine.monitor.write([("Train/Samples/eval_loss", mean(of_pipelines).item(), engine.global_samples)])
-        return self._told(of_pipelines, reduce, everywhere)
+        return self._stock_value(of_pipelines, reduce, everywhere)
 
-    def _told(self, of_pipelines: Sequence[torch.Tensor], reduce: str | None, everywhere: bool) -> Any:
+    def _stock_value(self, of_pipelines: Sequence[torch.Tensor], reduce: str | None, everywhere: bool) -> Any:
         """Stock's return value for the losses of each pipeline."""
         engine, session = self._engine, self._session
         last = engine.is_last_stage()
@@ -132,15 +132,15 @@ def evaluate_first(engine: PipelineEngine, running: Running, place: Place, data:
     batches: list[Any] | None = []
     if place.placement[0] == place.me.stage:
         batches = _taken(engine, data, microbatches)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, batches is None)
-    if any(told):
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, batches is None)
+    if any(gathered):
         raise StopIteration
     with torch.no_grad():
         own = [_through(engine, running, place, batches[number] if batches else None)
                for number in range(microbatches)]
-    dist.all_gather_object(told, (place.me.pipeline, own) if own[0] is not None else None)
-    of = {pipeline: torch.stack(losses) for pipeline, losses in filter(None, told)}
+    dist.all_gather_object(gathered, (place.me.pipeline, own) if own[0] is not None else None)
+    of = {pipeline: torch.stack(losses) for pipeline, losses in filter(None, gathered)}
     return [of[pipeline] for pipeline in range(place.grid.pipelines)]
 
 
@@ -180,6 +180,6 @@ def _send(engine: PipelineEngine, stage: int, tensors: Sequence[torch.Tensor]) -
 
 
 def _receive(engine: PipelineEngine, stage: int) -> tuple[torch.Tensor, ...]:
-    told: list[Any] = [None]
-    dist.recv_object_list(told, engine.grid.pp_group[stage])
-    return tuple(tensor.to(engine.device) for tensor in told[0])
+    message: list[Any] = [None]
+    dist.recv_object_list(message, engine.grid.pp_group[stage])
+    return tuple(tensor.to(engine.device) for tensor in message[0])

@@ -50,13 +50,13 @@ def compare_iterators(source: DataSource, session: Session, setup: SetUp | None)
             own = source.own_digest(source.first) if source.first is not None else None
         except DataError as failure:
             error = failure
-        told: list[Any] = [None] * dist.get_world_size()
+        reports: list[Any] = [None] * dist.get_world_size()
         with nullcontext() if setup is None else setup.apart():
-            dist.all_gather_object(told, (session.place.me.pipeline, own, str(error or "")))
+            dist.all_gather_object(reports, (session.place.me.pipeline, own, str(error or "")))
         if error is not None:
             raise error
-        if failed := next((text for _, _, text in told if text), None):
+        if failed := next((text for _, _, text in reports if text), None):
             raise DataError(failed)
         if source.first is not None:
-            pipelines = {pipeline: digest for pipeline, digest, _ in told if digest is not None}
+            pipelines = {pipeline: digest for pipeline, digest, _ in reports if digest is not None}
             source.check(source.first, [pipelines.get(pipeline) for pipeline in range(session.place.grid.pipelines)])

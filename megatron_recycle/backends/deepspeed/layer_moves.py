@@ -101,9 +101,9 @@ def describe(layers: Mapping[str, nn.Module], grouped: Mapping[int, tuple[int, s
             for name, layer in layers.items()]
 
 
-def built_alike(layer: nn.Module, told: Layer) -> bool:
+def built_alike(layer: nn.Module, description: Layer) -> bool:
     """Whether ``layer`` fits its stage's description, apart from the values of its tensors."""
-    return likeness(layer, _LEFT_OUT) == told.likeness
+    return likeness(layer, _LEFT_OUT) == description.likeness
 
 
 def put(layer: nn.Module, piece: Piece, value: torch.Tensor) -> None:
@@ -130,11 +130,11 @@ def put_same(layer: nn.Module, path: str, tensor: torch.Tensor) -> None:
         setattr(module, name, tensor)
 
 
-def differs(layer: nn.Module, told: Layer) -> str:
+def differs(layer: nn.Module, description: Layer) -> str:
     """The difference in tensors between ``layer``, built anew, and its stage's description; empty: none."""
     own = {path: (kind, tuple(one.shape)) for path, (kind, one) in tensors(layer).items()}
-    asked = {piece.path: (piece.kind, piece.shape) for piece in told.pieces}
-    names = [path for path in {**own, **asked} if own.get(path) != asked.get(path)]
+    described = {piece.path: (piece.kind, piece.shape) for piece in description.pieces}
+    names = [path for path in {**own, **described} if own.get(path) != described.get(path)]
     return f"other tensors ({', '.join(names[:4])})" if names else ""
 
 
@@ -172,10 +172,10 @@ class Move(NamedTuple):
     target: int
 
 
-def groups_apart(told: Sequence[Told]) -> list[str]:
+def groups_apart(descriptions: Sequence[Told]) -> list[str]:
     """The reasons why parameters cannot go into the groups of another stage; empty: they can."""
-    first = told[0]
-    for stage, one in enumerate(told):
+    first = descriptions[0]
+    for stage, one in enumerate(descriptions):
         if (one.given, one.settings) != (first.given, first.settings):
             apart = (f"{len(one.settings)} and {len(first.settings)} of them" if len(one.settings) != len(
                 first.settings) else "; ".join(sorted({word for mine, other in zip(one.settings, first.settings)
@@ -192,15 +192,15 @@ def name_of(number: int, spec: Any) -> str | None:
     return str(number) if isinstance(spec, (LayerSpec, nn.Module)) else None
 
 
-def layer_weights(specs: Sequence[Any], told: Sequence[Told]) -> list[int]:
+def layer_weights(specs: Sequence[Any], descriptions: Sequence[Told]) -> list[int]:
     """Elements of the parameters of each layer of the list."""
-    sizes = {layer.name: layer.size for one in told for layer in one.layers}
+    sizes = {layer.name: layer.size for one in descriptions for layer in one.layers}
     return [sizes.get(name_of(number, spec) or "", 0) for number, spec in enumerate(specs)]
 
 
-def moves_of(specs: Sequence[Any], chunks: Chunks, told: Sequence[Told], wrong: list[str]) -> list[Move]:
+def moves_of(specs: Sequence[Any], chunks: Chunks, descriptions: Sequence[Told], wrong: list[str]) -> list[Move]:
     """The move of each layer, in the list's order; adds faults of layers that cannot move to ``wrong``."""
-    by_name = [{layer.name: layer for layer in one.layers} for one in told]
+    by_name = [{layer.name: layer for layer in one.layers} for one in descriptions]
     moves: dict[str, Move] = {}
     for number, spec in enumerate(specs):
         source, target, name = chunks.stock_stage_of(number), chunks.stage_of(number), name_of(number, spec)
@@ -213,7 +213,7 @@ def moves_of(specs: Sequence[Any], chunks: Chunks, told: Sequence[Told], wrong: 
         elif moves[name].target != target:
             wrong.append(f"{words(name)} ends up on stages {moves[name].target} and {target}: with chunks ties must "
                          "be between layers of one stage, as those of the first and the last are")
-    last = len(told) - 1
+    last = len(descriptions) - 1
     if LOSS in by_name[last]:
         moves[LOSS] = Move(by_name[last][LOSS], last, chunks.placement[-1])
     wrong += [f"{words(move.layer.name)} {move.layer.trouble}" for move in moves.values()

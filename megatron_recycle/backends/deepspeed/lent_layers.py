@@ -112,10 +112,10 @@ def _same(one: Any = None, other: Any = None) -> bool:
     """Whether two layers of a model's list have the same type and arguments."""
     if not (type(one) is type(other) is LayerSpec and one.typename is other.typename):
         return False
-    words = [(*spec.module_args, *sorted(spec.module_kwargs.items())) for spec in (one, other)]
-    return len(words[0]) == len(words[1]) and all(
+    arguments = [(*spec.module_args, *sorted(spec.module_kwargs.items())) for spec in (one, other)]
+    return len(arguments[0]) == len(arguments[1]) and all(
         mine is theirs or (type(mine) is type(theirs) and isinstance(mine, _PLAIN) and mine == theirs)
-        or (isinstance(mine, tuple) and repr(mine) == repr(theirs)) for mine, theirs in zip(*words, strict=True))
+        or (isinstance(mine, tuple) and repr(mine) == repr(theirs)) for mine, theirs in zip(*arguments, strict=True))
 
 
 def _why_not(engine: PipelineEngine) -> str:

@@ -130,17 +130,17 @@ def _of_stock(engine: PipelineEngine, chunks: Chunks, folder: Path, load: Callab
     """For a checkpoint without chunks: one entry that this stage needs, the file of each layer, and a function that
     reads one. The meaning of its numbers is known from this job's stages at the start."""
     files, order = len(engine._get_all_ckpt_names(str(folder.parent), folder.name)), stock_order(engine.module)
-    why = ("another number of stages" if files != engine.mp_world_size else
-           "an optimizer that the script's own function groups" if not order else "")
-    if why:
-        raise RecycleError(f"the optimizer state in {folder} is of a job without chunks and with {why}, whose numbers "
-                           "cannot be told apart here: load it with load_optimizer_states=False, or go on without "
-                           "chunks")
+    reason = ("another number of stages" if files != engine.mp_world_size else
+              "an optimizer that the script's own function groups" if not order else "")
+    if reason:
+        raise RecycleError(f"the optimizer state in {folder} is of a job without chunks and with {reason}, whose "
+                           "numbers cannot be told apart here: load it with load_optimizer_states=False, or go on "
+                           "without chunks")
     stages = {_file(engine, stage).name: stage for stage in order}
-    where: dict[str, str] = {}
+    file_names: dict[str, str] = {}
     for name, number in _layers(engine).items():
         if (stage := chunks.stock_stage_of(number)) in order:
-            where[name] = _file(engine, stage).name
+            file_names[name] = _file(engine, stage).name
 
     def read(file: str) -> Mapping[str, Any]:
         try:
@@ -151,7 +151,7 @@ def _of_stock(engine: PipelineEngine, chunks: Chunks, folder: Path, load: Callab
                                "load_optimizer_states=False") from error
 
     first = _file(engine, min(order)).name
-    return read(first), where, read
+    return read(first), file_names, read
 
 
 def _by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:

@@ -70,15 +70,15 @@ class Groups:
         """The parameters of each group, in their order."""
         return [[one for one, _ in _members(group)] for group in self._groups or ()]
 
-    def follow(self, gone: Collection[int], come: Sequence[tuple[nn.Parameter, int | None, str | None]],
+    def follow(self, gone: Collection[int], arrived: Sequence[tuple[nn.Parameter, int | None, str | None]],
                order: Sequence[nn.Parameter]) -> None:
-        """Remove the parameters ``gone`` (ids), and add those of ``come`` with their groups' numbers and names. The
+        """Remove the parameters ``gone`` (ids), and add those of ``arrived`` with their groups' numbers and names. The
         model's parameters come in its ``order``, followed by the groups' other ones."""
         places = {id(one): place for place, one in enumerate(order)}
-        out = {*gone, *(id(one) for one, _, _ in come)}
+        out = {*gone, *(id(one) for one, _, _ in arrived)}
         for number, group in enumerate(self._groups or ()):
             found = {id(one): (one, name) for one, name in _members(group) if id(one) not in out}
-            found |= {id(one): (one, name) for one, into, name in come if into == number}
+            found |= {id(one): (one, name) for one, into, name in arrived if into == number}
             _put_members(group, sorted(found.values(), key=lambda member: places.get(id(member[0]), len(places))))
 
 

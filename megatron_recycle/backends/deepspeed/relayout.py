@@ -85,16 +85,16 @@ def lay_out(module: PipelineModule, optimizer: Any, model_parameters: Any,
     def find() -> Any:
         nonlocal joins
         joins = False
-        told = _gather(module, _told(module, own, groups, faults))
-        wrong = [fault for one in told for fault in one.faults] or groups_apart(told)
-        weights = layer_weights(module._layer_specs, told)
+        descriptions = _gather(module, _description(module, own, groups, faults))
+        wrong = [fault for one in descriptions for fault in one.faults] or groups_apart(descriptions)
+        weights = layer_weights(module._layer_specs, descriptions)
         chunks = Chunks(_cut(module, weights), v_placement(module.num_stages), tuple(map(int, module.parts)))
         wrong += [f"chunk {chunk} of {len(chunks.placement)} would have no layers: take another partition_method"
                   for chunk, one in enumerate(pairwise(chunks.parts)) if one[0] == one[1]]
-        moves = moves_of(module._layer_specs, chunks, told, wrong)
+        moves = moves_of(module._layer_specs, chunks, descriptions, wrong)
         _agree(module, wrong, chunks.parts)
         sources = {move.source for move in moves if move.target == module.stage_id}
-        order = {} if makes else {str(one): told[one].members for one in sorted(sources)}
+        order = {} if makes else {str(one): descriptions[one].members for one in sorted(sources)}
         return {"parts": chunks.parts, "order": order, "moves": [
             move for move in moves if module.stage_id in (move.source, move.target)]}
 
@@ -123,17 +123,17 @@ def _check_alone(module: PipelineModule) -> None:
     """Raises UnsupportedError for faults that all ranks see without communication."""
     layers, stages = len(module._layer_specs), module.num_stages
     if hasattr(module, "phase_bounds"):
-        why = "a DualPipeVModule has two chunks of its own: build a PipelineModule"
+        reason = "a DualPipeVModule has two chunks of its own: build a PipelineModule"
     elif stages < 2:
-        why = "the model has one stage, on which two chunks are as good as one: leave it out"
+        reason = "the model has one stage, on which two chunks are as good as one: leave it out"
     elif layers < 2 * stages:
-        why = (f"the model has {layers} layers for {2 * stages} chunks: give PipelineModule a list of finer ones, use "
-               "fewer stages, or leave it out")
+        reason = (f"the model has {layers} layers for {2 * stages} chunks: give PipelineModule a list of finer ones, "
+                  "use fewer stages, or leave it out")
     elif getattr(module, _METHOD, None) is None:
-        why = "PipelineModule was built before megatron_recycle.enable(): call that first"
+        reason = "PipelineModule was built before megatron_recycle.enable(): call that first"
     else:
         return
-    raise UnsupportedError(f"megatron-recycle: chunks 2: {why}")
+    raise UnsupportedError(f"megatron-recycle: chunks 2: {reason}")
 
 
 def _layers(module: PipelineModule) -> tuple[dict[str, nn.Module], list[str]]:
@@ -164,22 +164,22 @@ def _layers(module: PipelineModule) -> tuple[dict[str, nn.Module], list[str]]:
     return found, faults
 
 
-def _told(module: PipelineModule, own: Mapping[str, nn.Module], groups: Groups, faults: Sequence[str]) -> Told:
+def _description(module: PipelineModule, own: Mapping[str, nn.Module], groups: Groups, faults: Sequence[str]) -> Told:
     ties = {tied(key): [module._recursive_getattr(one, name) for name in module.tied_weight_attrs[key]]
             for key, one in module.tied_modules.items()}
     names = {id(one): name for name, one in module.named_parameters()}
     members = [[names.get(id(one)) for one in group] for group in groups.members]
     members = members if groups.given else [list(names.values())]
-    where = f"stage {module.stage_id}: "
+    prefix = f"stage {module.stage_id}: "
     return Told(describe(own, groups.places, ties), groups.given, groups.settings, members,
-                [*(where + fault for fault in faults), *filter(None, [groups.trouble])])
+                [*(prefix + fault for fault in faults), *filter(None, [groups.trouble])])
 
 
-def _gather(module: PipelineModule, told: Told) -> list[Told]:
+def _gather(module: PipelineModule, description: Told) -> list[Told]:
     """The descriptions sent by all stages of this pipeline."""
     group = module._grid.get_pipe_parallel_group()
     found: list[Any] = [None] * module.num_stages
-    dist.all_gather_object(found, msgspec.json.encode(told), group=group)
+    dist.all_gather_object(found, msgspec.json.encode(description), group=group)
     return [msgspec.json.decode(one, type=Told) for one in found]
 
 
@@ -307,12 +307,12 @@ def _follow(module: PipelineModule, moves: Sequence[Move], own: dict[str, nn.Mod
     gone = {name: layer for name, layer in own.items() if name != LOSS and held.get(name) is not layer}
     _install(module, chunks, held)
     order = list(module.parameters())
-    come = {id(one): (one, piece.group, piece.called) for move in moves
-            if move.target == module.stage_id != move.source for piece in move.layer.pieces
-            if piece.kind == PARAMETER and isinstance(one := attrgetter(piece.path)(held[move.layer.name]),
-                                                      nn.Parameter)}
+    arrived = {id(one): (one, piece.group, piece.called) for move in moves
+               if move.target == module.stage_id != move.source for piece in move.layer.pieces
+               if piece.kind == PARAMETER and isinstance(one := attrgetter(piece.path)(held[move.layer.name]),
+                                                         nn.Parameter)}
     left = {id(one) for layer in gone.values() for one in layer.parameters()} - set(map(id, order))
-    groups.follow(left, list(come.values()), order)
+    groups.follow(left, list(arrived.values()), order)
     _let_go(module, gone, own)
 
 
@@ -369,10 +369,10 @@ def _let_go(module: PipelineModule, gone: dict[str, nn.Module], own: dict[str, n
             "Take references from the engine's module instead", ", ".join(kept), module.stage_id)
 
 
-def _mark(where: str, part: nn.Module) -> None:
+def _mark(layer: str, part: nn.Module) -> None:
     for one in part._parameters.values():
         if one is not None:
-            setattr(one, _LEFT, where)
+            setattr(one, _LEFT, layer)
 
 
 def _checked(make: Callable[..., Any]) -> Callable[..., Any]:

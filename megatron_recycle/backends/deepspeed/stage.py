@@ -167,9 +167,9 @@ class DeepSpeedStage:
             skipping.overflow = math.isnan(coefficient)
         if skipping is not None and skipping.overflow:
             if self._logs_now():
-                what = f"have overflowed at a loss scale of {skipping.loss_scale:g}" if skipping.scales else (
+                description = f"have overflowed at a loss scale of {skipping.loss_scale:g}" if skipping.scales else (
                     "are not finite")
-                get_logger().warning("megatron-recycle: gradients %s: the step of iteration %d is skipped", what,
+                get_logger().warning("megatron-recycle: gradients %s: the step of iteration %d is skipped", description,
                                      self._engine.global_steps)
         elif self._zero is not None:
             self._zero.shards.load(gradients, coefficient / self._zero.loss_scale)

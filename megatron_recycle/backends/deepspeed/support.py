@@ -58,7 +58,7 @@ def _scaled_gradients(engine: PipelineEngine) -> list[tuple[bool, str]]:
 
 def given_up(config: Mapping[str, Any]) -> list[str]:
     """Refusals of JSON sections that DeepSpeed dropped by 0.19.8, which says so itself, and 0.19.6 still has."""
-    return [f"{name}: {why}; remove the section" for name, why in _GIVEN_UP.items()
+    return [f"{name}: {reason}; remove the section" for name, reason in _GIVEN_UP.items()
             if (section := config.get(name)) and (not isinstance(section, Mapping) or section.get("enabled", True))]
 
 

@@ -327,15 +327,15 @@ def beside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[
     def cleanup(clean: Callable[..., None], *given: Any, **keywords: Any) -> None:
         later.append(partial(clean, *given, **keywords))  # it counts checkpoints by their names
 
-    def told(succeed: Callable[..., Any], path: Any, *given: Any, **keywords: Any) -> Any:
+    def report_saved(succeed: Callable[..., Any], path: Any, *given: Any, **keywords: Any) -> Any:
         return succeed(str(path).replace(written.part.name, written.place.name), *given, **keywords)
 
     with (renamed(stock, folder, iteration, written.part.name),
           _with(stock, get_checkpoint_train_state_filename=of_newest, get_checkpoint_tracker_filename=of_newest,
                 print_rank_0=print_rank_0, cleanup_old_non_persistent_checkpoint=cleanup),
-          _with(stock.wandb_utils, on_save_checkpoint_success=told),
-          _with(stock.mlflow_utils, on_save_checkpoint_success=told),
-          _with(stock.comet_utils, on_save_checkpoint_success=told)):
+          _with(stock.wandb_utils, on_save_checkpoint_success=report_saved),
+          _with(stock.mlflow_utils, on_save_checkpoint_success=report_saved),
+          _with(stock.comet_utils, on_save_checkpoint_success=report_saved)):
         yield
         while later:
             later.pop()()

@@ -254,8 +254,8 @@ class Background:
             self._forget(now.written.iteration)
             remove_parts(place_of(now.folder, now.iteration))
 
-    def drop(self, why: str = "") -> None:
-        """Give up the pending checkpoint. ``why``: for the log; without it no line is logged."""
+    def drop(self, reason: str = "") -> None:
+        """Give up the pending checkpoint. ``reason``: for the log; without it no line is logged."""
         now, self._now = self._now, None
         if now is None:
             return
@@ -265,11 +265,11 @@ class Background:
         if (module := sys.modules.get(_WRITERS)) is not None:
             module._results_queue = None  # type: ignore[attr-defined] # may hold results of the killed process
         self._forget(now.written.iteration)
-        if why and self._logs_now():
+        if reason and self._logs_now():
             remove_parts(place_of(now.folder, now.iteration))
             get_logger().error("megatron-recycle: the checkpoint of iteration %d, which was being written beside "
                                "training, is given up: %s. The one before stays the newest; training goes on",
-                               now.iteration, why)
+                               now.iteration, reason)
 
 
 def _started(request: Any) -> Any:

@@ -191,8 +191,8 @@ class LastCheckpoint:
 
 def _raise_named(error: BaseException, place: Path) -> None:
     """Raises SaveError if ``error`` comes from writing files of the checkpoint ``place``."""
-    if (why := unwritten(error, place)) is not None:
-        raise SaveError(why, partial(remove_parts, place)) from error
+    if (reason := unwritten(error, place)) is not None:
+        raise SaveError(reason, partial(remove_parts, place)) from error
 
 
 def first_failure(error: CheckpointException) -> BaseException:

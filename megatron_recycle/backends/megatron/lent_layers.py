@@ -140,11 +140,11 @@ class BlockLayers:
                          "not have for its layers (they are lent where it gives None, or what hides all that comes "
                          "later and nothing else)")
 
-    def _refuse(self, why: str) -> None:
-        self.refused = why
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
         running = vars(self._block).get("layers", self.layers)
         if len(running) != len(self.layers) or any(map(operator.is_not, running, self.layers)):
-            raise UnsupportedError(why)
+            raise UnsupportedError(reason)
 
     def _causal(self, mask: torch.Tensor) -> bool:
         size = mask.shape[-1]

@@ -49,9 +49,9 @@ class Rates:
         rates = self._of.get(self.steps)
         return self.steps, None if rates is None else _shown(rates)
 
-    def expect(self, told: tuple[int, Any]) -> None:
+    def expect(self, message: tuple[int, Any]) -> None:
         """Note the peers' rates (their `told`), as a joiner."""
-        iteration, rates = told
+        iteration, rates = message
         self._expected = None if rates is None else (iteration, rates)
 
     @contextmanager

@@ -257,8 +257,8 @@ class RecycleSchedule:
                                    "--recycle-emergency-checkpoint DIR")
         self.session = Session(place, self._settings, self._options, self._stage.device)
         if self.session.rank == 0:
-            told = self._loop.told()
-            for line in (line for line in changed if line not in told):
+            known = self._loop.told()
+            for line in (line for line in changed if line not in known):
                 get_logger().info("megatron-recycle: %s", line)
         self.splitter = te.splitter_for(models, self._settings.split_backward)
         self.session.start(self._stage, self.splitter, self._data,
@@ -283,11 +283,11 @@ def _place(microbatches: int, backend: str | None, placement: tuple[int, ...]) -
     stages, pipelines = _stages(), parallel_state.get_data_parallel_world_size()
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
     part = parallel_state.get_tensor_model_parallel_rank()
-    mine = torch.tensor([*me, part], dtype=torch.int64, device=torch.cuda.current_device())
-    told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(told, mine)
-    rank_of = {tuple(position.tolist()): rank for rank, position in enumerate(told)}
+    own_position = torch.tensor([*me, part], dtype=torch.int64, device=torch.cuda.current_device())
+    positions = [torch.empty_like(own_position) for _ in range(dist.get_world_size())]
+    dist.all_gather(positions, own_position)
+    rank_of = {tuple(position.tolist()): rank for rank, position in enumerate(positions)}
     ranks = {Worker(pipeline, stage): tuple(rank_of[pipeline, stage, index] for index in range(
         parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
     return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
-                 backend=backend or backend_for(mine.device), placement=placement)
+                 backend=backend or backend_for(own_position.device), placement=placement)

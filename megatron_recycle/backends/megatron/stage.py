@@ -292,17 +292,17 @@ class MegatronStage:
     def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
         # Stock reports have this type.
         used = 1 + 2 * len(self._keys.get(_kind(True), ())) if parallel_state.is_pipeline_last_stage() else 0
-        told = torch.cat([reports[:, 1:used], reports[:, -1:]], dim=1) if used else reports[:0, -1:]
+        columns = torch.cat([reports[:, 1:used], reports[:, -1:]], dim=1) if used else reports[:0, -1:]
         left_out = self.scaling.any_overflow(verdict.norm_squares)
         norm = math.nan if left_out else self.norm(verdict.norm_squares)
-        return _NUMBERS.pack(norm, verdict.zeros) + told.float().numpy().tobytes()
+        return _NUMBERS.pack(norm, verdict.zeros) + columns.float().numpy().tobytes()
 
     def recall(self, summary: bytes) -> None:
         norm, zeros = _NUMBERS.unpack_from(summary)
-        told = torch.tensor(array("f", summary[_NUMBERS.size:]), dtype=torch.float64)
-        told = told.view(-1, 1 + 2 * len(self._keys.get(_kind(True), ())))
-        reports = torch.zeros(len(told), self.report_width, dtype=torch.float64)
-        reports[:, 1:told.shape[1]], reports[:, -1] = told[:, :-1], told[:, -1]
+        columns = torch.tensor(array("f", summary[_NUMBERS.size:]), dtype=torch.float64)
+        columns = columns.view(-1, 1 + 2 * len(self._keys.get(_kind(True), ())))
+        reports = torch.zeros(len(columns), self.report_width, dtype=torch.float64)
+        reports[:, 1:columns.shape[1]], reports[:, -1] = columns[:, :-1], columns[:, -1]
         self.passed = norm, zeros, reports
 
     def regroup(self, groups: Groups) -> None:

@@ -277,9 +277,9 @@ def tell_validations() -> None:
         return
     arguments = loop.get_args()
     own = arguments.eval_iters if isinstance(arguments.eval_iters, list) else [arguments.eval_iters]
-    told = torch.tensor([one or 0 for one in own], dtype=torch.long, device=torch.cuda.current_device())
-    dist.broadcast(told, 0)
-    arguments.eval_iters = told.tolist() if arguments.multiple_validation_sets else int(told[0])
+    lengths = torch.tensor([one or 0 for one in own], dtype=torch.long, device=torch.cuda.current_device())
+    dist.broadcast(lengths, 0)
+    arguments.eval_iters = lengths.tolist() if arguments.multiple_validation_sets else int(lengths[0])
     evaluate = loop.evaluate_and_print_results
 
     def evaluate_and_print_results(*given: Any, **keywords: Any) -> Any:
