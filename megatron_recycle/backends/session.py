@@ -341,10 +341,10 @@ class Session:
         """The job's status, for the script."""
         live, agent = self.live(), self.agent
         of = Counter(worker.stage for worker in live)
-        few = tuple(stage for stage in sorted(of) if of[stage] == 1) if self.place.grid.pipelines > 1 else ()
+        last_copies = tuple(stage for stage in sorted(of) if of[stage] == 1) if self.place.grid.pipelines > 1 else ()
         return JobStatus(worker=str(self.place.me), rank=self.rank, generation=agent.generation,
                          iteration=self.iteration, committed=self.worker.standing.committed if self.started else -1,
-                         live=tuple(map(str, live)), missing=tuple(self.missing()), last_copies=few,
+                         live=tuple(map(str, live)), missing=tuple(self.missing()), last_copies=last_copies,
                          lives=agent.members)
 
     def is_logging_rank(self, which: int = 0) -> bool:

@@ -253,7 +253,7 @@ class Attempt:
         if batch is not None:  # not before: an action not yet run may go to another worker after a failure
             number = digest(batch)
             self.computed.digests.update({(pipeline, microbatch, end): number
-                                          for end, here in ((False, first), (True, last)) if here})
+                                          for end, present in ((False, first), (True, last)) if present})
         self.computed.add(action, forward)
         with self._keeping.telling():
             self._share_losses_if_complete()

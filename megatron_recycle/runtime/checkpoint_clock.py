@@ -23,7 +23,7 @@ class CheckpointClock:
         self._mtbf = mtbf
         self._now = now
         self._last: tuple[float, int] | None = None
-        self._said = 0.0
+        self._logged = 0.0
         self.period: float | None = None
         """Seconds of training between two checkpoints that lose least time; None: none has been written yet."""
 
@@ -44,10 +44,10 @@ class CheckpointClock:
         self.period = young_daly(cost, self._mtbf)
         if before is None or iteration <= before[1]:
             return None  # the time of an iteration is not known
-        ratio = self.period / self._said if self._said else _ANOTHER
+        ratio = self.period / self._logged if self._logged else _ANOTHER
         if max(ratio, 1 / ratio) < _ANOTHER:
             return None
-        self._said, passed = self.period, began - before[0]
+        self._logged, passed = self.period, began - before[0]
         number = max(1, round(self.period * (iteration - before[1]) / max(passed, 1e-6)))
         return (f"a checkpoint takes {cost:.2f} s; with a failure every {self._mtbf:.0f} s (mtbf) least time is lost "
                 f"with one every {self.period:.1f} s (Young, Daly), which is {number} iterations; the last two were "

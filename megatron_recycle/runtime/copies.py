@@ -128,9 +128,9 @@ class Guard:
         """Drop the copies, which the script's edits after iteration ``stepped`` have made wrong. Returns whether that
         is news: there were some, and it is the first time."""
         self.back = stepped + 1
-        news, self._voided = bool(self.own) and not self._voided, self._voided or bool(self.own)
+        is_new, self._voided = bool(self.own) and not self._voided, self._voided or bool(self.own)
         self.forget()
-        return news
+        return is_new
 
     @property
     def returns(self) -> bool:

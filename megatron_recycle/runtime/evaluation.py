@@ -126,11 +126,11 @@ class Evaluations:
         groups.control.sum(table).wait()
         self._done(table)
 
-    def fail(self, why: str, record: Callable[[], None], first: bool) -> None:
+    def fail(self, reason: str, record: Callable[[], None], first: bool) -> None:
         """The pass was a checkpoint that could not be written, as all workers know. ``record`` writes that down: on the
         ``first`` worker that could not write, unless a failure kept it from knowing (`reconcile`)."""
         self._standing.evaluate()
-        self.failed[self._standing.evaluated] = why
+        self.failed[self._standing.evaluated] = reason
         self._failed_save = _FailedSave(self._standing.committed, record)
         if first:
             self._failed_save.do()
@@ -139,10 +139,10 @@ class Evaluations:
         """The results of passes so far, for a worker that comes in."""
         return Evaluated(**asdict(self.history.told()), failed=list(self.failed))
 
-    def take(self, told: Evaluated) -> None:
+    def take(self, results: Evaluated) -> None:
         """Take over the results that another worker has `told`, and no others."""
-        self.history.take(told)
-        self.failed = dict.fromkeys(told.failed, _UNKNOWN)
+        self.history.take(results)
+        self.failed = dict.fromkeys(results.failed, _UNKNOWN)
 
     def skip(self) -> None:
         """There is no pass, as all workers know: its table is NaN."""
@@ -158,13 +158,13 @@ class Evaluations:
 
     def reconcile(self, groups: Groups) -> None:
         """Bring workers that a failure kept from the end of a pass level with the others. Raises GenerationOver."""
-        told = torch.zeros(2, groups.control.size, dtype=torch.float64)
+        reports = torch.zeros(2, groups.control.size, dtype=torch.float64)
         me, last = groups.control.rank, self._failed_save
-        told[0, me] = self._standing.evaluated + _FAILED * (self._standing.evaluated in self.failed)
+        reports[0, me] = self._standing.evaluated + _FAILED * (self._standing.evaluated in self.failed)
         if last is not None and last.committed == self._standing.committed:
-            told[1, me] = _RECORDED if last.recorded else _KNOWN
-        groups.control.sum(told).wait()
-        counts, known = told
+            reports[1, me] = _RECORDED if last.recorded else _KNOWN
+        groups.control.sum(reports).wait()
+        counts, known = reports
         if last is not None and _RECORDED not in known and me in (known == _KNOWN).nonzero()[:1]:
             last.do()
         newest = int(counts.max())

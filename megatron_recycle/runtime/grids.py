@@ -88,9 +88,9 @@ class Grids:
         """The start and the changes so far, for a worker that comes in."""
         return [list(pair) for pair in (self._start, *self._changes)]
 
-    def take(self, told: Sequence[Sequence[int]]) -> None:
+    def take(self, changes: Sequence[Sequence[int]]) -> None:
         """Take over the changes that another worker has `told`."""
-        self._start, *self._changes = [(begin, count) for begin, count in told]
+        self._start, *self._changes = [(begin, count) for begin, count in changes]
 
     def _sized(self, microbatches: int) -> Grid:
         return replace(self._first, microbatches=(microbatches,) * self._first.pipelines)

@@ -105,9 +105,9 @@ class _WayBack(Source):
         site, groups, resume = meeting.site, meeting.groups, meeting.resume
         guard, target, checkpoint = site.trainable.guard, resume.target, resume.checkpoint
         guard.go_back(target)
-        where = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint.place}"
+        source = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint.place}"
         get_logger().warning("megatron-recycle: %s: all go back to the state after iteration %d, from %s",
-                             _lost(meeting.go), target, where)
+                             _lost(meeting.go), target, source)
         if checkpoint is None:
             self._from_copies(meeting)
         else:
@@ -143,16 +143,16 @@ class _WayBack(Source):
             tensors, facts = load(site, meeting.go.generation, resume.checkpoint)
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # the script changes the originals
             giver = min(member for member in groups.members if member not in meeting.joined)
-            _, told = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)
-            return tensors, facts(Past.from_json(told)), Received(sum(tensor.nbytes for tensor in tensors.values()),
-                                                                  1000 * (time.monotonic() - began))
+            _, raw_past = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)
+            return tensors, facts(Past.from_json(raw_past)), Received(sum(tensor.nbytes for tensor in tensors.values()),
+                                                                      1000 * (time.monotonic() - began))
         keeper = _restored(meeting.go).get(groups.me.stage)
         if keeper is None:
             return PEERS.take(meeting)
         copy = receive(groups.control, groups.control_ranks[keeper])
         received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
-        tensors, told = copy.open(site.stage.device)
-        return tensors, Facts.from_json(told), received
+        tensors, raw_facts = copy.open(site.stage.device)
+        return tensors, Facts.from_json(raw_facts), received
 
     def taken(self, meeting: Meeting) -> None:
         self._await_all(meeting)

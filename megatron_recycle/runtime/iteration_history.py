@@ -73,9 +73,9 @@ class History:
         """All of it, for another worker."""
         return Rows(_tensor(self._numbers.tobytes()), _tensor(self._ends.tobytes()), _tensor(self._rows))
 
-    def take(self, told: Rows) -> None:
+    def take(self, history: Rows) -> None:
         """Take over the rows that another worker has `told`, and no others."""
-        numbers, ends, rows = (one.cpu().numpy().tobytes() for one in (told.numbers, told.ends, told.rows))
+        numbers, ends, rows = (one.cpu().numpy().tobytes() for one in (history.numbers, history.ends, history.rows))
         self._numbers, self._ends, self._rows = array("q", numbers), array("q", ends), bytearray(rows)
 
     def _start(self, index: int) -> int:

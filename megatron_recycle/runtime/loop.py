@@ -212,8 +212,8 @@ class Loop:
                 get_logger().warning("megatron-recycle: layers are not lent any more, training goes on without: %s",
                                      error)
                 raise _Kept(str(fault)) from None
-            what = "a recovery" if fault.recovery else "the script"
-            get_logger().error("megatron-recycle: %s has failed %s", what, fault.where, exc_info=error)
+            source = "a recovery" if fault.recovery else "the script"
+            get_logger().error("megatron-recycle: %s has failed %s", source, fault.where, exc_info=error)
             raise _Kept(str(fault)) from None
 
 

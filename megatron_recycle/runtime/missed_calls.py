@@ -51,26 +51,26 @@ class Missed:
         """Send joiners the numbers of the calls made so far, here ``begun``. ``comes``: this worker is a joiner. Raises
         GenerationOver."""
         made = {key: max(begun.get(key, 0.0), self.passed.get(key, 0.0)) for key in {*begun, *self.passed}}
-        told = rows_of_all(groups.control, [*made.items()])
-        for key, number in told if comes else ():
+        rows = rows_of_all(groups.control, [*made.items()])
+        for key, number in rows if comes else ():
             self.passed[key] = max(self.passed.get(key, 0.0), number)
 
     def tell(self, groups: Groups, joined: Collection[int]) -> None:
         """Give the processes ``joined``, which come in, the results of their groups' calls. Raises GenerationOver."""
         comm = groups.control
-        everyone = sorted(rank for worker in groups.members for rank in self._place.ranks[worker])
-        stay = {everyone[process]: process for process in range(comm.size) if process not in joined}
+        live_ranks = sorted(rank for worker in groups.members for rank in self._place.ranks[worker])
+        stay = {live_ranks[process]: process for process in range(comm.size) if process not in joined}
         if comm.rank in joined:
             self._take(groups, [*stay.values()])
             return
         sent: list[Pending] = []
         for process in joined:
             names = {name: to.name for name in self._results.groups
-                     if (to := self._groups[name].told_to(everyone[process], stay, self._place)) is not None}
-            told = self._results.told(names)
-            sent.append(comm.send(torch.tensor([len(told)]), process, _BROUGHT[0]))
-            if told:
-                data = torch.frombuffer(bytearray(told), dtype=torch.uint8)
+                     if (to := self._groups[name].told_to(live_ranks[process], stay, self._place)) is not None}
+            results = self._results.told(names)
+            sent.append(comm.send(torch.tensor([len(results)]), process, _BROUGHT[0]))
+            if results:
+                data = torch.frombuffer(bytearray(results), dtype=torch.uint8)
                 sent.append(comm.send(data, process, _BROUGHT[1]))
         for pending in sent:
             pending.wait()

@@ -40,13 +40,13 @@ def connect_partners(site: Site, standing: Standing, generation: Generation, lim
     if not groups.world.backend.lazy:
         return
     peers = groups.peers(groups.me.stage)
-    everybody = site.exact or generation.cuts is not None  # peers exchange pieces, or shards
-    stage = {*combinations(peers, 2)} if everybody else set() if resume is None else _given(resume, peers)
-    talk = pairs(generation.plan) | tied_pairs(generation.plan)
+    all_peers = site.exact or generation.cuts is not None  # peers exchange pieces, or shards
+    stage = {*combinations(peers, 2)} if all_peers else set() if resume is None else _given(resume, peers)
+    transfers = pairs(generation.plan) | tied_pairs(generation.plan)
     if resume is not None:
-        talk |= pairs(generation.program_of(resume.next).plan)
+        transfers |= pairs(generation.program_of(resume.next).plan)
     with phase:
-        make_first_transfers(groups, talk, stage, site.stage.device, lambda: site.interrupted(standing), limit)
+        make_first_transfers(groups, transfers, stage, site.stage.device, lambda: site.interrupted(standing), limit)
 
 
 def _given(resume: Resume, peers: tuple[Worker, ...]) -> set[Pair]:

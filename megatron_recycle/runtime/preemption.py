@@ -22,13 +22,13 @@ def leave_on_sigterm(agent: Agent) -> None:
     own on. If the script has a handler of its own, now or later, SIGTERM calls that and does nothing else. For workers
     of `recycle run` only: another launcher ends the siblings of a worker that has left.
     """
-    def ours(number: int, frame: object) -> None:
+    def do_nothing(number: int, frame: object) -> None:
         """Does nothing: a thread does the work. The training thread may wait in the communication library for long,
         and a handler runs only between two steps of the interpreter."""
 
     def handled() -> bool:
         found = signal.getsignal(signal.SIGTERM)
-        return found is not ours and callable(found)
+        return found is not do_nothing and callable(found)
 
     agent.handles_sigterm = handled
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -60,6 +60,6 @@ def leave_on_sigterm(agent: Agent) -> None:
         if not handled():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, ours)
+    signal.signal(signal.SIGTERM, do_nothing)
     os.register_at_fork(after_in_child=leave_to_default)
     threading.Thread(target=listen, name="recycle-signals", daemon=True).start()

@@ -28,7 +28,7 @@ class Profiling:
         launched = Launched.read()
         self._file = None if launched.run_dir is None else (
             Path(launched.run_dir) / FOLDER / f"worker-{launched.rank}.jsonl")
-        self._untold: list[dict[str, float]] = []
+        self._unsent: list[dict[str, float]] = []
         self._lags: list[Lags] = []
 
     def committed(self, site: Site, generation: Generation, iteration: int, undo: int) -> None:
@@ -41,15 +41,15 @@ class Profiling:
         medians.update(_spent(site.phases.activity.spent(), taken, medians, site.meters.watch.more,
                               generation.groups.world.backend.host))
         if self._commits > 1:  # the first has costs that come once: memory, threads, caches
-            self._untold.append(medians)
+            self._unsent.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:
-                told = generation.transport.lags.told(iteration)
-                self._lags += [] if told is None else [Lags(*told)]
+                lags = generation.transport.lags.told(iteration)
+                self._lags += [] if lags is None else [Lags(*lags)]
         if self._commits < _FIRST:
             return
         found = profile(site, generation.plan, undo) if self._commits == _FIRST or self._commits % _EVERY == 0 else None
-        site.agent.measured(self._untold, self._lags, None if found is None else found.told())
-        self._untold, self._lags = [], []
+        site.agent.measured(self._unsent, self._lags, None if found is None else found.told())
+        self._unsent, self._lags = [], []
         if self._commits > _FIRST or found is None:
             return
         if generation.plan.problem.live(site.place.me.stage)[0] == site.place.me:

@@ -165,17 +165,17 @@ def drain(generation: Generation, iteration: int) -> bool:
     groups, transport = generation.groups, generation.transport
     plan = generation.program_of(iteration).plan
     pairs = sorted(channels(plan))
-    mine = transport.begun()
+    begun = transport.begun()
     width, part = 2 * len(pairs), groups.part
     counts = torch.zeros(width * groups.parts + 1, dtype=torch.float64)
-    own = [count for pair in pairs for count in mine.get(pair, (0, 0))]
+    own = [count for pair in pairs for count in begun.get(pair, (0, 0))]
     counts[part * width:(part + 1) * width] = torch.tensor(own)
     counts[-1] = not transport.can_drain
     add_up(counts, groups.control, DRAINS[iteration])
-    *everybody, cannot = map(int, counts.tolist())
-    if cannot:
+    *totals, unable = map(int, counts.tolist())
+    if unable:
         return False
-    found = everybody[part * width:(part + 1) * width]
+    found = totals[part * width:(part + 1) * width]
     transport.drain(plan, dict(zip(pairs, zip(found[::2], found[1::2], strict=True), strict=True)))
     for shared in list(generation.shared)[-1:]:
         shared.end()

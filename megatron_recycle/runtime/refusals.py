@@ -37,9 +37,9 @@ def _check_chunks(place: Place, config: RecycleConfig) -> None:
             raise UnsupportedError(f"chunks {config.chunks}, and this framework's stages have one each: leave it out, "
                                    "DeepSpeed's PipelineModule and Megatron's GPTModel are cut into V-shaped stages")
         return
-    found = [what for what, there in {
+    found = [setting for setting, present in {
         "moves of workers to other stages": config.moves,
-        f"policy {config.policy}": not POLICIES[config.policy].reroutes}.items() if there]
+        f"policy {config.policy}": not POLICIES[config.policy].reroutes}.items() if present]
     if found:
         raise UnsupportedError(f"stages with several chunks cannot have {' or '.join(found)} yet: leave that out, or "
                                "give each stage one chunk (Megatron: no virtual pipelines)")

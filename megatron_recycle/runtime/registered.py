@@ -48,20 +48,20 @@ THINGS: dict[str, Stateful] = {}
 """Objects that this process's script has registered, by name."""
 
 
-def register(name: str, thing: Any, things: MutableMapping[str, Stateful] = THINGS) -> None:
-    """Register ``thing``. Raises ConfigError, and UnsupportedError if its state cannot be sent."""
-    if not isinstance(thing, Stateful):
-        raise ConfigError(f"register_state({name!r}): a {type(thing).__qualname__} has no state_dict() and "
+def register(name: str, stateful: Any, things: MutableMapping[str, Stateful] = THINGS) -> None:
+    """Register ``stateful``. Raises ConfigError, and UnsupportedError if its state cannot be sent."""
+    if not isinstance(stateful, Stateful):
+        raise ConfigError(f"register_state({name!r}): a {type(stateful).__qualname__} has no state_dict() and "
                           "load_state_dict(); give an object that has both")
-    if things.get(name, thing) is not thing:
+    if things.get(name, stateful) is not stateful:
         raise ConfigError(f"register_state({name!r}): another object is registered by that name; give each its own")
-    if found := _unsendable(thing.state_dict(), "state_dict()"):
+    if found := _unsendable(stateful.state_dict(), "state_dict()"):
         raise UnsupportedError(f"register_state({name!r}): {found}, which cannot be sent to a worker that comes in: "
                                "keep numbers, text, None, lists, tuples, dicts and tensors in it")
-    things[name] = thing
+    things[name] = stateful
 
 
-class _Told(Value, frozen=True):
+class _ObjectState(Value, frozen=True):
     """The state of an object, or why it cannot be sent."""
 
     why: str | None
@@ -117,24 +117,24 @@ class Registered:
         self.owed = bool(have) and len([one for one in taking.values() if one is not None]) < len(rows) - len(have)
         if not have:
             self._lost()
-        why, peers = None, groups.peers(groups.me.stage)
+        reason, peers = None, groups.peers(groups.me.stage)
         for taker, giver in taking.items():
             if giver == comm.rank:
                 send(groups.control, groups.control_ranks[peers[taker]], self._copy())
             elif giver is not None and taker == comm.rank:
-                why = self._take(groups.control, groups.control_ranks[peers[giver]], device)
-        return why
+                reason = self._take(groups.control, groups.control_ranks[peers[giver]], device)
+        return reason
 
     def _copy(self) -> StateCopy:
         """The copy to send. The giver does not fail: the copy tells the taker why a state is missing."""
-        found: dict[str, _Told] = {}
-        for name, thing in self.things.items():
+        found: dict[str, _ObjectState] = {}
+        for name, stateful in self.things.items():
             try:
-                state = thing.state_dict()
-                why = _unsendable(state, "its state_dict()")
+                state = stateful.state_dict()
+                reason = _unsendable(state, "its state_dict()")
             except Exception as error:  # noqa: BLE001 - of the script's own code
-                state, why = None, f"its state_dict() fails with {type(error).__name__}: {error}"
-            found[name] = _Told(why, None if why else _plain(state))
+                state, reason = None, f"its state_dict() fails with {type(error).__name__}: {error}"
+            found[name] = _ObjectState(reason, None if reason else _plain(state))
         return StateCopy.of({}, found)
 
     def _take(self, comm: Comm, giver: int, device: torch.device) -> str | None:
@@ -146,11 +146,11 @@ class Registered:
             return (f"its script has registered {_names(self.things)}, and its peers' {_names(found)} "
                     "(register_state): what is registered must not depend on when a worker was started")
         for name, one in found.items():
-            told = _Told.from_json(one)
-            if told.why:
-                return f"what its peers' scripts have registered as {name!r} cannot be sent: {told.why}"
+            received = _ObjectState.from_json(one)
+            if received.why:
+                return f"what its peers' scripts have registered as {name!r} cannot be sent: {received.why}"
             try:
-                self.things[name].load_state_dict(told.state)
+                self.things[name].load_state_dict(received.state)
             except Exception as error:  # noqa: BLE001 - of the script's own code
                 return (f"load_state_dict() of what its script has registered as {name!r} fails with "
                         f"{type(error).__name__}: {error}")
@@ -169,8 +169,8 @@ class Registered:
                 "same: load it from a checkpoint of your own, or begin it anew", _names(self.things))
 
 
-def _names(things: Iterable[str]) -> str:
-    return ", ".join(sorted(things)) or "nothing"
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def _plain(value: Any) -> Any:
@@ -180,20 +180,20 @@ def _plain(value: Any) -> Any:
     return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def _unsendable(value: Any, where: str) -> str | None:
-    """The first part of ``value`` that cannot be sent, with its place (``where``); None: all of it can."""
+def _unsendable(value: Any, path: str) -> str | None:
+    """The first part of ``value`` that cannot be sent, with its place (``path``); None: all of it can."""
     if isinstance(value, torch.Tensor):
         plain = type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided
         return None if plain and not (value.is_quantized or value.is_meta or value.is_complex()) else (
-            f"{where} is a {'quantized ' * value.is_quantized}tensor of a kind of its own "
+            f"{path} is a {'quantized ' * value.is_quantized}tensor of a kind of its own "
             f"({type(value).__qualname__}, {value.dtype}, {value.layout}, {value.device})")
     if type(value) in (dict, OrderedDict, Counter):
-        keys = (found for key in value if (found := _unsendable(key, f"a key of {where}")))
+        keys = (found for key in value if (found := _unsendable(key, f"a key of {path}")))
         return next(keys, None) or next((found for key, item in value.items()
-                                         if (found := _unsendable(item, f"{where}[{key!r}]"))), None)
+                                         if (found := _unsendable(item, f"{path}[{key!r}]"))), None)
     if type(value) in (list, tuple):
         return next((found for number, item in enumerate(value)
-                     if (found := _unsendable(item, f"{where}[{number}]"))), None)
+                     if (found := _unsendable(item, f"{path}[{number}]"))), None)
     if value is None or type(value) in (bool, int, float, str):
         return None
-    return f"{where} is a {type(value).__module__}.{type(value).__qualname__}"
+    return f"{path} is a {type(value).__module__}.{type(value).__qualname__}"

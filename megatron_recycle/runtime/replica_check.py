@@ -114,9 +114,9 @@ def _differing(site: Site, groups: Groups, cuts: Cuts) -> dict[int, dict[Worker,
             if shard in cuts.of(groups.me):
                 found[shard, peers.index(groups.me)] = value
     groups.stage_control.sum(found).wait()
-    told = {shard: {holder: int(found[shard, peers.index(holder)]) for holder in holders}
-            for shard, holders in enumerate(cuts.holders)}
-    return {shard: values for shard, values in told.items() if len(set(values.values())) > 1}
+    digests = {shard: {holder: int(found[shard, peers.index(holder)]) for holder in holders}
+               for shard, holders in enumerate(cuts.holders)}
+    return {shard: values for shard, values in digests.items() if len(set(values.values())) > 1}
 
 
 def _usual(values: Mapping[Worker, int]) -> Worker | None:

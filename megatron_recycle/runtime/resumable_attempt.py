@@ -69,7 +69,7 @@ class ResumableAttempt:
             if action.kind != "F" or action[1:] in self.computed.queues:
                 raise AssertionError(f"{place.name} cannot undo {action}")
             ends = (place.first(action.chunk), False), (place.last(action.chunk), True)
-            self.computed.forget(action, [end for here, end in ends if here])
+            self.computed.forget(action, [end for present, end in ends if present])
             memory.drop(action[1:])
         had = {*self.done}
         with torch.no_grad():
@@ -102,10 +102,10 @@ class ResumedIteration:
     loss: tuple[float, float] | None = None
 
     @classmethod
-    def read(cls, told: Carry) -> ResumedIteration:
+    def read(cls, carry: Carry) -> ResumedIteration:
         """From a go."""
-        done = {Worker.parse(name): count for name, count in told.done.items() if count}
-        return cls(told.iteration, told.chain, Plan.from_file(told.plan), done, told.provisional, told.loss)
+        done = {Worker.parse(name): count for name, count in carry.done.items() if count}
+        return cls(carry.iteration, carry.chain, Plan.from_file(carry.plan), done, carry.provisional, carry.loss)
 
 
 class AttemptLog:

@@ -60,8 +60,8 @@ class NotWritten(SaveError):
     """The checkpoint cannot be written, as all members know, and why. ``first``: rank of the first of `many` members
     that cannot; ``noted``: its iteration, if the coordinator has noted it as whole all the same, or -1."""
 
-    def __init__(self, why: str, first: int, many: int, noted: int) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, first: int, many: int, noted: int) -> None:
+        super().__init__(reason)
         self.first, self.many, self.noted = first, many, noted
 
 
@@ -82,10 +82,10 @@ class Tries:
         if not failed:
             return
         text = (self.why or "").encode()[:_LONGEST] if comm.rank == failed[0] else b""
-        told = torch.tensor([*text, *bytes(_LONGEST - len(text))], dtype=torch.float64)
-        comm.sum(told).wait()
-        why = bytes(map(int, told.tolist())).rstrip(b"\0").decode(errors="ignore")
-        raise NotWritten(why, failed[0], len(failed), int(flags[1].max()) - 1)
+        encoded = torch.tensor([*text, *bytes(_LONGEST - len(text))], dtype=torch.float64)
+        comm.sum(encoded).wait()
+        reason = bytes(map(int, encoded.tolist())).rstrip(b"\0").decode(errors="ignore")
+        raise NotWritten(reason, failed[0], len(failed), int(flags[1].max()) - 1)
 
 
 class Save(NamedTuple):
@@ -135,11 +135,11 @@ class Save(NamedTuple):
         except RecycleError:
             raise
         except Exception as error:
-            why = unwritten(error, place)
-            if why is None:
+            reason = unwritten(error, place)
+            if reason is None:
                 raise
             self.check()  # the end of the generation may be the cause
-            self.alone(why)
+            self.alone(reason)
 
     @property
     def name(self) -> str:
@@ -178,11 +178,11 @@ def load(site: Site, generation: int,
     except Exception as error:  # any type: it is the framework's error about a damaged file
         if site.agent.stop_generation > generation or site.agent.ended is not None:
             raise GenerationOver("the generation ended before the checkpoint was loaded") from error
-        ours = isinstance(error, RecycleError)
-        why = str(error) if ours else f"{type(error).__name__}: {error}"
-        get_logger().error("megatron-recycle: the checkpoint in %s cannot be read here: %s", place, why,
-                           exc_info=None if ours else error)
-        site.agent.unreadable(generation, place, why)
+        own_error = isinstance(error, RecycleError)
+        reason = str(error) if own_error else f"{type(error).__name__}: {error}"
+        get_logger().error("megatron-recycle: the checkpoint in %s cannot be read here: %s", place, reason,
+                           exc_info=None if own_error else error)
+        site.agent.unreadable(generation, place, reason)
         raise GenerationOver(f"the checkpoint in {place} cannot be read") from error
     total = site.grids.of(checkpoint.iteration).total
     reports = torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)
@@ -206,25 +206,25 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write, c
 
     def whole(place: str, of: Written | None = None) -> None:
         site.phases.enter(Phase.SAVED, standing.iteration)
-        iteration, told = of or (now, facts)
+        iteration, noted_facts = of or (now, facts)
         with site.phases.waiting("the manifest"):
-            if not site.agent.written(epoch, iteration, place, told):
+            if not site.agent.written(epoch, iteration, place, noted_facts):
                 raise GenerationOver("the generation ended before the checkpoint was noted")
         tries.noted = iteration
 
-    def alone(why: str) -> None:
-        tries.why = why
-        site.agent.unwritten(epoch, why)
-        raise GenerationOver(f"the checkpoint cannot be written here: {why}")
+    def alone(reason: str) -> None:
+        tries.why = reason
+        site.agent.unwritten(epoch, reason)
+        raise GenerationOver(f"the checkpoint cannot be written here: {reason}")
 
-    this = Save(generation, number, whole, check, alone, tries, facts)
+    attempt = Save(generation, number, whole, check, alone, tries, facts)
     site.phases.enter(Phase.SAVE, standing.iteration)
     check()
     adopt(site, generation.groups)
     try:
         with site.phases.working(COPY), failing_ends("a checkpoint", means=is_broken):
             tries.agree(generation.groups.control)
-            written = write(this)
+            written = write(attempt)
         with site.phases.waiting("the checkpoint's end"):
             count(generation.groups.control, True)
     except NotWritten as error:
@@ -234,9 +234,9 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write, c
         return
     if written and facts is not None:
         site.trainable.guard.save(now)
-    news = site.meters.checkpoints.wrote(began, now) if written else None
-    if news is not None and generation.groups.me == generation.groups.members[0] and not generation.groups.part:
-        get_logger().info("megatron-recycle: %s", news)
+    text = site.meters.checkpoints.wrote(began, now) if written else None
+    if text is not None and generation.groups.me == generation.groups.members[0] and not generation.groups.part:
+        get_logger().info("megatron-recycle: %s", text)
     standing.evaluate()
 
 

@@ -29,8 +29,8 @@ class ScriptCalls(WorkerExtension):
 def _ranks(meeting: Meeting) -> list[int]:
     """Ranks in ``groups.control`` of all parts of the workers that come in."""
     ranks = meeting.site.place.ranks
-    everyone = sorted(rank for worker in meeting.groups.members for rank in ranks[worker])
-    return [everyone.index(rank) for worker in meeting.joined for rank in ranks[worker]]
+    live_ranks = sorted(rank for worker in meeting.groups.members for rank in ranks[worker])
+    return [live_ranks.index(rank) for worker in meeting.joined for rank in ranks[worker]]
 
 
 class RegisteredState(WorkerExtension):
@@ -47,6 +47,6 @@ def share_registered(site: Site, groups: Groups) -> None:
     """Give registered state to peers that have come in; all workers together, inside calls of their scripts. Raises
     GenerationOver, and JobEnded on a joiner that cannot take it."""
     with site.phases.copying() if site.framework.registered.owed else nullcontext():
-        why = site.framework.registered.share(groups, site.stage.device)
-    if why is not None:
-        refuse_itself(site, why)
+        reason = site.framework.registered.share(groups, site.stage.device)
+    if reason is not None:
+        refuse_itself(site, reason)

@@ -68,7 +68,7 @@ class Collectives:
         self._answers: list[Pending] = []
         self._tries: Counter[tuple[int, str]] = Counter()
         """Number of calls that are given up with the generation: by its number, and the group."""
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._missed = Missed(place)
 
     def begin(self, group: Group, call: Call, after: int) -> None:
@@ -129,8 +129,8 @@ class Collectives:
 
     def _say(self, text: str | None, kind: str = "") -> None:
         """Log a warning once; of a ``kind``, only the first."""
-        if text is not None and (kind or text) not in self._said:
-            self._said.add(kind or text)
+        if text is not None and (kind or text) not in self._logged:
+            self._logged.add(kind or text)
             get_logger().warning("megatron-recycle: %s", text)
 
     def pass_over(self) -> None:
@@ -139,12 +139,12 @@ class Collectives:
         now = self._now
         assert now is not None
         now.done = True
-        if why := self._missed.recall(now.group, now.number, now.call):
+        if reason := self._missed.recall(now.group, now.number, now.call):
             pass_over(now.call, now.group)
             if now.call.results() != ():
                 self._say(f"the script's {now.call.what}() after iteration {self._after} was over when this worker "
-                          f"came in, and {why}. It brings what it would if all ranks had given the same as this one",
-                          now.call.what + why)
+                          f"came in, and {reason}. It brings what it would if all ranks had given the same as this one",
+                          now.call.what + reason)
 
     def once(self, group: Group, call: Call, groups: Groups, generation: int) -> None:
         """Make ``call``, or give it up with the ``generation``. Raises GenerationOver, and UnsupportedError."""

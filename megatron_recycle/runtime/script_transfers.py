@@ -100,13 +100,13 @@ class Transfers:
             return
         if message not in self._kept and not message.once:
             self._kept.append(message)
-        everyone = self._everyone(groups)
-        if message.peer not in everyone:
+        live_ranks = self._live_ranks(groups)
+        if message.peer not in live_ranks:
             self._lose(message, "is gone")
             return
         tag = SENT[zlib.crc32(f"{message.pair}/{message.number}/{epoch}".encode())]
         start = groups.control.send if message.into is None else groups.control.receive
-        message.pending = start(message.data, everyone.index(message.peer), tag)
+        message.pending = start(message.data, live_ranks.index(message.peer), tag)
 
     def arrive(self, message: Message, groups: Groups, epoch: object) -> None:
         """Wait until ``message`` has been received, or sent. Raises GenerationOver."""
@@ -127,13 +127,13 @@ class Transfers:
     def reconcile(self, groups: Groups, epoch: object, joined: Collection[int] = ()) -> None:
         """On new groups: find out which messages have arrived, and send the others again. ``joined``: processes that
         come in; messages with their predecessors are lost. Raises GenerationOver."""
-        everyone = self._everyone(groups)
-        stay = {rank for process, rank in enumerate(everyone) if process not in joined}
+        live_ranks = self._live_ranks(groups)
+        stay = {rank for process, rank in enumerate(live_ranks) if process not in joined}
         comes = groups.control.rank in joined
         for message in [*self._kept]:
             message.pending = None
             if comes or message.peer not in stay:
-                self._lose(message, "was out meanwhile" if message.peer in everyone else "is gone")
+                self._lose(message, "was out meanwhile" if message.peer in live_ranks else "is gone")
         receives = [message for message in self._kept if message.into is not None]
         had = rows_of_all(groups.control, [] if comes else [
             *((_key(pair), float(self._begun[pair])) for pair in sorted(self._incoming)),
@@ -154,9 +154,9 @@ class Transfers:
     def _find_lost(self, groups: Groups, wanted: Collection[tuple[float, float]]) -> None:
         """Lose messages that are ``wanted`` but were sent too long ago to be sent again."""
         sent = {_key(pair): count for pair, count in self._begun.items() if pair not in self._incoming}
-        there = {(message.key, float(message.number)) for message in self._kept}
+        kept = {(message.key, float(message.number)) for message in self._kept}
         gone = rows_of_all(groups.control, sorted(
-            (key, number) for key, number in wanted if number <= sent.get(key, 0) and (key, number) not in there))
+            (key, number) for key, number in wanted if number <= sent.get(key, 0) and (key, number) not in kept))
         for message in [*self._kept]:
             if message.into is not None and (message.key, float(message.number)) in gone:
                 self._lose(message, f"had sent more than {_MOST // 2**20} MiB since, when a failure cut it short")
@@ -165,15 +165,15 @@ class Transfers:
         if not message.once:
             self._kept.remove(message)
 
-    def _lose(self, message: Message, why: str) -> None:
+    def _lose(self, message: Message, reason: str) -> None:
         self._forget(message)
         if not message.done:
             message.lost = (
                 f"the script calls {message.what}() with rank {message.peer} (worker "
-                f"{self._place.names[message.peer]}), which {why}: nobody can take its part between two ranks. Use a "
-                "collective, leave it out, or let the worker be started again (max_restarts)")
+                f"{self._place.names[message.peer]}), which {reason}: nobody can take its part between two ranks. Use "
+                "a collective, leave it out, or let the worker be started again (max_restarts)")
 
-    def _everyone(self, groups: Groups) -> list[int]:
+    def _live_ranks(self, groups: Groups) -> list[int]:
         """Ranks of all live processes."""
         return sorted(rank for worker in groups.members for rank in self._place.ranks[worker])
 

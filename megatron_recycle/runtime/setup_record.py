@@ -205,15 +205,15 @@ def recorder() -> SetUpRecorder:
 
 
 class _Awaited:
-    """A torch Work that calls ``heard`` when it has been waited for."""
+    """A torch Work that calls ``on_done`` when it has been waited for."""
 
-    def __init__(self, work: Any, heard: Callable[[], None]) -> None:
+    def __init__(self, work: Any, on_done: Callable[[], None]) -> None:
         self._work = work
-        self._heard = heard
+        self._on_done = on_done
 
     def wait(self, *arguments: Any, **keywords: Any) -> Any:
         done = self._work.wait(*arguments, **keywords)
-        self._heard()
+        self._on_done()
         return done
 
     def __getattr__(self, name: str) -> Any:

@@ -78,21 +78,21 @@ def record(iteration: int, worker: str, marks: Iterable[Mark], offset: float) ->
     """The spans of ``iteration``: `t` is the begin of the first span (Unix seconds). Each span has its begin since then
     and its duration, in microseconds, and a name: an action, ``wait`` for something, or another activity."""
     spans: list[tuple[float, float, str]] = []
-    here, action = False, ""
+    inside, action = False, ""
     before: tuple[float, str] | None = None
-    for now, state, what in marks:
+    for now, state, value in marks:
         if before is not None and before[1]:
             spans.append((before[0], now, before[1]))
         if state == "at":
-            here, action = what[0] == iteration, "" if what[1] is None else str(what[1])
-            before = (now, before[1] if before and here else "")
+            inside, action = value[0] == iteration, "" if value[1] is None else str(value[1])
+            before = (now, before[1] if before and inside else "")
             continue
         name = ""
         if state == ThreadState.WAITING:
-            name = f"wait {what}"
+            name = f"wait {value}"
         elif state == ThreadState.WORKING:
-            name = action if what in _ACTIONS and action else str(what)
-        before = (now, name if here else "")
+            name = action if value in _ACTIONS and action else str(value)
+        before = (now, name if inside else "")
     start = spans[0][0] if spans else 0.0
     merged: list[list[Any]] = []
     for begin, end, name in spans:
@@ -113,5 +113,5 @@ def append(file: Path, line: str) -> None:
             temporary = file.with_name(f".{file.name}-{os.getpid()}")
             temporary.write_bytes(kept)
             temporary.replace(file)
-    with file.open("a", encoding="utf-8") as there:
-        there.write(line)
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(line)

@@ -61,11 +61,11 @@ class UserEdits:
         self._in_a_row += 1
         if self._in_a_row == _HABIT and self._site.place.me.pipeline == 0:
             named = self._edits.named()
-            what = ", ".join(named[:_NAMED]) + (" and more" if named[_NAMED:] else "") or "something"
+            names = ", ".join(named[:_NAMED]) + (" and more" if named[_NAMED:] else "") or "something"
             get_logger().warning(
                 "megatron-recycle: before every iteration the script changes %s, which a step changes too or is made "
                 "with: each iteration waits for the commit of the last, as with step: barrier "
-                "(docs/between-iterations.md)", what)
+                "(docs/between-iterations.md)", names)
 
     def trained(self) -> bool:
         """An iteration is trained. Returns whether to look for generators again: after the first iteration, since some

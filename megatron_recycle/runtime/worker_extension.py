@@ -82,8 +82,8 @@ class Source:
 
     def take(self, meeting: Meeting) -> tuple[dict[str, torch.Tensor], Facts, Received]:
         """On a joiner: tensors in buffers of their own, facts, and the cost of the transfer. Raises TransferError."""
-        tensors, told, received = take(meeting.groups, meeting.joined, meeting.site.stage.device)
-        return tensors, Facts.from_json(told), received
+        tensors, raw_facts, received = take(meeting.groups, meeting.joined, meeting.site.stage.device)
+        return tensors, Facts.from_json(raw_facts), received
 
     def taken(self, meeting: Meeting) -> None:
         """A joiner has loaded this state. It counts as a holder of the state when this returns."""

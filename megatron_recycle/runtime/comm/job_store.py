@@ -45,12 +45,12 @@ class JobStore(dist.Store):
             coordinators that is the first host's, whichever leads.
     """
 
-    def __init__(self, client: StoreClient, said: Said, timeout: timedelta, prefix: str = "",
+    def __init__(self, client: StoreClient, written: Said, timeout: timedelta, prefix: str = "",
                  given_up: Callable[[], bool] = _never, place: tuple[str, int] = ("", 0)) -> None:
         super().__init__()
         self.set_timeout(timeout)
         self._client = client
-        self._said = said
+        self._written = written
         self._prefix = prefix
         self._given_up = given_up
         self.host, self.port = place
@@ -61,7 +61,7 @@ class JobStore(dist.Store):
         limit = (self.timeout if timeout is None else timeout).total_seconds()
         try:
             return self._client.ask(op, [self._prefix + _text(key) for key in keys], [*map(_bytes, values)],
-                                    number=int(number), timeout=limit, given_up=self._given_up, said=self._said)
+                                    number=int(number), timeout=limit, given_up=self._given_up, said=self._written)
         except NotThere as error:
             raise dist.DistStoreError(f"wait timeout after {limit * 1000:.0f}ms: {error}") from None
         except GivenUp:
@@ -148,7 +148,7 @@ class JobStore(dist.Store):
         return True
 
     def clone(self) -> JobStore:
-        return _keep(JobStore(self._client, self._said, self.timeout, self._prefix, self._given_up,
+        return _keep(JobStore(self._client, self._written, self.timeout, self._prefix, self._given_up,
                               (self.host, self.port)))
 
     deleteKey, getNumKeys = delete_key, num_keys  # by these names a PrefixStore calls them
@@ -211,12 +211,12 @@ class _StoreType(type(_STOCK)):  # type: ignore[misc]
 def _open_or_stock(cls: Any, host_name: Any, port: Any, world_size: Any = None, is_master: Any = False,
                    timeout: Any = _DEFAULT, *rest: Any, **options: Any) -> Any:
     launched = Launched.read()
-    if launched.control is None or launched.store is None or not _there(host_name, port, *launched.store):
+    if launched.control is None or launched.store is None or not _is_own_store(host_name, port, *launched.store):
         return _STOCK(host_name, port, world_size, is_master, timeout, *rest, **options)
     return open_store(launched, timeout)
 
 
-def _there(named: Any, asked: Any, host: str, port: int) -> bool:
+def _is_own_store(named: Any, asked: Any, host: str, port: int) -> bool:
     """Whether a TCPStore's arguments, host ``named`` and port ``asked``, are this host, by any name, and this port."""
     return asked == port and (named == host or bool(_addresses(named) & _addresses(host)))
 

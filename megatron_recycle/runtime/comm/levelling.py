@@ -53,8 +53,8 @@ class Levelling:
         self._inside = False
         self._changed = threading.Condition()
         self._thread: Task | None = None
-        self._heard: list[Position] = []
-        self._told: dict[int, Pending] = {}
+        self._received: list[Position] = []
+        self._sent: dict[int, Pending] = {}
         self._met = 0
 
     # ---- the training thread
@@ -116,7 +116,7 @@ class Levelling:
         try:
             until(self._stands_or_is_stuck)
             with self._changed:
-                self._told = {rank: self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]) for rank in others}
+                self._sent = {rank: self._siblings.send(torch.tensor(self.own), rank, LEVELS[0]) for rank in others}
                 self._changed.notify_all()
             until(lambda: self._met == len(others))
         except GenerationOver:
@@ -130,11 +130,11 @@ class Levelling:
             coming = self._siblings.receive(torch.zeros(3, dtype=torch.int64), rank, LEVELS[0])
             coming.wait()
             with self._changed:
-                self._heard.append(Position(*map(int, coming.tensor.tolist())))
+                self._received.append(Position(*map(int, coming.tensor.tolist())))
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._told or self._siblings.aborted)
-            if self._told:
-                self._told[rank].wait()
+                self._changed.wait_for(lambda: self._sent or self._siblings.aborted)
+            if self._sent:
+                self._sent[rank].wait()
         except BaseException as error:
             self.give_up()  # the sibling is lost, and with it the worker; or the time is over
             if not isinstance(error, GenerationOver):
@@ -147,4 +147,4 @@ class Levelling:
     def _stands_or_is_stuck(self) -> bool:
         """Whether this part has left its attempt, or is in an action that a sibling stands still before."""
         inside = self._inside  # read before the position, which is final once it is false
-        return not inside or any(other <= self.own for other in self._heard)
+        return not inside or any(other <= self.own for other in self._received)

@@ -108,27 +108,27 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
     """The handles of a generation. ``make`` is called for one after the other, in the same order by all members."""
     me, part, ranks = place.me, place.part, place.ranks
     ordered = tuple(sorted(members, key=lambda worker: ranks[worker][part]))
-    everyone = sorted(rank for worker in members for rank in ranks[worker])
+    live_ranks = sorted(rank for worker in members for rank in ranks[worker])
     peers = [ranks[worker][part] for worker in ordered if worker.stage == me.stage]
     world, stage, *siblings = [make(name, numbers, table) for (name, numbers), table in zip(
         computing(place, members).items(), (WORLD, STAGE, FRAMEWORK), strict=False)]
     return Groups(
         members=ordered, world=world, stage=stage,
         siblings=siblings[0] if siblings else None,
-        control=make("control", everyone, CONTROL, host=True),
-        control_ranks={worker: everyone.index(ranks[worker][part]) for worker in ordered},
+        control=make("control", live_ranks, CONTROL, host=True),
+        control_ranks={worker: live_ranks.index(ranks[worker][part]) for worker in ordered},
         stage_control=stage if stage.backend.host else make(
             f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
-        ending=Ending(threads), control_siblings=[everyone.index(rank) for rank in ranks[me]])
+        ending=Ending(threads), control_siblings=[live_ranks.index(rank) for rank in ranks[me]])
 
 
 def clear(reusable: ReusableGroups, turn: BuildAttempt, generation: int, place: Place, members: Sequence[Worker],
-          heard: Callable[[Sequence[int]], Words]) -> None:
+          announced: Callable[[Sequence[int]], Words]) -> None:
     """As `ReusableGroups.clear`, for `assemble`."""
     wanted, names = computing(place, members), place.names
     reusable.clear(turn, f"generation {generation}", {name: [names[rank] for rank in ranks]
                                                     for name, ranks in wanted.items()},
-                 lambda name: heard(wanted[name]))
+                 lambda name: announced(wanted[name]))
 
 
 def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
@@ -136,8 +136,8 @@ def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker]
     # First all members meet at the store, which takes as long as the slowest of them.
     with failing_ends(f"generation {generation}: meeting at torch's store"):
         store = job_store(f"recycle/{prefix}", limits.connect, interrupted)
-        everyone = sorted(rank for worker in members for rank in place.ranks[worker])
-        meet(store, place.ranks[place.me][place.part], everyone, interrupted, limits.meet, list(reusable.said()))
+        live_ranks = sorted(rank for worker in members for rank in place.ranks[worker])
+        meet(store, place.ranks[place.me][place.part], live_ranks, interrupted, limits.meet, list(reusable.said()))
     names = place.names
     built: list[Comm] = []
 

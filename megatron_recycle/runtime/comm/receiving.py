@@ -153,8 +153,8 @@ class Receiver:
         if message.kind == "B" and message not in self._first:
             sent = self._sender.metas.get(at)
             return None if sent is None else _with_gradient(sent)
-        told = channel.metas if message.kind == "F" else channel.gradients
-        if at not in told:
+        known = channel.metas if message.kind == "F" else channel.gradients
+        if at not in known:
             if channel.header is None:
                 with self._groups.world.backend.ahead():
                     header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
@@ -162,8 +162,8 @@ class Receiver:
             if wait or channel.header.done():
                 channel.header.wait()
                 self._groups.world.backend.arrived(channel.header.tensor)
-                told[at], channel.header = decode_header(channel.header.tensor), None
-        return told.get(at)
+                known[at], channel.header = decode_header(channel.header.tensor), None
+        return known.get(at)
 
     def _start(self, source: Worker, channel: _Channel, tensor: torch.Tensor) -> Pending:
         channel.number += 1

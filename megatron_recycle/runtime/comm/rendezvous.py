@@ -113,8 +113,8 @@ def told_by_first(key: str, tell: Callable[[], str]) -> str:
     store = c10d._get_default_store()
     if dist.get_rank() == 0:
         store.set(key, tell())
-    told: bytes = store.get(key)
-    return told.decode()
+    value: bytes = store.get(key)
+    return value.decode()
 
 
 def job_store(prefix: str, timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
@@ -140,12 +140,12 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
     Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: all members try again
     in a new generation.
     """
-    here, missing, words = f"met/{me}", list(members), "\n".join(("here", *says))
+    key, missing, text = f"met/{me}", list(members), "\n".join(("here", *says))
     begun = again = time.monotonic()
     if isinstance(store, JobStore):
-        store.set(here, words)
+        store.set(key, text)
         again += _SAID_AGAIN
-    while missing and not _there(store, [f"met/{rank}" for rank in missing]):
+    while missing and not _arrived(store, [f"met/{rank}" for rank in missing]):
         if interrupted():
             raise GenerationOver("a newer generation was announced while this one was being built")
         now = time.monotonic()
@@ -153,14 +153,14 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
             raise GenerationOver(f"rank {', '.join(map(str, missing))} did not come to torch's store within "
                                  f"{limit:.0f} s, or what they wrote there is gone")
         if now >= again:
-            store.set(here, words)
+            store.set(key, text)
             missing = [rank for rank in missing if not store.check([f"met/{rank}"])]
             again = now + _SAID_AGAIN
     if not isinstance(store, JobStore):
-        store.set(here, words)
+        store.set(key, text)
 
 
-def _there(store: dist.Store, keys: Sequence[str]) -> bool:
+def _arrived(store: dist.Store, keys: Sequence[str]) -> bool:
     """Whether all of ``keys`` are there, now or after a short wait."""
     if isinstance(store, JobStore):
         return store.arrived(keys, _GLANCE_SECONDS)
@@ -172,4 +172,4 @@ def _there(store: dist.Store, keys: Sequence[str]) -> bool:
 
 def heard(store: dist.Store, ranks: Sequence[int]) -> list[list[str]]:
     """The words of each of ``ranks``, which have met at ``store``; the same for all callers. Raises RuntimeError."""
-    return [said.decode().split("\n") for said in store.multi_get([f"met/{rank}" for rank in ranks])]
+    return [text.decode().split("\n") for text in store.multi_get([f"met/{rank}" for rank in ranks])]

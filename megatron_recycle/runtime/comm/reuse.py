@@ -24,13 +24,14 @@ Words = Sequence[Collection[str]]
 _KEEPS = "keeps"
 
 
-def goes_on(identity: str, had: Sequence[str], names: Sequence[str], words: Words) -> bool:
-    """Whether the communicator ``identity`` of the members ``had`` goes on with the members ``names``, which have
-    announced ``words`` (by rank). The answer is the same on all members."""
+def goes_on(identity: str, had: Sequence[str], names: Sequence[str], announcements: Words) -> bool:
+    """Whether the communicator ``identity`` of the members ``had`` goes on with the members ``names``, whose
+    ``announcements`` these are (by rank). The answer is the same on all members."""
     if list(names) != list(had):
         return False
     start = f"{_KEEPS}:{identity}:"
-    begun = [next((word.removeprefix(start) for word in said if word.startswith(start)), None) for said in words]
+    begun = [next((item.removeprefix(start) for item in announced if item.startswith(start)), None)
+             for announced in announcements]
     known = [text for text in begun if text is not None]
     return len(known) == len(begun) and agree(known)
 
@@ -67,15 +68,15 @@ class ReusableGroups:
             return self._turn
 
     def clear(self, turn: BuildAttempt, of: str, wanted: Mapping[str, Sequence[str]],
-              heard: Callable[[str], Words]) -> None:
+              announced: Callable[[str], Words]) -> None:
         """Abort all that do not go on as one of ``wanted`` (members by name), where aborts are slow, and wait for the
         end of these aborts and of earlier ones.
 
-        An abort waits for all that is under way on the device, and keeps others waiting: so it comes first. ``heard``:
-        announcements of a name's members. Raises GenerationOver if ``turn`` is over.
+        An abort waits for all that is under way on the device, and keeps others waiting: so it comes first.
+        ``announced``: announcements of a name's members. Raises GenerationOver if ``turn`` is over.
         """
         gone = [had for name, had in [*self._comms.items()] if not had.backend.quick and (
-            name not in wanted or not goes_on(had.identity, had.names, wanted[name], heard(name)))]
+            name not in wanted or not goes_on(had.identity, had.names, wanted[name], announced(name)))]
         with self._lock:
             self._check(turn, of)
             for had in gone:
@@ -85,7 +86,7 @@ class ReusableGroups:
             self._stuck(STUCK)
 
     def take(self, turn: BuildAttempt, name: str, of: str, names: Sequence[str],
-             heard: Callable[[], Words]) -> Comm | None:
+             announced: Callable[[], Words]) -> Comm | None:
         """The communicator ``name`` for the members ``names`` in generation ``of``. None: it has to be made.
 
         All members call this in the same order. Raises GenerationOver, also if ``turn`` is over.
@@ -93,7 +94,7 @@ class ReusableGroups:
         had = self._comms.get(name)
         if had is None:
             return None
-        kept = goes_on(had.identity, had.names, names, heard())
+        kept = goes_on(had.identity, had.names, names, announced())
         with self._lock:
             self._check(turn, of)
             if kept:

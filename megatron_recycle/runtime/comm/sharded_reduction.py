@@ -220,14 +220,14 @@ class ShardedReduction:
             return read_spans(found[shard], [inside for inside, _ in met[shard]])
 
         def write(shard: int, values: torch.Tensor) -> None:
-            write_spans(whole, [there for _, there in met[shard]], values)
+            write_spans(whole, [tied_span for _, tied_span in met[shard]], values)
 
         for shard in found:
             if met[shard]:
                 write(shard, read(shard))
         peers = groups.peers(groups.me.stage)
         exchange(groups.stage, peers, groups.me, SHARD_TIES, [
-            (shard, holders[0], peer, length_of([there for _, there in met[shard]]))
+            (shard, holders[0], peer, length_of([tied_span for _, tied_span in met[shard]]))
             for shard, holders in enumerate(self.cuts.holders) for peer in peers
             if peer not in holders and met[shard]],
             read=lambda shard, _: read(shard), write=write, like=torch.empty(0, dtype=wire, device=layout.device))
@@ -236,7 +236,7 @@ class ShardedReduction:
             if met[shard]:
                 found[shard] = found[shard].to(layout.dtype)  # the sum over stages is not sent any more
                 write_spans(found[shard], [inside for inside, _ in met[shard]],
-                            read_spans(whole, [there for _, there in met[shard]]))
+                            read_spans(whole, [tied_span for _, tied_span in met[shard]]))
 
 
 def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
@@ -277,8 +277,8 @@ def _in_chunk(spans: Sequence[Sequence[Span]], layout: Layout, chunk: Layout,
             found[-1] = *found[-1][:2], found[-1][2] + parameter.numel(), again
         else:
             found.append((at, inside, parameter.numel(), again))
-    return [[(here, there, again) for at, inside, length, again in found
-             for here, there in overlaps(of_shard, [(at, inside, length)])] for of_shard in spans]
+    return [[(slice_span, chunk_span, again) for at, inside, length, again in found
+             for slice_span, chunk_span in overlaps(of_shard, [(at, inside, length)])] for of_shard in spans]
 
 
 def _join(found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],

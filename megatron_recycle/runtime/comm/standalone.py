@@ -98,9 +98,9 @@ def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int
                      device: Any = None, group_src: int | None = None, **keywords: Any) -> None:
     """In place of `torch.distributed.broadcast_object_list`. A joiner of the sender's rank receives: a sender would
     keep its own objects, and the joiner needs those of the job's start (another run's name would be wrong)."""
-    where = group or dist.group.WORLD
-    others = [rank for rank in dist.get_process_group_ranks(where) if rank != dist.get_rank()]
-    if isinstance(where, Alone) and others and not where.replay.closed:
+    used_group = group or dist.group.WORLD
+    others = [rank for rank in dist.get_process_group_ranks(used_group) if rank != dist.get_rank()]
+    if isinstance(used_group, Alone) and others and not used_group.replay.closed:
         src, group_src = others[0], None
     stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
 

@@ -60,17 +60,17 @@ def _apart(tie: Tie, everywhere: Sequence[bool]) -> str:
 def _gather(tie: Tie, own: torch.Tensor, number: int, groups: Groups) -> list[torch.Tensor]:
     """Each stage's value, in stage order."""
     me, world = groups.me, groups.world
-    mine = groups.peers(me.stage)
+    own_peers = groups.peers(me.stage)
     outgoing = own.contiguous()
     values = {stage: torch.empty_like(outgoing) for stage in tie.stages if stage != me.stage}
     moving: list[Pending] = []
     # Both ends send and receive: a library that runs postings one after the other needs a batch.
     with world.batch():
         for stage, buffer in values.items():
-            theirs = groups.peers(stage)
+            other_peers = groups.peers(stage)
             moving += [world.send(outgoing, groups.rank(receiver), TIES[number])
-                       for receiver, giver in tied_givers(mine, theirs).items() if giver == me]
-            giver = tied_givers(theirs, mine)[me]
+                       for receiver, giver in tied_givers(own_peers, other_peers).items() if giver == me]
+            giver = tied_givers(other_peers, own_peers)[me]
             moving.append(world.receive(buffer, groups.rank(giver), TIES[number]))
     wait_all(moving)
     return [values.get(stage, own) for stage in tie.stages]

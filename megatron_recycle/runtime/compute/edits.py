@@ -119,8 +119,8 @@ class Edits:
         state = self._stage.state()
         of_shards = self._written_shards(left)
         if of_shards or (written and (self._stage.may_guess_wrong or set(left.tensors) != set(state))):
-            told = [*of_shards, *written]
-            named = ", ".join(told[:_NAMED]) + (f" and {len(told) - _NAMED} more" if told[_NAMED:] else "")
+            changed = [*of_shards, *written]
+            named = ", ".join(changed[:_NAMED]) + (f" and {len(changed) - _NAMED} more" if changed[_NAMED:] else "")
             raise UnsupportedError(f"the script changed {named} {_MAY_CHANGE.format(iteration)}")
         kept = {name: state[name].clone() for name in written}
         self._stage.refer(left.references)

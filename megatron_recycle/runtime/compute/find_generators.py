@@ -41,20 +41,20 @@ def generators_in(holder: Any) -> Iterator[Found]:
     seen: set[int] = set()
     left: list[tuple[str, Any, int]] = [("", holder, 0)]
     while left:
-        path, thing, depth = left.pop()
-        if id(thing) in seen:
+        path, candidate, depth = left.pop()
+        if id(candidate) in seen:
             continue
         if len(seen) == _MOST:
             get_logger().warning("megatron-recycle: %s leads to more than %d objects; those behind %s and others were "
                                  "not searched for generators of random numbers", type(holder).__name__, _MOST, path)
             return
-        seen.add(id(thing))
-        if _is_generator(thing):
-            yield path or type(thing).__name__, thing
+        seen.add(id(candidate))
+        if _is_generator(candidate):
+            yield path or type(candidate).__name__, candidate
         elif depth < _DEPTH:
-            inside = 1 if isinstance(thing, nn.Module) else depth + 1  # models may be deeper than that
+            inside = 1 if isinstance(candidate, nn.Module) else depth + 1  # models may be deeper than that
             with suppress(Exception):  # a user's objects may do anything when inspected
-                left += [(f"{path}.{name}" if path else name, part, inside) for name, part in _parts(thing)
+                left += [(f"{path}.{name}" if path else name, part, inside) for name, part in _parts(candidate)
                          if not isinstance(part, _NOTHING) and not (isinstance(part, (*_LISTS, *_DICTS)) and not part)]
 
 
@@ -75,8 +75,8 @@ def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:
             yield from ((f"{module_name}.{name}", value) for name, value in values.items() if type(value) in trackers)
 
 
-def _is_generator(thing: Any) -> bool:
-    return _generates(type(thing))  # type: ignore[arg-type]  # a type is hashable
+def _is_generator(candidate: Any) -> bool:
+    return _generates(type(candidate))  # type: ignore[arg-type]  # a type is hashable
 
 
 @functools.lru_cache(maxsize=1000)
@@ -87,24 +87,24 @@ def _generates(kind: type) -> bool:
     return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
 
 
-def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, _LISTS):
-        if len(thing) <= _LONGEST:
-            yield from ((str(index), part) for index, part in enumerate(thing))
-    elif isinstance(thing, _DICTS):
-        if len(thing) <= _LONGEST:
-            yield from ((_named(key, index), part) for index, (key, part) in enumerate(thing.items()))
-    elif isinstance(thing, functools.partial):
-        yield from (("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords))
-    elif isinstance(thing, MethodType):
-        yield "self", thing.__self__
-        yield "function", thing.__func__
-    elif isinstance(thing, FunctionType):
-        yield from _of_function(thing)
-    elif isinstance(thing, type):
-        yield from _of_class(thing)
+def _parts(candidate: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(candidate, _LISTS):
+        if len(candidate) <= _LONGEST:
+            yield from ((str(index), part) for index, part in enumerate(candidate))
+    elif isinstance(candidate, _DICTS):
+        if len(candidate) <= _LONGEST:
+            yield from ((_named(key, index), part) for index, (key, part) in enumerate(candidate.items()))
+    elif isinstance(candidate, functools.partial):
+        yield from (("function", candidate.func), ("arguments", candidate.args), ("keywords", candidate.keywords))
+    elif isinstance(candidate, MethodType):
+        yield "self", candidate.__self__
+        yield "function", candidate.__func__
+    elif isinstance(candidate, FunctionType):
+        yield from _of_function(candidate)
+    elif isinstance(candidate, type):
+        yield from _of_class(candidate)
     else:
-        yield from _of_object(thing)
+        yield from _of_object(candidate)
 
 
 def _named(key: Any, index: int) -> str:
@@ -154,17 +154,17 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
                         for name, part in vars(each).items())
 
 
-def _of_object(thing: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(thing, nn.Module):
-        yield from thing._modules.items()
-    for kind in type(thing).__mro__:
+def _of_object(candidate: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(candidate, nn.Module):
+        yield from candidate._modules.items()
+    for kind in type(candidate).__mro__:
         slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(thing, name):
-                yield name, getattr(thing, name)
-    yield from ((name, part) for name, part in getattr(thing, "__dict__", {}).items()
+            if hasattr(candidate, name):
+                yield name, getattr(candidate, name)
+    yield from ((name, part) for name, part in getattr(candidate, "__dict__", {}).items()
                 if name not in ("_parameters", "_buffers", "_modules"))
-    yield from _of_class(type(thing))
+    yield from _of_class(type(candidate))
 
 
 @functools.lru_cache(maxsize=1000)

@@ -118,11 +118,11 @@ class LoaderSource:
         """A checksum of the own pipeline's micro-batch ``number``, as the script's iterator gives it."""
         return digest(self._item(number).batch)
 
-    def check(self, number: int, told: Sequence[int | None]) -> None:
+    def check(self, number: int, checksums: Sequence[int | None]) -> None:
         """Check that this worker reads each pipeline's micro-batch ``number`` as that pipeline's workers do, whose
-        checksums (`own_digest`) are in ``told``. Raises DataError."""
-        for pipeline, theirs in enumerate(told):
-            if theirs is not None and digest(self.batch(pipeline, number)) != theirs:
+        checksums (`own_digest`) are in ``checksums``. Raises DataError."""
+        for pipeline, checksum in enumerate(checksums):
+            if checksum is not None and digest(self.batch(pipeline, number)) != checksum:
                 raise DataError(
                     f"train_batch(data_iter): what this worker reads as pipeline {pipeline}'s first micro-batch is not "
                     "what that pipeline's own workers get from theirs: the loaders differ in more than the rank of "

@@ -44,9 +44,9 @@ class ModuleTree:
     @property
     def parts(self) -> Parts:
         """The present parts: the same object for as long as none has been replaced."""
-        names, things = self._held
-        names_now, things_now = _held_by(self._parts.modules)
-        if names_now != names or not all(map(operator.is_, things_now, things)):
+        names, objects = self._held
+        names_now, objects_now = _held_by(self._parts.modules)
+        if names_now != names or not all(map(operator.is_, objects_now, objects)):
             self._parts = self._walk()
         return self._parts
 

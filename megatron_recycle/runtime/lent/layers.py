@@ -142,7 +142,7 @@ class Neighbours:
         self._seed: Callable[[int], None] | None = None
         self.options = Options(self._watched)
         self._began = {number: _checksums([layer]) for number, layer in self._watched().items()}
-        self._told: dict[bool, bytes] = {}
+        self._options_set: dict[bool, bytes] = {}
         """By end, the options last set in its copies."""
 
     def _watched(self) -> Mapping[int, nn.Module]:
@@ -168,7 +168,7 @@ class Neighbours:
                 self._behind = []
             else:
                 self._before = []
-            self._told.pop(head, None)
+            self._options_set.pop(head, None)
             return
         lending, last = self.lending, self.lending.first + len(self.lending.layers)
         if head:
@@ -187,7 +187,7 @@ class Neighbours:
             raise UnsupportedError(f"layer {number}, of another stage, cannot be built here "
                                    f"({type(error).__name__}: {error})") from error
         module.requires_grad_(True)  # the lender picks the parameters that it trains
-        self._told = {}
+        self._options_set = {}
         self._adopt(module)
         return module
 
@@ -247,10 +247,10 @@ class Neighbours:
     def take(self, head: bool, data: torch.Tensor) -> None:
         """Load the copies at this end from ``data``, which was `packed` by the lender. Raises UnsupportedError."""
         layers, first = self.borrowed(head), self.lending.first
-        told = unpack(layers, data)
+        options = unpack(layers, data)
         start = first + len(self.lending.layers) if head else first - len(layers)
-        put(told, dict(enumerate(layers, start)), self._told.get(head, b""))
-        self._told[head] = told
+        put(options, dict(enumerate(layers, start)), self._options_set.get(head, b""))
+        self._options_set[head] = options
 
     @contextmanager
     def running(self, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
@@ -309,30 +309,31 @@ def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters()]
 
 
-def packed(layers: Sequence[nn.Module], told: bytes) -> torch.Tensor:
-    """The values of ``layers``, checksums of their structure, and their options (``told``), as bytes: `unpack` loads
+def packed(layers: Sequence[nn.Module], options: bytes) -> torch.Tensor:
+    """The values of ``layers``, checksums of their structure, and their options (``options``), as bytes: `unpack` loads
     them into copies. Raises UnsupportedError."""
-    if len(told) > _TOLD:
-        raise UnsupportedError(f"a lent layer's attributes take {len(told)} bytes to tell, of {_TOLD}: set lend to off")
+    if len(options) > _OPTIONS_SIZE:
+        raise UnsupportedError(f"a lent layer's attributes take {len(options)} bytes to tell, of {_OPTIONS_SIZE}: set "
+                               "lend to off")
     tensors = [_bytes(tensor) for tensor in _tensors(layers)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    header = torch.tensor([*_checksums(layers), len(told)])
-    text = torch.frombuffer(bytearray(told.ljust(_TOLD)), dtype=torch.uint8)
+    header = torch.tensor([*_checksums(layers), len(options)])
+    text = torch.frombuffer(bytearray(options.ljust(_OPTIONS_SIZE)), dtype=torch.uint8)
     return torch.cat([_bytes(header).to(device), text.to(device), *tensors])
 
 
 def room(layers: Sequence[nn.Module]) -> torch.Tensor:
     """A tensor that takes the `packed` bytes of others like ``layers``."""
     tensors = _tensors(layers)
-    return torch.empty(_HEADER + _TOLD + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
+    return torch.empty(_HEADER + _OPTIONS_SIZE + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
                        device=tensors[0].device if tensors else None)
 
 
 def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> bytes:
     """Load `packed` bytes into ``layers``; returns the options. Raises UnsupportedError if the structures differ."""
-    *theirs, length = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
-    _check_alike(layers, theirs)
-    start = _HEADER + _TOLD
+    *checksums, length = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
+    _check_alike(layers, checksums)
+    start = _HEADER + _OPTIONS_SIZE
     for tensor in _tensors(layers):
         end = start + tensor.nbytes
         # Unseen by autograd: forwards of an interrupted attempt with the same values may still have to run backward.
@@ -358,7 +359,7 @@ def hooked(layer: nn.Module) -> bool:
 
 _COMPARED = ("modules", "hooks", "parameters or buffers")
 _HEADER = 8 * (len(_COMPARED) + 1)
-_TOLD = 2**14
+_OPTIONS_SIZE = 2**14
 """Bytes, for options."""
 
 

@@ -47,8 +47,8 @@ class Options:
         self._seen = self._now()
         # Texts may differ from worker to worker: the name of a device, for instance.
         self._set: dict[Key, Any] = {
-            key: state for key, state in self._seen.items() if _can_be_told(state, texts=False)}
-        self._untold: set[Key] = set()
+            key: state for key, state in self._seen.items() if _is_sendable(state, texts=False)}
+        self._unsendable: set[Key] = set()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -64,11 +64,11 @@ class Options:
         now = self._now()
         for key in self._seen.keys() | now.keys():
             if key not in self._seen or key not in now or not _same(self._seen[key], now[key]):
-                if key in now and _can_be_told(now[key]):
+                if key in now and _is_sendable(now[key]):
                     self._set[key] = now[key]
-                    self._untold.discard(key)
+                    self._unsendable.discard(key)
                 else:
-                    self._untold.add(key)
+                    self._unsendable.add(key)
 
     def end(self) -> None:
         """An attempt has ended, in which layers may have changed themselves."""
@@ -77,16 +77,16 @@ class Options:
     def told(self, first: int, end: int) -> bytes:
         """The options of layers ``first`` up to ``end``, as bytes. Raises UnsupportedError if the script has changed
         one that cannot be sent."""
-        untold = sorted(key for key in self._untold if first <= key[0] < end)
-        if untold:
-            number, module, name = untold[0]
+        unsendable = sorted(key for key in self._unsendable if first <= key[0] < end)
+        if unsendable:
+            number, module, name = unsendable[0]
             raise UnsupportedError(f"the script has changed {f'{module}.{name}' if module else name} of layer {number} "
                                    "since the job began, which a neighbour that runs this layer is not told: only "
                                    "numbers, texts, and lists, tuples and dicts of them are. Make it a buffer, set it "
                                    "before the job begins, or set lend to off")
-        told = [[*key, state] for key, state in sorted(self._set.items(), key=lambda item: item[0])
-                if first <= key[0] < end]
-        return zlib.compress(json.dumps(told).encode())
+        options = [[*key, state] for key, state in sorted(self._set.items(), key=lambda item: item[0])
+                   if first <= key[0] < end]
+        return zlib.compress(json.dumps(options).encode())
 
     def _now(self) -> dict[Key, Any]:
         return {(number, name, key): _state(value) for number, layer in self._layers().items()
@@ -95,10 +95,10 @@ class Options:
                 and not isinstance(value, _HANDLES)}
 
 
-def put(told: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> None:
+def put(options: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> None:
     """Set in copies the `told` options of the layers of these numbers, except those already in ``before``."""
     known = {(*key,): state for *key, state in json.loads(zlib.decompress(before))} if before else {}
-    for number, name, key, state in json.loads(zlib.decompress(told)):
+    for number, name, key, state in json.loads(zlib.decompress(options)):
         if (number, name, key) not in known or not _same(known[number, name, key], state):
             setattr(layers[number].get_submodule(name), key, _value(state))
 
@@ -106,16 +106,16 @@ def put(told: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> No
 class _Other:
     """A value that cannot be sent to copies, and its number of writes."""
 
-    def __init__(self, thing: Any) -> None:
+    def __init__(self, value: Any) -> None:
         try:
-            self._thing: Callable[[], Any] = weakref.ref(thing)  # do not keep it alive
+            self._value: Callable[[], Any] = weakref.ref(value)  # do not keep it alive
         except TypeError:
-            self._thing = lambda: thing
-        self._version = thing._version if isinstance(thing, torch.Tensor) and not thing.is_inference() else 0
+            self._value = lambda: value
+        self._version = value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Other) and self._version == other._version and (
-            (mine := self._thing()) is not None and mine is other._thing())
+            (own := self._value()) is not None and own is other._value())
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -140,10 +140,10 @@ def _value(state: Any) -> Any:
     return tuple(map(_value, items)) if kind == "tuple" else list(map(_value, items))
 
 
-def _can_be_told(state: Any, texts: bool = True) -> bool:
+def _is_sendable(state: Any, texts: bool = True) -> bool:
     if isinstance(state, list):
         kind, *items = state
-        return all(_can_be_told(item, texts) for pair in items for item in (pair if kind == "dict" else [pair]))
+        return all(_is_sendable(item, texts) for pair in items for item in (pair if kind == "dict" else [pair]))
     return not isinstance(state, _Other) and (texts or not isinstance(state, str))
 
 

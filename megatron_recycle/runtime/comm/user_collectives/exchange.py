@@ -98,16 +98,16 @@ class Roll:
     def of(cls, group: Group, place: Place, members: Collection[Worker]) -> Roll:
         """The roll of ``group`` while ``members`` are alive."""
         homes, in_one = _homes(place), group.pipeline(place) is not None
-        everyone = {rank: index for index, rank in enumerate(
+        processes = {rank: index for index, rank in enumerate(
             sorted(rank for worker in members for rank in place.ranks[worker]))}
 
         def answering(rank: int) -> int | None:
-            if rank in everyone:
-                return everyone[rank]
-            return next((everyone[peer] for peer in _peers(homes[rank], place, members)
+            if rank in processes:
+                return processes[rank]
+            return next((processes[peer] for peer in _peers(homes[rank], place, members)
                          if in_one or peer in group.ranks), None)
 
-        living = {everyone[rank]: position for position, rank in enumerate(group.ranks) if rank in everyone}
+        living = {processes[rank]: position for position, rank in enumerate(group.ranks) if rank in processes}
         return cls(group, tuple(map(answering, group.ranks)), living, [place.names[rank] for rank in group.ranks])
 
     def is_empty(self, position: int) -> bool:
@@ -119,9 +119,9 @@ class Roll:
         root = call.source
         if root is None or not self.is_empty(root) or self.answers[root] != process:
             return None
-        mine = self.names[self.living[process]] if process in self.living else "another worker"
+        sender = self.names[self.living[process]] if process in self.living else "another worker"
         return (f"the script calls {call.what}() from rank {self.group.ranks[root]} (worker {self.names[root]}), which "
-                f"is gone: {mine} tells what it has itself. Let all ranks compute what one of them tells: what "
+                f"is gone: {sender} tells what it has itself. Let all ranks compute what one of them tells: what "
                 "only that one knew is lost")
 
     def check(self, call: Call) -> None:
@@ -132,13 +132,13 @@ class Roll:
         for position in wanted:
             if not self.is_empty(position) or (self.answers[position] is not None and not call.by_itself):
                 continue
-            why = ("what it would have given has gone with it" if call.by_itself else
-                   "no other worker of its stage is in this group to answer for it")
+            reason = ("what it would have given has gone with it" if call.by_itself else
+                      "no other worker of its stage is in this group to answer for it")
             raise UnsupportedError(
                 f"the script calls {call.what}() in its group of ranks {list(self.group.ranks)}, but worker "
-                f"{self.names[position]} (rank {self.group.ranks[position]}) is gone, and {why}. Call it over a group "
-                "in which the stage has another worker (the default group, say), or let the worker be started again "
-                "(max_restarts)")
+                f"{self.names[position]} (rank {self.group.ranks[position]}) is gone, and {reason}. Call it over a "
+                "group in which the stage has another worker (the default group, say), or let the worker be started "
+                "again (max_restarts)")
 
 
 class Exchange:
@@ -153,7 +153,7 @@ class Exchange:
 
     def __init__(self, call: Call, roll: Roll, comm: Comm, number: int) -> None:
         self._call, self._roll, self._comm = call, roll, comm
-        self._given, self._heard = SCRIPT[2 * number], SCRIPT[2 * number + 1]
+        self._given, self._confirmed = SCRIPT[2 * number], SCRIPT[2 * number + 1]
         self._got: dict[int, Tensors] = {}
         self._sums: Tensors | None = None
 
@@ -192,9 +192,9 @@ class Exchange:
 
     def confirm(self) -> None:
         """Wait until all members have their inputs. Raises GenerationOver."""
-        said = [self._comm.receive(token(), process, self._heard) for process, _ in self._others()]
-        said += [self._comm.send(token(), process, self._heard) for process, _ in self._others()]
-        wait_all(said)
+        pending = [self._comm.receive(token(), process, self._confirmed) for process, _ in self._others()]
+        pending += [self._comm.send(token(), process, self._confirmed) for process, _ in self._others()]
+        wait_all(pending)
 
     def finish(self) -> None:
         """Write the results."""

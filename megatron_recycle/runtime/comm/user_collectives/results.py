@@ -35,9 +35,9 @@ def as_row(call: Call) -> bytes:
 def recall(call: Call, row: bytes) -> bool:
     """Give ``call`` the results in ``row``; False if they are of another kind of call."""
     kind, _, data = row.partition(b"\n")
-    what, *layout = kind.decode().split(" ")
+    name_of_call, *layout = kind.decode().split(" ")
     own = call.results()
-    if what != call.what or own is None or (not call.measured and kind.decode() != _kind(call, own)):
+    if name_of_call != call.what or own is None or (not call.measured and kind.decode() != _kind(call, own)):
         return False
     like = [torch.empty(int(count), dtype=getattr(torch, name))
             for name, _, count in (each.partition(":") for each in layout)]
@@ -83,17 +83,17 @@ class Results:
 
     def told(self, names: Mapping[str, str]) -> bytes:
         """All rows of the groups in ``names``, under the receiver's names for them; empty if there are none."""
-        told = [(names[group], large, astuple(kept.told()))
+        rows = [(names[group], large, astuple(kept.told()))
                 for (group, large), kept in self._kept.items() if group in names]
-        if not told:
+        if not rows:
             return b""
-        table = [[group, large, *map(len, parts)] for group, large, parts in told]
+        table = [[group, large, *map(len, parts)] for group, large, parts in rows]
         return b"\n".join([json.dumps(table).encode(), b"".join(
-            part.numpy().tobytes() for _, _, parts in told for part in parts)])
+            part.numpy().tobytes() for _, _, parts in rows for part in parts)])
 
-    def take(self, told: bytes) -> None:
+    def take(self, message: bytes) -> None:
         """Take the rows that another worker has `told`, in place of this one's for the same groups."""
-        table, _, data = told.partition(b"\n")
+        table, _, data = message.partition(b"\n")
         start = 0
         for group, large, *lengths in json.loads(table):
             ends = [start + sum(lengths[:count]) for count in range(len(lengths) + 1)]

@@ -228,19 +228,19 @@ class ScriptGroups:
             batch.append(work)
         return work
 
-    def _send_objects(self, asks: Asks, where: Group, dst: int | None = None, group_dst: int | None = None,
+    def _send_objects(self, asks: Asks, group: Group, dst: int | None = None, group_dst: int | None = None,
                       **given: Any) -> None:
-        self._exchange_objects(where, _position(where, dst, group_dst), sends=True)
+        self._exchange_objects(group, _position(group, dst, group_dst), sends=True)
 
-    def _receive_objects(self, asks: Asks, where: Group, src: int | None = None, group_src: int | None = None,
+    def _receive_objects(self, asks: Asks, group: Group, src: int | None = None, group_src: int | None = None,
                          **given: Any) -> int:
-        position = _position(where, src, group_src)
-        self._exchange_objects(where, position, sends=False)
-        return where.ranks[position]
+        position = _position(group, src, group_src)
+        self._exchange_objects(group, position, sends=False)
+        return group.ranks[position]
 
-    def _exchange_objects(self, where: Group, position: int, sends: bool) -> None:
+    def _exchange_objects(self, group: Group, position: int, sends: bool) -> None:
         for _ in range(2):  # torch sends their length first
-            self._job.transfer(where, position, torch.empty(0), 0, sends)
+            self._job.transfer(group, position, torch.empty(0), 0, sends)
 
     # ---- groups
 
@@ -268,38 +268,38 @@ class ScriptGroups:
 
     def _called(self, carry: Callable[..., Any], late: bool, stock: Callable[[], Any], group: Any = None,
                 **given: Any) -> Any:
-        asks, where = self._asks(group)
-        if where is None or (late and asks is not Asks.LATE):
+        asks, found = self._asks(group)
+        if found is None or (late and asks is not Asks.LATE):
             return stock()
-        return carry(asks, where, **given)
+        return carry(asks, found, **given)
 
-    def _broadcast_objects(self, asks: Asks, where: Group, object_list: list[Any], src: int | None = None,
+    def _broadcast_objects(self, asks: Asks, group: Group, object_list: list[Any], src: int | None = None,
                            group_src: int | None = None, **given: Any) -> None:
-        root = _position(where, src, group_src)
+        root = _position(group, src, group_src)
         call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
-        self._carry_out(asks, where, call)
-        if call.found and (where.me != root or asks is Asks.LATE):  # LATE: another member has sent in its place
+        self._carry_out(asks, group, call)
+        if call.found and (group.me != root or asks is Asks.LATE):  # LATE: another member has sent in its place
             object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
-    def _all_gather_objects(self, asks: Asks, where: Group, object_list: list[Any], obj: Any, **given: Any) -> None:
+    def _all_gather_objects(self, asks: Asks, group: Group, object_list: list[Any], obj: Any, **given: Any) -> None:
         call = Objects("all_gather_object", pickle.dumps(obj))
-        self._carry_out(asks, where, call)
-        object_list[:len(where.ranks)] = map(pickle.loads, call.found)
+        self._carry_out(asks, group, call)
+        object_list[:len(group.ranks)] = map(pickle.loads, call.found)
 
-    def _gather_objects(self, asks: Asks, where: Group, obj: Any, object_gather_list: list[Any] | None = None,
+    def _gather_objects(self, asks: Asks, group: Group, obj: Any, object_gather_list: list[Any] | None = None,
                         dst: int | None = None, group_dst: int | None = None, **given: Any) -> None:
-        call = Objects("gather_object", pickle.dumps(obj), sink=_position(where, dst, group_dst))
-        self._carry_out(asks, where, call)
+        call = Objects("gather_object", pickle.dumps(obj), sink=_position(group, dst, group_dst))
+        self._carry_out(asks, group, call)
         if object_gather_list is not None and call.found:
-            object_gather_list[:len(where.ranks)] = map(pickle.loads, call.found)
+            object_gather_list[:len(group.ranks)] = map(pickle.loads, call.found)
 
-    def _scatter_objects(self, asks: Asks, where: Group, scatter_object_output_list: list[Any],
+    def _scatter_objects(self, asks: Asks, group: Group, scatter_object_output_list: list[Any],
                          scatter_object_input_list: list[Any] | None = None, src: int | None = None,
                          group_src: int | None = None, **given: Any) -> None:
-        root = _position(where, src, group_src)
-        own = [pickle.dumps(each) for each in scatter_object_input_list or ()] if where.me == root else []
+        root = _position(group, src, group_src)
+        own = [pickle.dumps(each) for each in scatter_object_input_list or ()] if group.me == root else []
         call = Objects("scatter_object_list", own, source=root)
-        self._carry_out(asks, where, call)
+        self._carry_out(asks, group, call)
         if call.found and call.found[root]:
             scatter_object_output_list[0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
