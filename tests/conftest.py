@@ -93,6 +93,20 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
     assert not left, f"the test leaves these changed, for all that come after it in this process: {', '.join(left)}"
 
 
+_HALVED = ("tests/in_memory_job/", "tests/redo_model/")
+
+
+def _half(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each kind of job in memory with four cases or more, half of them, which run by night or by name: in an order
+    that leaves out no value of a parameter."""
+    kinds: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.nodeid.startswith(_HALVED):
+            kinds.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for cases in kinds.values() if len(cases) >= 4
+            for number, item in enumerate(cases) if (number + number // 2) % 2]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Whoever starts workers is marked so (`tests.labels`)."""
@@ -103,6 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {mark for mark, wanted in (("night", config.getoption("--night")),
                                           ("gloo", not config.getoption("--nccl-rules"))) if not wanted}
     without = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    by_name = config.getoption("-k") or any("::" in argument for argument in config.invocation_params.args)
+    if "night" in left_out and not by_name and "CAMPAIGN_SEEDS" not in os.environ:
+        without += _half([item for item in items if item not in without])
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]

@@ -202,6 +202,7 @@ def told(events: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_slow_worker_is_reported_and_gets_less_work(longer, monkeypatch):
     monkeypatch.setattr(search_process, "RESERVE", -60.0)  # the search ends with its work, and not by the clock
     settings = {**SETTINGS, "planner_budget": 0.5, "stall_floor": 200.0}

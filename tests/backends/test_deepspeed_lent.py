@@ -15,6 +15,7 @@ JOB = {"pipelines": 3, "stages": 2, "iterations": 4, "by_hand": True, "checkpoin
 
 
 @pytest.mark.processes
+@pytest.mark.night
 def test_a_worker_comes_back_while_layers_are_lent_and_the_script_changes_one_later():
     """The planner lends them. Who comes back ends that; another failure begins it anew, and a layer that cannot be lent
     any more ends it for good: each time training goes on, with the same bits."""

@@ -35,7 +35,7 @@ def same(one: list[float], other: list[float], within: float = 0.0) -> bool:
 @pytest.mark.processes
 @pytest.mark.gloo
 @pytest.mark.parametrize(("stages", "options"), [
-    pytest.param(2, (*FP16, "--count-zeros", "--min-lr", "1e-4"), marks=pytest.mark.slow),
+    pytest.param(2, (*FP16, "--count-zeros", "--min-lr", "1e-4"), marks=pytest.mark.night),
     *[pytest.param(*case, marks=pytest.mark.night) for case in [
         (2, (*FP16, "--grad-reduce-in-bf16")), (2, (*FP16, SHARDS)), (1, FP16), (2, (*FP16, "--untied", "--clip", "0")),
         (2, ("--fp16", "--loss-scale", "128")), (2, ("--bf16", "--loss-scale", "4096"))]]])

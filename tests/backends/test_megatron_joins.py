@@ -47,6 +47,7 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(worker, undis
         assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
 
 
+@pytest.mark.night
 def test_one_that_comes_back_with_other_data_or_rates_ends_alone_and_the_job_goes_on(undisturbed):
     """Nobody else ends for it, none of its numbers count, and the next one comes in."""
     worker, rank = "1:1", 4

@@ -53,7 +53,7 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "within"), [
-    (("--clip", "0"), 0.0),
+    pytest.param(("--clip", "0"), 0.0, marks=pytest.mark.night),
     *[pytest.param(*case, marks=pytest.mark.night) for case in [
         # Four numbers make the norm, and core leaves the order of their sum to the communication library.
         (("--optimizer", "sgd", "--lr", "0.1"), 1e-6),

@@ -85,6 +85,7 @@ def fake(orders: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     return [str(ROOT / "tests" / "launch" / "start.py")], {"RECYCLE_FAKE": json.dumps({"iterations": 8, **orders})}
 
 
+@pytest.mark.night
 def test_hosts_train_together_and_their_launchers_all_end_well(net: Hosts, tmp_path: Path):
     with launched_on(net, tmp_path / "run", *fake({}), "--nproc", "2", str(FAKE_WORKER)) as several:
         assert several.statuses() == [0, 0, 0], several.where()
@@ -156,6 +157,7 @@ def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
         assert several.job.children() == []
 
 
+@pytest.mark.night
 def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, tmp_path: Path):
     # One pause to be cut off in, one to come back in; then all wait until they know of it.
     orders = {"pause": {"0": 3, "1": 6}, "offered": 7, "iterations": 10}

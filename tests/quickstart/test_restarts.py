@@ -49,6 +49,7 @@ def _losses(events: Path) -> dict[int, float]:
     return {event["iteration"]: event["loss"] for event in read_events(events) if event["event"] == "committed"}
 
 
+@pytest.mark.night
 def test_the_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_from_the_checkpoint(tmp_path: Path):
     """2 x 2 workers: both copies of stage 1 are on the second host. The first one trains the same iterations again, as
     one pipeline with twice the micro-batches: the losses agree to rounding. The newest checkpoint was cut off
