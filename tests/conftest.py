@@ -93,15 +93,15 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
     assert not left, f"the test leaves these changed, for all that come after it in this process: {', '.join(left)}"
 
 
-_HALVED = ("tests/in_memory_job/", "tests/redo_model/")
+_HALVED = "tests/in_memory_job/"
 
 
 def _half(items: list[pytest.Item]) -> list[pytest.Item]:
     """Of each kind of job in memory with four cases or more, half of them, which run by night or by name: in an order
-    that leaves out no value of a parameter."""
+    that leaves out no value of a parameter. Not where each case is a thing of its own (mark ``every``)."""
     kinds: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.nodeid.startswith(_HALVED):
+        if item.nodeid.startswith(_HALVED) and not item.get_closest_marker("every"):
             kinds.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return [item for cases in kinds.values() if len(cases) >= 4
             for number, item in enumerate(cases) if (number + number // 2) % 2]

@@ -148,10 +148,14 @@ def test_a_script_that_makes_no_sense_is_refused_at_the_start(tmp_path: Path, ca
 @pytest.mark.processes
 @pytest.mark.slow
 def test_random_acts_leave_the_job_alive_and_go_on_until_it_ends(tmp_path: Path):
-    with launched(tmp_path / "run", {**QUICK, "iterations": 400}) as job:
-        job.event("committed")
+    def at_first_act() -> None:
+        job.until(lambda: (job.folder / "chaos.jsonl").exists() and done(job), "first act")
+        job.go_on(0)
+
+    with launched(tmp_path / "run", {**QUICK, "iterations": 400, "pause": {"0": 3}}) as job:
+        job.paused(0)
         assert "waiting for workers to come back" in chaos(job, "random", "--seed", "4", "--rate", "6000", "--kinds",
-                                                           "kill")
+                                                           "kill", meanwhile=at_first_act)
         killed = {act["worker"] for act in done(job)}
         assert len(killed) == 4 and {worker[-1] for worker in killed} == {"0", "1"}
         ended_well(job, dict.fromkeys(killed, "exit"), 400)

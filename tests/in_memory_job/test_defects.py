@@ -392,6 +392,7 @@ DEFECTS = [
 ]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.name)
 def test_a_defect_that_is_put_back_is_noticed(defect: Defect, monkeypatch: pytest.MonkeyPatch):
     options = {"patch": monkeypatch} if "patch" in defect.shown.__annotations__ else {}

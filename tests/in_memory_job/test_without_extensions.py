@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 MOMENTS = [Moment("1:0", "forward", 1, 1), Moment("0:1", "backward", 1, 1), Moment("2:1", "reduce", 1)]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("left", EACH_GONE)
 def test_a_worker_killed_in_a_job_without_some_extension_of_the_coordinator(left):
     """In the middle of an iteration, of which the others keep what they have done. The job saves checkpoints, and does
@@ -22,6 +23,7 @@ def test_a_worker_killed_in_a_job_without_some_extension_of_the_coordinator(left
         Scene("saves", SHAPES["saves"], [Moment("1:1", "backward", 1, 1)], out={"1:1"}, sure=True).run(seed=1)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("left", EACH_GONE_OF_WORKERS)
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
 def test_a_worker_killed_in_a_job_without_some_extension_of_the_workers(left, moment):
