@@ -48,6 +48,12 @@ class Message(Value, frozen=True, tag_field="type"):
         return str(self.__struct_config__.tag)
 
 
+class _Named(Value, frozen=True):
+    """A message's type as it stands there, whatever else is wrong."""
+
+    type: Any = None
+
+
 class Kinds(Generic[Kind]):
     """The messages allowed on a connection: the ``union`` of their types."""
 
@@ -59,7 +65,8 @@ class Kinds(Generic[Kind]):
         try:
             found: Kind = msgspec.convert(data, self._union, str_keys=True)
         except (ValueError, RecursionError) as error:  # also text that is not Unicode
-            raise WireError(f"{data!r:.60}: {error}") from error
+            named = _Named.from_json(data).type if isinstance(data, Mapping) else type(data).__name__
+            raise WireError(f"{named!r:.60}: {error}") from error
         return found
 
 

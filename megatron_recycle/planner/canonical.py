@@ -21,7 +21,7 @@ class Canonical:
     pipelines: tuple[int, ...]
 
     def back(self, plan: Plan, requested: Problem) -> Plan:
-        """A plan for ``problem`` renamed for ``asked``."""
+        """A plan for ``problem`` renamed for ``requested``."""
         return _renamed(plan, requested, self.workers, self.pipelines)
 
     def forth(self, plan: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 from torch import nn
+from torch.nn import functional
 
 from megatron_recycle.backends.deepspeed.chunks import Chunks, v_placement
 from megatron_recycle.backends.deepspeed.layer_moves import (
@@ -209,3 +211,11 @@ def test_a_script_may_replace_layers_but_not_put_any_in_or_take_them_out():
     module.forward_funcs.insert(1, abs)
     with pytest.raises(UnsupportedError, match="stage 0 has 3 layers, and its two chunks have 1 and 1"):
         _ = running.modules
+
+
+def test_a_layer_may_keep_its_script_s_arguments():
+    """As Megatron-DeepSpeed's do: `args` is what a tied layer's function is bound to, and of others anything."""
+    one, tied = nn.Linear(2, 2), nn.Linear(2, 2)
+    one.args = Namespace(hidden=2)  # type: ignore[assignment]
+    running = Running(SimpleNamespace(module=Layers(one, partial(functional.linear, tied)), stage_id=0))
+    assert [list(modules) for modules in running.modules] == [[one], [tied]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -198,5 +199,7 @@ def running(module: PipelineModule, layers: Sequence[Callable[..., Any]]) -> Ite
 
 
 def _modules(layer: Callable[..., Any]) -> list[nn.Module]:
-    """The modules that ``layer`` runs: itself or, if it is tied, those that the script's function is bound to."""
-    return [module for module in (layer, *getattr(layer, "args", ())) if isinstance(module, nn.Module)]
+    """The modules that ``layer`` runs: itself or, if it is tied, those that the script's function is bound to. (A layer
+    of the script's own may have an attribute ``args``, too.)"""
+    parts = layer.args if isinstance(layer, partial) else (layer,)
+    return [module for module in parts if isinstance(module, nn.Module)]

@@ -147,7 +147,8 @@ class DeepSpeedStage:
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        return list(map(Chunk, self.running.modules, self._lendings))
+        modules = [self.module] if chunks_of(self.module) is None else self.running.modules
+        return list(map(Chunk, modules, self._lendings))
 
     def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
         return self.running.chunk(chunk)

@@ -1,7 +1,7 @@
 """torch's default group, WORLD, for operations that torch itself carries out.
 
 WORLD contains the processes that the job began with, and is unusable once one of them is gone. A script's operations on
-it between iterations go another way (:mod:`.living`); libraries that write checkpoints see the survivors.
+it between iterations go another way (:mod:`.user_collectives`); libraries that write checkpoints see the survivors.
 """
 
 from __future__ import annotations
