@@ -126,6 +126,15 @@ def _parted(state: Mapping[str, torch.Tensor], part: int, parts: int) -> Mapping
 
 @functools.cache
 def _initial(stages: int, stage: int, tied: bool, blocks: int) -> Mapping[str, torch.Tensor]:
+    """The same in all processes. Other workers' threads may set torch's generator meanwhile, which is the process's:
+    two draws in a row that are alike were not disturbed."""
+    found, again = _drawn(stages, stage, tied, blocks), _drawn(stages, stage, tied, blocks)
+    while any(not torch.equal(found[name], again[name]) for name in found):
+        found, again = again, _drawn(stages, stage, tied, blocks)
+    return found
+
+
+def _drawn(stages: int, stage: int, tied: bool, blocks: int) -> Mapping[str, torch.Tensor]:
     torch.manual_seed(7)
     layers = [Embedding(), *[Block() for _ in range(blocks)], Head()]
     if tied:
