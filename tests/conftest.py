@@ -96,15 +96,28 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
 _HALVED = "tests/in_memory_job/"
 
 
-def _half(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each kind of job in memory with four cases or more, half of them, which run by night or by name: in an order
-    that leaves out no value of a parameter. Not where each case is a thing of its own (mark ``every``)."""
+def _night_half(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Of each kind of job in memory with four cases or more, half of them, which run by night or by name. By day each
+    value of each parameter is met, where a kind has several; and all cases where each is a thing of its own (mark
+    ``every``)."""
     kinds: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.nodeid.startswith(_HALVED) and not item.get_closest_marker("every"):
             kinds.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return [item for cases in kinds.values() if len(cases) >= 4
-            for number, item in enumerate(cases) if (number + number // 2) % 2]
+    left: list[pytest.Item] = []
+    for cases in (cases for cases in kinds.values() if len(cases) >= 4):
+        half = [case for number, case in enumerate(cases) if number.bit_count() % 2]  # no period, as parameters have
+        met = {value for case in cases if case not in half for value in _values(case)}
+        for case in half:
+            if _values(case) <= met or len(_values(case)) == 1:
+                left.append(case)
+            met |= _values(case)
+    return left
+
+
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    """Parameters of a case, with their values."""
+    return {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -119,7 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     without = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
     by_name = config.getoption("-k") or any("::" in argument for argument in config.invocation_params.args)
     if "night" in left_out and not by_name and "CAMPAIGN_SEEDS" not in os.environ:
-        without += _half([item for item in items if item not in without])
+        without += _night_half([item for item in items if item not in without])
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]

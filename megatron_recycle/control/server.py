@@ -137,13 +137,13 @@ class Server:
         self._quiet = asyncio.Event()
         self._met: set[str] = set()
         self._meeting = asyncio.Event()
-        self._door: AcceptQueue | None = None
+        self._accept_queue: AcceptQueue | None = None
 
     async def start(self, listener: socket.socket | None) -> str:
         """Listen, by default on any free port of 127.0.0.1; returns "host:port"."""
         listener = listener or socket.create_server(("127.0.0.1", 0))
-        self._door = AcceptQueue(listener, _room(self._size), lambda: Connection(self), self._turned_away)
-        self._door.open()
+        self._accept_queue = AcceptQueue(listener, _room(self._size), lambda: Connection(self), self._turned_away)
+        self._accept_queue.open()
         host, port = listener.getsockname()[:2]
         return joined(host, port)
 
@@ -166,9 +166,9 @@ class Server:
 
     def stop_listening(self) -> None:
         """Refuse new connections; existing ones stay."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        if self._accept_queue is not None:
+            self._accept_queue.close()
+            self._accept_queue = None
 
     async def close(self) -> None:
         """Stop listening, and end all connections once all queued messages have been sent."""

@@ -90,7 +90,7 @@ def test_steps_are_those_of_stocks_fp16_optimizer(clipping, monkeypatch):
     masters = MasterWeightOptimizer(torch.optim.Adam(mine, lr=0.1), scaling)
     stage = object.__new__(DeepSpeedStage)
     stage.parameters, stage._stepped = mine, list(masters.masters.values())
-    stage._optimizer, stage._staggered, stage._logs_now, stage._zero = masters, False, lambda: True, None
+    stage._optimizer, stage._staggered, stage._is_logging_rank, stage._zero = masters, False, lambda: True, None
     stage._state = SimpleNamespace(trained={str(number): parameter for number, parameter in enumerate(mine)})
     whole = SimpleNamespace(get_slice_parallel_rank=lambda: 0)  # no tensor-parallel part of something
     stage._engine = SimpleNamespace(global_steps=0, _exec_optimizer_step=masters.step, grid=whole,

@@ -444,6 +444,12 @@ class Job:
 
     # ---- what a test does
 
+    def wait_left(self, stage: int, iteration: int) -> list[Process]:
+        """Wait until the scripts of all workers of ``stage`` have left ``iteration``; returns them."""
+        found = [each for each in self.processes.values() if Position.parse(each.name).worker.stage == stage]
+        self.wait_for(lambda: all(len(each.result.losses) > iteration for each in found), f"stage {stage} to leave")
+        return found
+
     def wait_held(self, *holds: Moment) -> None:
         self._wait_until(lambda: self.held >= set(holds or self.holds), f"{holds or list(self.holds)}")
 

@@ -170,8 +170,7 @@ def test_all_parts_of_a_stage_leave_an_iteration_together_and_are_closed_then():
     held = Moment("1:0.1", "reduce", 1)
     with Job(ANNEALS, holds=[held]) as job:
         job.wait_held()
-        last = [process for process in job.processes.values() if ":1." in process.name]
-        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.wait_left(1, 1)
         job.release(held, die=True)
         check(job, job.wait(), {"1:0.0", "1:0.1"})
     assert not [event for event in job.control.events if event["event"] == "repeated"]

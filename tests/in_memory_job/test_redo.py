@@ -215,8 +215,7 @@ def stays(shape: Shape, within: float = 0.0) -> None:
     job = Job(shape, holds=[held])
     with job:
         job.wait_held()
-        last = [process for process in job.processes.values() if process.name.endswith(":1")]
-        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.wait_left(1, 1)
         job.release(held, die=True)
         check(job, job.wait(), {"1:0"}, within=within)
     (go,) = [event for event in job.control.events if event["event"] == "reconciled"]
@@ -350,8 +349,7 @@ def test_a_worker_that_had_no_micro_batch_of_a_closed_iteration_stays_with_its_s
     job = Job(replace(ANNEALS, microbatches=1), holds=[held])
     with job:
         job.wait_held()
-        last = [process for process in job.processes.values() if process.name.endswith(":1")]
-        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.wait_left(1, 1)
         job.release(held, die=True)
         check(job, job.wait(), {"1:0"})
     assert not [event for event in job.control.events if event["event"] == "repeated"]
@@ -385,8 +383,7 @@ def test_a_worker_of_a_closed_stage_is_healed_once_the_step_is_final():
     job = Job(ANNEALS, holds=[held])
     with job:
         job.wait_held()
-        last = [process for process in job.processes.values() if process.name.endswith(":1")]
-        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        last = job.wait_left(1, 1)
         (odd,) = [process for process in last if process.name == "0:1"]
         with torch.no_grad():
             next(odd.worker.site.stage.module.parameters()).view(-1)[0] += 1
@@ -423,8 +420,7 @@ def test_another_failure_while_a_closed_stage_is_to_begin_its_iteration_anew(und
     job = Job(replace(ANNEALS, anneals=not undone).with_settings(reduction="fast"), holds=[held])
     with job:
         job.wait_held()
-        last = [process for process in job.processes.values() if process.name.endswith(":1")]
-        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.wait_left(1, 1)
         job.release(held, die=True)
         check(job, job.wait(), {"1:0", "2:0"}, within=1e-5)
     repeated = [event["generation"] for event in job.control.events if event["event"] == "repeated"]
@@ -437,8 +433,7 @@ def both_ends_die(shape: Shape) -> Job:
     job = Job(shape, holds=[held])
     with job:
         job.wait_held()
-        last = [process for process in job.processes.values() if process.name.endswith(":1")]
-        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        job.wait_left(1, 1)
         job.kills.add(Moment("1:1", "recovering", 1))
         job.kills.add(Moment("1:1", "recovering", 2))
         job.release(held, die=True)
@@ -598,8 +593,7 @@ def test_a_stage_in_shards_that_is_closed_stays_there(reduction, clipping):
     job = Job(shape, holds=[held])
     with job:
         job.wait_held()
-        last = [process for process in job.processes.values() if process.name.endswith(":1")]
-        job.wait_for(lambda: all(len(process.result.losses) == 2 for process in last), "the last stage to leave")
+        last = job.wait_left(1, 1)
         job.control.lost("1:1")
         job.wait_event("decided", generation=2)
         job.release(held)

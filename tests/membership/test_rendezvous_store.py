@@ -157,8 +157,8 @@ def test_a_coordinator_that_is_stopped_is_left_for_the_one_that_leads(monkeypatc
             connection.start()
             assert told.get(timeout=60).store == server.store.name
             client.ask("set", ["k"], [b"v"], timeout=60, said=client.said(0))
-        assert server._door is not None
-        server._door._loop.call_soon_threadsafe(hold.wait)
+        assert server._accept_queue is not None
+        server._accept_queue._loop.call_soon_threadsafe(hold.wait)
         try:
             if not greets:
                 connection.start()

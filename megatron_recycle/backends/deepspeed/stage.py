@@ -75,7 +75,7 @@ class DeepSpeedStage:
             # "before" also with a predivide factor: dividing before the sum keeps 16-bit sums from overflowing.
             "after" if engine.postscale_gradients() and engine.gradient_predivide_factor() == 1.0 else "before")
         self._staggered = settings.step == "staggered"
-        self._logs_now = is_logging_rank
+        self._is_logging_rank = is_logging_rank
         self.device = engine.device
         self.passed = 0.0
         """The squared gradient norm of a past iteration that the script passes over."""
@@ -167,7 +167,7 @@ class DeepSpeedStage:
         if skipping is not None:
             skipping.overflow = math.isnan(coefficient)
         if skipping is not None and skipping.overflow:
-            if self._logs_now():
+            if self._is_logging_rank():
                 description = f"have overflowed at a loss scale of {skipping.loss_scale:g}" if skipping.scales else (
                     "are not finite")
                 get_logger().warning("megatron-recycle: gradients %s: the step of iteration %d is skipped", description,

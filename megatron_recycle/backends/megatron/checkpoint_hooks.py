@@ -205,7 +205,7 @@ class Background:
 
     def __init__(self, members: Callable[[], Collection[Worker]], is_logging_rank: Callable[[], bool],
                  forget: Callable[[int], None]) -> None:
-        self._members, self._logs_now, self._forget = members, is_logging_rank, forget
+        self._members, self._is_logging_rank, self._forget = members, is_logging_rank, forget
         self._now: Unfinished | None = None
         self._naming: Unfinished | None = None
 
@@ -265,7 +265,7 @@ class Background:
         if (module := sys.modules.get(_WRITERS)) is not None:
             module._results_queue = None  # type: ignore[attr-defined] # may hold results of the killed process
         self._forget(now.written.iteration)
-        if reason and self._logs_now():
+        if reason and self._is_logging_rank():
             remove_parts(place_of(now.folder, now.iteration))
             get_logger().error("megatron-recycle: the checkpoint of iteration %d, which was being written beside "
                                "training, is given up: %s. The one before stays the newest; training goes on",
