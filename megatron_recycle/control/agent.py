@@ -182,10 +182,10 @@ class Agent:
         process's set-up record, for a later joiner."""
         self._say(inputs.Ready(self.incarnation, description, report, tuple(map(dict, learnt))))
 
-    def enter_again(self, report: Report) -> Go | None:
+    def enter_again(self) -> Go | None:
         """Say `ready` once more, of the same job, and `wait_taken_in`."""
         assert self._ready is not None
-        self._say(replace(self._ready, report=report, learnt=()))
+        self._say(replace(self._ready, learnt=()))
         return self.wait_taken_in()
 
     def _say(self, ready: inputs.Ready) -> None:

@@ -164,7 +164,7 @@ def report(site: Site, stepper: Stepper) -> Go | None:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
                                  "that one is replaced", site.place.me, site.place.name)
         # Or it came in with the last generation, which was over before it counted.
-        return site.agent.enter_again(_report(site, standing))
+        return site.agent.enter_again()
     generation = site.agent.stop_generation
     closed = None
     if held is not None and standing.closed == held.iteration:

@@ -169,3 +169,13 @@ def test_a_commit_that_was_told_just_before_a_coordinator_died_is_not_told_again
                   {"event": "committed", "iteration": 1}):
         after.event(event, state.state)
     assert heard == [2, 0, 1]
+
+
+def test_a_script_s_handler_of_sigterm_is_known_by_its_signs_of_life() -> None:
+    state = Cluster().train().state
+    feed = event_feed.EventFeed(lambda event: None, None)  # type: ignore[arg-type]
+    for progress, known in (({}, False), ({"sigterm": True, "doing": []}, True), ({"sigterm": "yes"}, False)):
+        feed.progress = {next(iter(state.known)): progress}
+        assert feed.handled(state) is known
+    feed.progress = {"stranger": {"sigterm": True}}
+    assert not feed.handled(state)

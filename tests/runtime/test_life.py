@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.life import CommState, Life
 from megatron_recycle.runtime.comm.tags import CONTROL
+from megatron_recycle.runtime.comm.threads import Threads
 
 REACHED = {"void": CommState.VOID, "leave": CommState.LEFT, "abort": CommState.ABORTED, "destroy": CommState.DESTROYED}
 
@@ -55,6 +57,30 @@ def test_no_operation_begins_once_it_is_void(call: str) -> None:
     getattr(one, call)()
     with pytest.raises(GenerationOver, match="the generation has been ended"):
         one.send(None, 1, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["one may be used again", "all are aborted", "at once"])
+def test_all_are_void_before_a_thread_is_freed_from_one(way: str) -> None:
+    """Else it would go on with the next one, and meet members there that know more."""
+    comms = [comm(), comm()]
+    seen: list[bool] = []
+
+    def freed(*_: object) -> None:
+        seen.extend(each.aborted for each in comms)
+
+    for each in comms:
+        each.backend.abort = freed  # type: ignore[method-assign]
+        each.backend.quick = True  # type: ignore[misc]
+    threads = Threads()
+    ending = Ending(threads)
+    with comms[0].life.token.beside(freed):
+        if way == "at once":
+            abort(comms, threads)
+        else:
+            ending.abort(comms, lambda: comms[:1] if way == "one may be used again" else ())
+    assert seen and all(seen)
+    ending.retire(comms)
+    threads.close()
 
 
 def test_of_threads_that_ask_at_once_the_latest_state_stays() -> None:
