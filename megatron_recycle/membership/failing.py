@@ -186,8 +186,7 @@ def next_generation(
     # Announced first: survivors hang until their transports are aborted.
     announce: list[Decision] = [Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state))]
     if not any(each.waits(state) for each in IN_FORCE):
-        plan_by = first(each.plan_by(state) for each in IN_FORCE)
-        announce.append(MakePlan(state.generation, state.failed, plan_by))
+        announce.append(_make_plan(state))
     announce.append(Await(state.generation))
     notices: list[Decision] = [*map(Command, outs), *map(Emit, events)]
     notices += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
@@ -341,6 +340,10 @@ def _go(state: State, now: float) -> Step:
         return end_without(state, resume.message, now) if stage_gone(state) is not None else job_end.end(
             state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.arrivals.unproven)))
+    if state.tries.fallback is not None and resume.closed and redo.left_for_good(state):
+        # A plan by the fallback begins the iteration anew; a stage has closed it since that plan was asked for.
+        own = state.with_(fallback=None, plan=None)
+        return own, (_make_plan(own),)
     if state.round.redo is None and (done := redo.done(state, resume)):
         rest, order = redo.asked(state, resume, done)
         return state.with_(redo=rest), (order,)
@@ -378,6 +381,10 @@ def _go(state: State, now: float) -> Step:
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
     limit = () if state.closing is None else (AwaitSaved(state.generation),)
     return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)
+
+
+def _make_plan(state: State) -> MakePlan:
+    return MakePlan(state.generation, state.failed, first(each.plan_by(state) for each in IN_FORCE))
 
 
 def _leaving(state: State) -> list[str]:

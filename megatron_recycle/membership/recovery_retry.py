@@ -1,9 +1,9 @@
 """Retry of a recovery that fails by itself: a bug, or no memory for a guest's micro-batch. Pure, like `machine`.
 
-It is tried once more in a new generation; then with a plan that leaves hit pipelines out (`policy: drop`), unless
-scripts have left an iteration that would begin anew with it. Then the worker on which it fails is out, as if it had
-died. If that would cost a stage its last worker, the job ends, and its script may be started again (`--job-restarts`).
-A worker whose state may be torn is out at once.
+It is tried once more in a new generation; then with a plan that leaves hit pipelines out (`policy: drop`), unless the
+members report that scripts have left an iteration that would begin anew with it (`failing`). Then the worker on which
+it fails is out, as if it had died. If that would cost a stage its last worker, the job ends, and its script may be
+started again (`--job-restarts`). A worker whose state may be torn is out at once.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
     if state.phase is Phase.RECOVERING and member.worker not in state.round.reports:  # that recovery is over already
         return state, (job_end.answer(member, happened.number),)
     fallback = state.tries.fallback
-    closed = state.resume is not None and state.resume.closed
-    if state.tries.retries and fallback is None and not (closed and left_for_good(state)):
+    if state.tries.retries and fallback is None:
         fallback = first(each.fallback(state) for each in IN_FORCE)
     state = state.with_(retries=state.tries.retries + 1, fallback=fallback)
     event = {"event": "retried", "t": now, "generation": state.generation, "worker": member.worker,
@@ -49,7 +48,8 @@ def no_plan(state: State, happened: PlanFailed, now: float) -> Step:
     """The planner has failed: another policy's plan is simpler."""
     current = state.phase is Phase.RECOVERING and happened.generation == state.generation
     fallback = first(each.fallback(state) for each in IN_FORCE)
-    if not current or state.tries.fallback is not None or not state.absent.out or fallback is None:
+    left = left_for_good(state) and any(report.closed is not None for report in state.round.reports.values())
+    if not current or left or state.tries.fallback is not None or not state.absent.out or fallback is None:
         return failing.plan_failed(state, happened, now)
     return state.with_(fallback=fallback), (MakePlan(state.generation, state.failed, fallback),)
 

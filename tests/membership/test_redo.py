@@ -8,6 +8,7 @@ import pytest
 
 from megatron_recycle.membership import Process, Standing, StepMode, inputs
 from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.redo import closes, levelled
 from megatron_recycle.membership.report import Report
@@ -279,3 +280,49 @@ def test_scripts_leave_no_iteration_early_while_plans_are_made_by_another_policy
     assert closes(cluster.state)
     assert not closes(cluster.state.with_(fallback="drop"))
 
+
+
+def failed_recoveries(**settings: Any) -> Cluster:
+    """Two workers' recoveries have failed, one after the other: plans leave hit pipelines out from now on."""
+    cluster = stopped(**settings)
+    fault = Fault("ValueError", "a bug", ITERATION, whole=True, recovery=True)
+    for number, name in enumerate(("2:1", "0:0"), 1):
+        all_say(cluster, w0_0=("F0.0",))
+        cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1", done={"0:0": 1})))
+        cluster.feed(inputs.Raised(f"{name}/0", fault, cluster.now, number))
+    return cluster
+
+
+def closed_meanwhile(cluster: Cluster) -> list[do.Decision]:
+    """The second stage has closed the iteration before the last recovery failed, which its workers report only now."""
+    decisions = cluster.plan()
+    for name in cluster.state.members:
+        where = {"holds": ITERATION, "stepped": ITERATION} if name.endswith(":1") else {}
+        decisions += says(cluster, name, kept("F0.0"), **where, **(CLOSED if name == "2:1" else {}))
+    return decisions
+
+
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+def test_a_stage_that_closes_before_another_recovery_fails_stays_closed_where_its_iteration_is_not_run_again(
+        reduction: str):
+    """The coordinator learns of it after it has chosen a plan that begins the iteration anew."""
+    cluster = failed_recoveries(reduction=reduction)
+    assert cluster.state.tries.fallback == "drop"
+    decisions = closed_meanwhile(cluster)
+    assert not endings(decisions)
+    if reduction == "fast":
+        ((_, go),) = told(decisions, "go")
+        assert go.carried is None and events(decisions, "repeated")
+        return
+    assert [one.policy for one in decisions if isinstance(one, do.MakePlan)] == [None] and not told(decisions, "go")
+    assert orders(cluster.plan())[0].closed == (1,)
+    decisions = cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1", done={"0:1": 3})))
+    ((_, go),) = told(decisions, "go")
+    assert go.resume.closed == (1,) and go.closes and not events(decisions, "repeated")
+
+
+def test_a_plan_that_cannot_be_made_for_what_is_closed_ends_the_job():
+    cluster = failed_recoveries(reduction="exact")
+    closed_meanwhile(cluster)
+    (end,) = endings(cluster.feed(inputs.PlanFailed(cluster.state.generation, "no order fits")))
+    assert "no order fits" in end.message
