@@ -47,7 +47,6 @@ from megatron_recycle.membership.protocol import (
     Stop,
     There,
     ToWorker,
-    WireError,
 )
 from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.resume import RESTART
@@ -428,7 +427,7 @@ class Agent:
                 self._arrivals.came(message)
             else:
                 self._arrivals.there(message)
-        except WireError as error:  # else this process would wait unnoticed
+        except Exception as error:  # noqa: BLE001 - else this process would wait unnoticed
             self._end(End(1, f"worker {self.worker} cannot read what the coordinator has told: {error}"))
 
     def _end(self, ended: End) -> None:

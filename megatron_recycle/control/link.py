@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from megatron_recycle.control.sockets import SILENT_S, targets, watch_peer
 from megatron_recycle.control.wire import SecureChannel
-from megatron_recycle.errors import JobEnded
+from megatron_recycle.errors import JobEnded, RecycleError
 from megatron_recycle.membership.protocol import (
     TO_NEWCOMER,
     Heartbeat,
@@ -62,7 +62,8 @@ class AnyLink(Protocol):
 
 
 class Link:
-    """See the module. The callables run in the link's thread; an exception of `handle` is only logged.
+    """See the module. The callables run in the link's thread. An exception of `handle` or `failed` is only logged; one
+    of `hello` or `beat` ends the connection, which counts as lost until both succeed.
 
     Args:
         address: "host:port" of the coordinator, or several candidates with commas.
@@ -115,7 +116,11 @@ class Link:
         os.register_at_fork(after_in_child=lambda: _forget(reference))
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin to connect. Raises RecycleError if this host has no room for another thread."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise RecycleError(f"this process cannot talk to the job's coordinator: {error}") from error
 
     def send(self, message: Message) -> None:
         """Queue `message`; never blocks."""
@@ -141,30 +146,42 @@ class Link:
         pause = _RETRY[0]
         while not self._closing.is_set():
             try:
-                limit = _CONNECT_TIMEOUT if len(self._targets) == 1 else _TURN_TIMEOUT
-                self._socket = socket.create_connection(self._targets[0], timeout=limit)
-                with self._socket:
-                    if self._socket.getsockname() == self._socket.getpeername():
-                        raise ConnectionRefusedError("met itself: nobody listens there")
-                    self._serve(self._socket)
-            except (OSError, WireError) as error:
+                self._connect()
+            except Exception as error:  # noqa: BLE001 - of a callback, too: it costs a connection, not the thread
                 self._failed(error)
                 self._targets.rotate(-1)
             pause = _RETRY[0] if self.lost_since is None else min(pause * 2, self._longest_pause)
             if self.lost_since is None:
                 self.lost_since = time.monotonic()
             elif self._alone is not None:
-                self._alone()
+                self._safely(self._alone, "a failed attempt to connect")
             self._closing.wait(pause)
         self._drained.set()
+
+    def _connect(self) -> None:
+        """Connect to the next address, and serve that connection."""
+        limit = _CONNECT_TIMEOUT if len(self._targets) == 1 else _TURN_TIMEOUT
+        self._socket = socket.create_connection(self._targets[0], timeout=limit)
+        with self._socket:
+            if self._socket.getsockname() == self._socket.getpeername():
+                raise ConnectionRefusedError("met itself: nobody listens there")
+            self._serve(self._socket)
 
     def _failed(self, error: Exception) -> None:
         refused = isinstance(error, (ConnectionRefusedError, WireError))
         self.refused_since = (self.refused_since or time.monotonic()) if refused else None
         text = str(error) or type(error).__name__
         if text != self.error:
-            log.warning("recycle: connection to the coordinator at %s: %s", self.address, text)
+            defect = None if isinstance(error, (OSError, WireError)) else error
+            log.warning("recycle: connection to the coordinator at %s: %s", self.address, text, exc_info=defect)
         self.error = text
+
+    def _safely(self, call: Callable[..., None], what: str, *given: Any) -> None:
+        """Call a callback of the owner: its failure must not silence the heartbeats."""
+        try:
+            call(*given)
+        except Exception:
+            log.exception("recycle: handling %s failed", what)
 
     def _serve(self, connection: socket.socket) -> None:
         """One connection from its greeting to its end."""
@@ -184,6 +201,7 @@ class Link:
                         due = now + self._interval
                     while self._outbox:
                         unsent += self._seal(session, self._outbox.popleft())
+                    self.lost_since = self.refused_since = self.error = None
                 if unsent:
                     _push(connection, unsent)
                 if self._closing.is_set() and not unsent and not self._outbox:
@@ -225,12 +243,8 @@ class Link:
         first = b""
         if session.open and not was_open:
             first = b"".join(self._seal(session, message) for message in self._hello())
-            self.lost_since = self.refused_since = self.error = None
         for message in map(self._known.read, received):
-            try:
-                self._handle(message)
-            except Exception:  # the owner's callback: its failure must not silence the heartbeats
-                log.exception("recycle: handling a %s message failed", message.type)
+            self._safely(self._handle, f"a {message.type} message", message)
         return first
 
 
