@@ -8,6 +8,7 @@ in a thread of its own, after the failure was reported: recovery does not wait f
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import re
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_recycle.launch.devices import visible
+
+log = logging.getLogger(__name__)
 
 _SETTLE = 0.5
 """Seconds after a process' end until the kernel has logged its cause."""
@@ -206,8 +209,13 @@ class Attribution:
         """Queue a process that has just failed, or was killed. Does not wait."""
         self._queue.put((rank, local_rank, pid, killed))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="recycle-attribution", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="recycle-attribution", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads on this host: the next failure tries again
+                log.warning("recycle: no failure is explained at present: %s", error)
+            else:
+                self._thread = thread
 
     def _run(self) -> None:
         while True:
@@ -216,11 +224,18 @@ class Attribution:
             with contextlib.suppress(queue.Empty):
                 while True:  # the host's current state may explain all of them
                     failures.append(self._queue.get_nowait())
-            look = self._host.look()
-            for rank, local_rank, pid, killed in failures:
-                found = self._host.explain(look, local_rank, pid, killed)
-                if found.causes:
-                    self._tell(rank, pid, found)
+            try:
+                self._explain(failures)
+            except Exception:  # the next ones may be explained all the same
+                log.exception("recycle: the failure of rank %s cannot be explained",
+                              ", ".join(str(rank) for rank, *_ in failures))
+
+    def _explain(self, failures: Sequence[tuple[int, int, int, bool]]) -> None:
+        look = self._host.look()
+        for rank, local_rank, pid, killed in failures:
+            found = self._host.explain(look, local_rank, pid, killed)
+            if found.causes:
+                self._tell(rank, pid, found)
 
 
 def _out_of_memory(look: Look, pid: int) -> Iterator[str]:

@@ -132,3 +132,23 @@ def test_failures_at_the_same_time_have_the_same_look(machine):
     found = [told.get(timeout=10) for _ in range(2)]
     assert [rank for rank, _, _ in found] == [4, 5]
     assert all("killed 2 processes" in one.causes[0] for _, _, one in found)
+
+
+def test_a_failure_that_cannot_be_explained_does_not_keep_the_next_one_from_it(machine, monkeypatch, caplog):
+    told: queue.Queue[Any] = queue.Queue()
+    attribution = Attribution(machine.host, lambda *found: told.put(found), settle=0.0)
+    looks, look = iter([None]), machine.host.look
+
+    def first_fails() -> Any:
+        told.put("looks")
+        if next(looks, 1) is None:
+            raise ZeroDivisionError
+        return look()
+
+    monkeypatch.setattr(machine.host, "look", first_fails)
+    attribution.failed(3, 0, 4003, True)
+    assert told.get(timeout=10) == "looks"
+    machine.kills("slurm/job_7", 1)
+    attribution.failed(4, 0, 4004, True)
+    assert [told.get(timeout=10) for _ in range(2)][1][0] == 4
+    assert "the failure of rank 3 cannot be explained" in caplog.text and "ZeroDivisionError" in caplog.text
