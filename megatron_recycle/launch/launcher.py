@@ -129,7 +129,7 @@ class Launcher:
                 self._wait()
         finally:
             self.processes.kill_all()
-            self._follower.poll(self.processes.shown())
+            self._follower.poll(self.processes.shown(), last=True)
             self._link.close()
             signal.set_wakeup_fd(descriptor)
             for number, handler in before.items():

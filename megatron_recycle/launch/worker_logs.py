@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_recycle.observe.text import one_line
 
-_CHUNK = 1 << 16
+_CHUNK = 1 << 13
+_LONGEST_LINE = 1 << 16
+"""Bytes after which a line is shown though it has not ended."""
+_TURN, _LAST_TURN = 0.2, 5.0
+"""Seconds for showing what is new in a log that grows, and in one that has ended."""
+_BEHIND = 1 << 24
+"""Bytes that may wait for being shown: a worker can print faster than a terminal shows it."""
 _TAIL = 8192
 _LONGEST = 300
 _ENDS = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)(?::.*)?)")
@@ -43,23 +51,23 @@ class Follower:
             self._speaker = rank
             self._read[rank] = max(self._read.get(rank, 0), offset)
 
-    def poll(self, live: Sequence[int]) -> None:
-        """Show new lines; `live` are the ranks that may be shown, in order."""
+    def poll(self, live: Sequence[int], last: bool = False) -> None:
+        """Show new lines; `live` are the ranks that may be shown, in order. The `last` call shows the ends, too."""
         if self._show == "none" or not live:
             return
         if self._show == "all":
             for rank in live:
-                self._forward(rank, f"[rank {rank}] ")
+                self._forward(rank, f"[rank {rank}] ", last)
             return
         shown = {min(live)} if self._speaker is None else {min(live), self._speaker}
         for rank in self._read.keys() - shown:
-            self._forward(rank, "")  # its last words
+            self._forward(rank, "", last=True)
             del self._read[rank]
         for rank in sorted(shown):
             if self._begun:
                 # Earlier lines of the next rank are not shown.
                 self._read.setdefault(rank, self._size(rank))
-            self._forward(rank, "")
+            self._forward(rank, "", last)
         self._begun = True
 
     def _path(self, rank: int) -> Path:
@@ -71,20 +79,25 @@ class Follower:
         except OSError:
             return 0
 
-    def _forward(self, rank: int, prefix: str) -> None:
-        try:
-            file = self._path(rank).open("rb")
-        except OSError:  # no file, where the disk was full when it was to be made
-            return
-        with file:
-            file.seek(self._read.get(rank, 0))
-            while data := file.read(_CHUNK):
+    def _forward(self, rank: int, prefix: str, last: bool) -> None:
+        """Show what is new in a log. Its disk may be full or gone, and anybody may have emptied or removed it."""
+        until = time.monotonic() + (_LAST_TURN if last else _TURN)
+        with suppress(OSError), self._path(rank).open("rb") as file:
+            if os.fstat(file.fileno()).st_size < self._read.setdefault(rank, 0):
+                self._read[rank] = 0
+            file.seek(self._read[rank])
+            while time.monotonic() < until and (data := file.read(_CHUNK)):
                 self._read[rank] = file.tell()
                 *lines, rest = (self._rest.get(rank, b"") + data).split(b"\n")
+                if len(rest) > _LONGEST_LINE:
+                    lines, rest = [*lines, rest], b""
                 self._rest[rank] = rest
                 for line in lines:
                     self._say(prefix + line.decode(errors="replace"))
-        self._read.setdefault(rank, 0)
+            left = os.fstat(file.fileno()).st_size - self._read[rank]
+            if time.monotonic() >= until and left > (0 if last else _BEHIND):
+                self._read[rank] += left
+                self._say(f"{prefix}[recycle: {left} bytes are left out here, see {self._path(rank)}]")
 
 
 def last_words(log: Path) -> str:

@@ -56,3 +56,43 @@ def test_who_speaks_makes_no_difference_where_all_are_shown_or_none(tmp_path):
         follower.logs_from(1, 4)
         follower.poll([0, 1])
         assert shown == expected
+
+
+def test_a_log_that_cannot_be_read_is_not_shown_and_one_that_was_emptied_is_shown_from_its_beginning(tmp_path):
+    shown: list[str] = []
+    follower = Follower(tmp_path, "all", shown.append)
+    write(tmp_path, 0, "a first line")
+    (tmp_path / "worker-1.log").mkdir()
+    follower.poll([0, 1, 2])
+    (tmp_path / "worker-0.log").write_text("again\n")
+    (tmp_path / "worker-1.log").rmdir()
+    write(tmp_path, 1, "a file now")
+    follower.poll([0, 1])
+    assert shown == ["[rank 0] a first line", "[rank 0] again", "[rank 1] a file now"]
+
+
+def test_a_line_that_does_not_end_is_shown_and_bytes_of_any_encoding(tmp_path):
+    shown: list[str] = []
+    follower = Follower(tmp_path, "first", shown.append)
+    (tmp_path / "worker-0.log").write_bytes(b"caf\xe9\n" + b"." * 100_000)
+    follower.poll([0])
+    assert shown[0] == "caf\ufffd" and 0 < len(shown[1]) <= 100_000 and set(shown[1]) == {"."}
+
+
+def test_a_worker_that_prints_faster_than_is_shown_holds_nothing_up(tmp_path, monkeypatch):
+    """For each line that is shown it prints a hundred."""
+    for name, value in (("_TURN", 0.0), ("_LAST_TURN", 0.02), ("_BEHIND", 5000)):
+        monkeypatch.setattr(f"megatron_recycle.launch.worker_logs.{name}", value)
+    shown: list[str] = []
+
+    def show(line: str) -> None:
+        shown.append(line)
+        assert len(shown) < 10_000, "it never returns"
+        write(tmp_path, 0, *["x" * 99] * 100)
+
+    follower = Follower(tmp_path, "first", show)
+    write(tmp_path, 0, *["x" * 99] * 100)
+    follower.poll([0])
+    assert shown == [f"[recycle: 10000 bytes are left out here, see {tmp_path / 'worker-0.log'}]"]
+    follower.poll([0], last=True)
+    assert shown[1] == "x" * 99 and "bytes are left out here" in shown[-1]
