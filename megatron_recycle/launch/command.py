@@ -41,6 +41,7 @@ from megatron_recycle.launch.reachability import (
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.slurm import Hosts
 from megatron_recycle.launch.summary import print_table
+from megatron_recycle.launch.surroundings import withstand
 from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (
     check_script,
@@ -52,7 +53,6 @@ from megatron_recycle.launch.worker_command import (
     torchrun_environment,
 )
 from megatron_recycle.membership.failure_kinds import describe_status
-from megatron_recycle.observe.output import spare_output
 
 __all__ = ["add_arguments", "launch", "run"]
 _JOIN_SECONDS = 600.0  # --join-timeout
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def launch(args: argparse.Namespace, command: list[str]) -> int:
     """Like `run`, with the workers' command given."""
-    spare_output()
+    withstand()
     config = RecycleConfig.resolve()
     translate(args)
     if args.chaos is not None:

@@ -27,6 +27,7 @@ from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.shutdown import Ending
 from megatron_recycle.launch.starting import Starting
 from megatron_recycle.launch.summary import Summary
+from megatron_recycle.launch.surroundings import heeded
 from megatron_recycle.launch.worker_logs import Follower, last_words
 from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
 from megatron_recycle.membership.inputs import Exited, StaysOut
@@ -54,7 +55,6 @@ from megatron_recycle.observe.text import printable
 
 _GLANCE = 0.25
 """Seconds between looks at log files and deadlines."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IDLE = 3.0
 """Seconds without a worker after which a host reports that."""
 
@@ -117,8 +117,8 @@ class Launcher:
         return self.processes.job
 
     def run(self) -> int:
-        """Start all workers and stay until all have ended; Ctrl-C and SIGTERM end them."""
-        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        """Start all workers and stay until all have ended; Ctrl-C, SIGTERM and SIGHUP end them."""
+        before = {number: signal.signal(number, self._signalled) for number in heeded()}
         descriptor = signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
         try:
             self._link.start()

@@ -28,9 +28,9 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.processes import Job
 from megatron_recycle.launch.reachability import bare, check_host, check_listening
 from megatron_recycle.launch.run_folder import make, prepare
+from megatron_recycle.launch.surroundings import withstand
 from megatron_recycle.launch.worker_command import clock, say_to
 from megatron_recycle.observe.events import read_events
-from megatron_recycle.observe.output import spare_output
 
 NODE = "service"
 """Stands for the number in a service's host name."""
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: options that contradict each other.
         RecycleError: the coordinator did not start.
     """
-    spare_output()
+    withstand()
     config, say = RecycleConfig.resolve(), say_to(sys.stderr)
     watching.check(args)
     if args.workers < 1:

@@ -15,8 +15,10 @@ from megatron_recycle.launch.processes import Processes, Say
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.membership.protocol import End, Interrupt
 
+_ASKS = (signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask the job to leave; systemd and a terminal that goes away send both, or one of them twice."""
 _SAME_SIGNAL = 2.0
-"""Seconds in which another SIGTERM is the same one: Slurm sends it to every process, srun and scripts pass it on."""
+"""Seconds in which another one is the same: Slurm sends it to every process, srun and scripts pass it on."""
 
 
 class Ending:
@@ -81,7 +83,7 @@ class Ending:
         """The first signal asks the workers to end, and with them the job, unless these have only joined it; the second
         kills at once."""
         moment = time.monotonic() if moment is None else moment
-        if self.interrupted and number == signal.SIGTERM and moment - self._asked < _SAME_SIGNAL:
+        if self.interrupted and number in _ASKS and moment - self._asked < _SAME_SIGNAL:
             return
         if self.interrupted:
             self._processes.signal_all(signal.SIGKILL)
@@ -93,9 +95,9 @@ class Ending:
             self._say(f"{name}: the workers of this host leave the job; a second one ends them at once")
             self._pass_on()
             self._deadline(grace.well, signal.SIGKILL)
-        elif number == signal.SIGTERM and self._handled:
+        elif number in _ASKS and self._handled:
             return  # another host was asked to end, too
-        elif number == signal.SIGTERM and self.time_to_leave is not None:
+        elif number in _ASKS and self.time_to_leave is not None:
             self._say(f"{name}: the job saves what is committed (on_leave) and ends, within "
                       f"{self.time_to_leave:.0f} s (leave_timeout); a second one ends it at once")
             self._tell_signal(number)

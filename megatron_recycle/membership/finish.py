@@ -10,7 +10,8 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import EndLate, Finished, Interrupted
 from megatron_recycle.membership.state import Closing, Phase, State
 
-_SIGTERM_STATUS = 128 + signal.SIGTERM
+_LEAVES = (128 + signal.SIGTERM, 128 + signal.SIGHUP)
+"""Statuses of jobs that are asked to leave, and not to end at once."""
 BY_ITSELF = 30.0
 """Seconds that a script with its own SIGTERM handler has to end, as under torchrun."""
 
@@ -34,7 +35,7 @@ def finished(state: State, happened: Finished, now: float) -> Step:
 
 def interrupted(state: State, happened: Interrupted, now: float) -> Step:
     """The job is ended from outside. Launchers repeat this after a reconnect, and there may be several."""
-    leaves = happened.status == _SIGTERM_STATUS
+    leaves = happened.status in _LEAVES
     if (leaves or happened.saves) and (state.closing is not None or state.script.asked is not None):
         return state, ()
     if (leaves and job_end.wanted(state)) or (happened.saves and job_end.possible(state, ())):

@@ -127,8 +127,11 @@ def launched(
     options: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
     script: Path = FAKE_WORKER,
+    starter: Callable[[], None] | None = None,
+    sink: int | None = None,
 ) -> Iterator[Running]:
-    """Start a job; whatever happens, nothing of it is left afterwards."""
+    """Start a job; whatever happens, nothing of it is left afterwards. `starter` runs in its process before it, and
+    `sink` gets its output in the place of a file."""
     check_label()
     command = [sys.executable, str(Path(__file__).with_name("start.py"))]
     command += ["--nproc", str(nproc), "--run-dir", str(folder), *options, str(script)]
@@ -141,7 +144,9 @@ def launched(
     }
     output = folder.parent / f"{folder.name}.out"
     with output.open("w") as file:
-        process = subprocess.Popen(command, env=variables, stdout=file, stderr=file, text=True)
+        out = file if sink is None else sink
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, text=True,
+                                   preexec_fn=starter)  # noqa: PLW1509 - tests have few threads
     running = Running(process, folder, output)
     try:
         yield running

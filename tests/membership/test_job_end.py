@@ -236,6 +236,10 @@ def test_ctrl_c_ends_scripts_that_handle_sigterm_themselves():
     assert endings(leaving(on_leave="end").feed(inputs.Interrupted(130, "interrupted by SIGINT", handled=True)))
 
 
+def test_a_terminal_that_goes_away_asks_the_job_to_leave_as_sigterm_does():
+    assert do.AwaitSaved(2, 45.0) in leaving().feed(inputs.Interrupted(129, "interrupted by SIGHUP"))
+
+
 def test_ctrl_c_does_not_save():
     assert endings(leaving().feed(inputs.Interrupted(130, "interrupted by SIGINT")))
 
