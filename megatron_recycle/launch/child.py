@@ -12,9 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_recycle.errors import RecycleError
-from megatron_recycle.observe.disk import of_disk
-
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SIG_IGN = ctypes.c_void_p(1)
@@ -55,7 +52,8 @@ class Child:
             longer needed.
         keep: descriptors that the process inherits, under the same numbers.
 
-    Raises RecycleError if its log is not ours to write.
+    Logs are expendable: a process starts without one, too. Raises OSError if the host has no room for the process, or
+    no such program.
     """
 
     def __init__(
@@ -84,19 +82,21 @@ class Child:
             )
         self.pid = self._process.pid
         self.log = log
-        self.pidfd = os.pidfd_open(self.pid)
-        """Readable when the process has ended."""
+        try:
+            self.pidfd = os.pidfd_open(self.pid)
+            """Readable when the process has ended."""
+        except OSError:  # no descriptor is left: nobody would know of this process
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def _log_file(self, log: Path) -> int:
-        """Open the log. Logs are expendable: a full disk must not keep a process from being started."""
+        """Open the log, or else a file that takes everything."""
         try:
             return _open_log(log)
         except OSError as error:
-            if not of_disk(error):
-                why = "it is a link" if error.errno == errno.ELOOP else error.strerror
-                raise RecycleError(f"the log {log} cannot be written ({why}): remove it, or choose another --run-dir"
-                                   ) from error
-            self.unlogged = f"{log} cannot be written ({error.strerror})"
+            why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+            self.unlogged = f"{log} cannot be written ({why})"
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     @property
@@ -135,7 +135,9 @@ class Child:
             return None
 
     def release(self) -> None:
-        """Close this process's descriptors of the child."""
-        os.close(self.pidfd)
+        """Close this process's descriptors of the child. Idempotent."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -100,12 +100,11 @@ class Service:
         return (f"this host's coordinator (pid {self.child.pid}) has died; starting it again to stand by (if it led, "
                 "another host's does within seconds)")
 
-    def restart(self) -> None:
-        """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until it
-        listens: its clients retry until they can connect. The old process is released in any case.
+    def bury(self) -> None:
+        """Release the process, which has died; `revive` starts the next one.
 
         Raises:
-            RecycleError: it has refused to start, or has died too often.
+            RecycleError: it has refused to start, or has died too often, so that there is no next one.
         """
         output = self._output() if self.later or self.standby else Answer()
         status = self.child.status() or 0
@@ -115,6 +114,10 @@ class Service:
             raise RecycleError(_not_started(self.child.log, output))
         if status != DEPOSED:
             self.deaths.died(self.child.log)
+
+    def revive(self) -> None:
+        """Start the coordinator of the same job again, at the same addresses. Does not wait until it listens: its
+        clients retry until they can connect. Raises OSError where the host has no room for a process at present."""
         self.spec = replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True, begun=self.begun)
         self.child, self.later = self.spawn(self.spec), True
 
@@ -168,7 +171,11 @@ def start(spec: CoordinatorSpec, run_dir: Path, token: str, environ: Mapping[str
     Raises:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
-    child = (spawn := partial(_spawn, run_dir, token, environ, tied))(spec)
+    spawn = partial(_spawn, run_dir, token, environ, tied)
+    try:
+        child = spawn(spec)
+    except OSError as error:
+        raise RecycleError(f"the coordinator did not start: {error}") from error
     output = answer(child, _START_LIMIT)
     started = Service(child, output.control, spec, spawn)
     if not output.control:
@@ -187,8 +194,11 @@ def _not_started(log: Path, output: Answer) -> str:
     """Message for a failed start; `output` has the reason, if the process could report it."""
     if output.error is not None:
         return f"the coordinator did not start: {output.error}"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-    return f"the coordinator did not start; the end of {log}:\n{tail}"
+    try:
+        tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+    except OSError as error:
+        tail = [f"it cannot be read ({error.strerror})"]
+    return "\n".join([f"the coordinator did not start; the end of {log}:", *tail])
 
 
 def answer(child: Child, limit: float) -> Answer:

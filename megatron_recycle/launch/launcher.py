@@ -7,6 +7,8 @@ are queued, and the link's thread sends them. The parts: `processes`, `starting`
 
 from __future__ import annotations
 
+import contextlib
+import math
 import queue
 import selectors
 import signal
@@ -39,6 +41,7 @@ from megatron_recycle.membership.protocol import (
     EventTold,
     Explains,
     Heartbeat,
+    Interrupt,
     LauncherHello,
     Lives,
     LoggingRank,
@@ -55,6 +58,8 @@ from megatron_recycle.observe.text import printable
 
 _GLANCE = 0.25
 """Seconds between looks at log files and deadlines."""
+_PAUSE = 5.0
+"""Seconds between two tries to start the coordinator where the host has no room for its process."""
 _IDLE = 3.0
 """Seconds without a worker after which a host reports that."""
 
@@ -104,6 +109,8 @@ class Launcher:
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._signals: deque[tuple[int, float]] = deque()
+        self._revives = math.inf
+        """When the coordinator is to be started again."""
         self._refused = False
         self._idle_since: float | None = None
         self._reports: list[Message] = []
@@ -123,8 +130,7 @@ class Launcher:
         try:
             self._link.start()
             self._watch_coordinator()
-            for rank in self.job.ranks:
-                self.spawn(rank, NOT_JOINED if self.job.joining else None)
+            self._start_all()
             while self.processes.live() or self._awaits_end():
                 self._wait()
         finally:
@@ -163,6 +169,18 @@ class Launcher:
         return "the coordinator did not say how the job ended"
 
     # Workers
+
+    def _start_all(self) -> None:
+        """Start the first processes of all ranks. If the host has no room for one of them, the job ends: none can begin
+        without it."""
+        try:
+            for rank in self.job.ranks:
+                self.spawn(rank, NOT_JOINED if self.job.joining else None)
+        except OSError as error:
+            why = f"{self.processes.host} cannot start rank {rank}: {error}"
+            if not self.job.joining:
+                self._link.send(Interrupt(1, why))
+            self.ending.give_up(why)
 
     def spawn(self, rank: int, out: str | None = None, move: int = 0) -> None:
         """Start a process for `rank`; if `out`, the process is to join."""
@@ -227,6 +245,7 @@ class Launcher:
         if self._link.lost_since is None:  # only the coordinator could let them in
             self.starting.again()
         self.starting.moves()
+        self._revive()
         self._check_coordinator()
         self._follower.poll(self.processes.shown())
         self.processes.kill_late()
@@ -235,20 +254,40 @@ class Launcher:
 
     def _watch_coordinator(self) -> None:
         if self._coordinator is not None:
+            if self._coordinator.child.unlogged is not None:
+                self._say(f"{self._coordinator.child.unlogged}: what the coordinator prints is lost")
             self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
 
     def _coordinator_died(self, died: Service) -> None:
         """Start the coordinator again, unless it is no longer needed; where that does not help, the job ends. Training
         goes on meanwhile: the new coordinator reads the journal and finds the workers where they are."""
-        if self.ending.end is not None or (self.ending.interrupted and not self.ending.saves):
+        if not self._is_led():
             return
         self._say(died.end_told())
         try:
-            died.restart()
+            died.bury()
         except RecycleError as error:
             self._coordinator = None
             self.ending.give_up(f"no coordinator any more: {error}")
-        self._watch_coordinator()
+        else:
+            self._revives = time.monotonic()
+
+    def _is_led(self) -> bool:
+        """Whether the job still needs its coordinator."""
+        return self.ending.end is None and (not self.ending.interrupted or self.ending.saves)
+
+    def _revive(self) -> None:
+        """Start the next coordinator, as soon as the host has room for its process."""
+        if self._coordinator is None or time.monotonic() < self._revives or not self._is_led():
+            return
+        try:
+            self._coordinator.revive()
+        except OSError as error:
+            self._say(f"the coordinator cannot be started yet: {error}")
+            self._revives = time.monotonic() + _PAUSE
+        else:
+            self._revives = math.inf
+            self._watch_coordinator()
 
     def _drain(self) -> None:
         try:
@@ -383,7 +422,8 @@ class Launcher:
 
     def _enqueue(self, message: ToLauncher) -> None:
         self._inbox.put(message)
-        self._wake_out.send(b"m")
+        with contextlib.suppress(BlockingIOError):  # it will wake anyway
+            self._wake_out.send(b"m")
 
     def _signalled(self, number: int, frame: object) -> None:
         self._signals.append((number, time.monotonic()))

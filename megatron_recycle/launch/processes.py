@@ -110,7 +110,7 @@ class Processes:
         return f"{socket.gethostname()}/{self.job.environ.get('GROUP_RANK', '0')}"
 
     def spawn(self, rank: int, out: str | None = None, move: int = 0) -> WorkerProcess:
-        """Start a process for `rank`; if `out`, the process is to join. Raises RecycleError or OSError."""
+        """Start a process for `rank`; if `out`, the process is to join. Raises OSError."""
         environ = {
             **self.job.environ,
             "RANK": str(rank),

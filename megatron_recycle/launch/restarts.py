@@ -9,6 +9,7 @@ from dataclasses import dataclass
 _TOGETHER = 5.0
 """Seconds within which failures of a host's workers count as one."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_SHORTAGE_PAUSE = 10.0
 _FRUITLESS = 3
 """Lives in a row that may end before they have joined: after these another one would end the same way."""
 
@@ -97,6 +98,10 @@ class Restarts:
         for other in self._ranks.values():  # a host comes back as a whole
             if other.due is not None and other.cuts == known.cuts:
                 other.due = known.due
+
+    def later(self, rank: int, now: float) -> None:
+        """The rank was due, and its host has no room for a process at present: the rank loses none of its restarts."""
+        self._ranks[rank].due = now + _SHORTAGE_PAUSE
 
     def replaced(self, rank: int) -> None:
         """The rank's process has failed, and its replacement has its device already."""

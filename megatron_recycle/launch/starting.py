@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.processes import NOT_JOINED, Processes, Say, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited
 from megatron_recycle.membership.protocol import Message
 
+_SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors of a host that has no room for another process at present."""
 _CUT_OFF = FailureKind.UNREACHABLE
 """The failure of workers whose host was out of reach: nothing is wrong with them."""
 
@@ -33,7 +35,7 @@ class Starting:
 
     Args:
         spawn: starts a process for a rank that is out for this reason, for the move of this number (0: none). Raises
-            RecycleError or OSError.
+            OSError.
         tell: gets messages for the coordinator; they are repeated after a reconnect.
     """
 
@@ -112,11 +114,13 @@ class Starting:
         """Start one more process in a running job: if it cannot be started, no other worker is affected."""
         try:
             self._spawn(rank, out, move)
-        except (RecycleError, OSError) as error:
+        except OSError as error:
             self._say(f"rank {rank} cannot be started: {error}")
             if move:
                 self._end_move(rank)
                 self._tell(Exited(rank, 0, 1, time.time(), str(self._processes.log(rank)), move))
+            elif error.errno in _SHORTAGES:
+                self._restarts.later(rank, time.monotonic())
             else:
                 self._ended(rank, out)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import select
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
@@ -23,8 +28,19 @@ from megatron_recycle.launch.coordinator_process import DEPOSED, Deaths, Service
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Grace, Job, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
+from megatron_recycle.launch.worker_logs import Follower
 from megatron_recycle.membership.inputs import Exited, StaysOut
-from megatron_recycle.membership.protocol import TO_LAUNCHER, Begun, Drop, End, EventTold, Interrupt, Start, Terminate
+from megatron_recycle.membership.protocol import (
+    TO_LAUNCHER,
+    Begun,
+    Drop,
+    End,
+    EventTold,
+    Interrupt,
+    Message,
+    Start,
+    Terminate,
+)
 
 IGNORES = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', end='', flush=True); "
            "time.sleep(60)")
@@ -259,6 +275,35 @@ def test_sigterm_twice_within_two_seconds_is_one_signal_and_ctrl_c_is_not(tmp_pa
         until(made, lambda: all(worker.status == -signal.SIGKILL for worker in made.processes.workers.values()))
 
 
+def test_what_a_terminal_or_systemd_sends_at_once_is_one_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with launcher(tmp_path, [], range(1)) as made:
+        sent: list[int] = []
+        monkeypatch.setattr(made.processes, "signal_all", sent.append)
+        made._receive(Begun(0, 60.0))
+        made.ending.interrupt(signal.SIGTERM, 100.0)
+        made.ending.interrupt(signal.SIGHUP, 100.1)
+        made.ending.interrupt(signal.SIGHUP, 100.2)
+        assert not sent and made.ending.saves
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_terminal_that_goes_away_ends_the_job_unless_nohup_has_started_it(tmp_path: Path, ignored: bool) -> None:
+    hang_up = [sys.executable, "-c", "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"]
+    found = signal.SIG_IGN if ignored else lambda number, frame: None
+    before = signal.signal(signal.SIGHUP, found)
+    try:
+        job = Job(hang_up, os.environ, tmp_path, range(1), 1, show="none", grace=Grace(failed=0.0, cut_off=0.0))
+        made = Launcher(job, "127.0.0.1:1", "token", print)
+        made.run()
+        assert made.ending.interrupted is not ignored
+        assert signal.getsignal(signal.SIGHUP) is found
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_deaf_child_takes_no_notice_of_what_slurm_signals(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"]
     child = Child(command, os.environ, tmp_path / "log", deaf=True)
@@ -383,20 +428,134 @@ def test_scripts_that_have_ended_may_take_their_time_though_the_job_has_failed(t
             assert made.ending._kill_at is not None and 0 <= made.ending._kill_at[0] - begun - grace < 5.0
 
 
+def cannot_start(monkeypatch: pytest.MonkeyPatch, number: int, times: int = 1000) -> None:
+    """The next processes are not started, for this error's number."""
+    before, left = subprocess.Popen, iter(range(times))
+
+    def start(*args: Any, **options: Any) -> Any:
+        if next(left, None) is not None:
+            raise OSError(number, os.strerror(number))
+        return before(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+
+
 def test_a_worker_that_cannot_be_started_again_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody has put a link where its log was, or the run's folder is gone."""
+    """Its program is gone."""
     monkeypatch.setattr("megatron_recycle.launch.restarts._FIRST_PAUSE", 0.05)
     said: list[str] = []
     with launcher(tmp_path, said) as made:
         made.restarts.most, made._link.lost_since = 2, None
-        (tmp_path / "worker-0.log").unlink()
-        (tmp_path / "worker-0.log").symlink_to("/nowhere")
+        cannot_start(monkeypatch, errno.ENOENT)
         made.processes.workers[0].child.signal(signal.SIGKILL)
         until(made, lambda: 0 in made.restarts.given_up)
         assert made.processes.workers[1].child.status() is None
-    assert len([line for line in said if "rank 0 cannot be started: " in line and "it is a link" in line]) == 2
+    assert len([line for line in said if "rank 0 cannot be started: [Errno 2]" in line]) == 2
+
+
+def test_a_worker_waits_for_its_host_to_have_room_and_loses_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_FIRST_PAUSE", "_SHORTAGE_PAUSE"):
+        monkeypatch.setattr(f"megatron_recycle.launch.restarts.{name}", 0.05)
+    said: list[str] = []
+    with launcher(tmp_path, said) as made:
+        made.restarts.most, made._link.lost_since = 1, None
+        first = made.processes.workers[0]
+        cannot_start(monkeypatch, errno.EAGAIN, times=4)
+        first.child.signal(signal.SIGKILL)
+        until(made, lambda: made.processes.workers[0] is not first)
+        assert made.processes.workers[0].child.status() is None and not made.restarts.given_up
+    assert len([line for line in said if "rank 0 cannot be started: [Errno 11]" in line]) == 4
+
+
+def test_a_process_that_nobody_could_watch_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no descriptor left, though the process was started."""
+    pids: list[int] = []
+
+    def none_left(pid: int) -> int:
+        pids.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        Child(SLEEP, os.environ, tmp_path / "log")
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+@pytest.mark.parametrize("spoil", [
+    lambda log: log.symlink_to("/nowhere"), Path.mkdir, lambda log: shutil.rmtree(log.parent)],
+    ids=["a link", "a folder", "no folder"])
+def test_a_worker_whose_log_cannot_be_written_is_started_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Path], None]
+) -> None:
+    monkeypatch.setattr("megatron_recycle.launch.restarts._FIRST_PAUSE", 0.05)
+    said: list[str] = []
+    (run := tmp_path / "run").mkdir()
+    with launcher(run, said, range(1)) as made:
+        made._follower = Follower(run, "all", said.append)
+        made._link.lost_since = None
+        first, log = made.processes.workers[0], made.processes.log(0)
+        log.unlink()
+        spoil(log)
+        first.child.signal(signal.SIGKILL)
+        until(made, lambda: made.processes.workers[0] is not first)
+        made._wait()
+        assert made.processes.workers[0].child.status() is None
+    (line,) = [line for line in said if "what it prints is lost" in line]
+    assert line.startswith(f"rank 0: {log} cannot be written (")
+
+
+def test_a_host_without_room_for_all_workers_ends_the_job_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Message] = []
+    made = Launcher(Job(SLEEP, os.environ, tmp_path, range(2), 2, show="none"), "127.0.0.1:1", "token", print)
+    monkeypatch.setattr(made._link, "send", sent.append)
+    cannot_start(monkeypatch, errno.EAGAIN)
+    assert made.run() == 1
+    why = f"{made.processes.host} cannot start rank 0: [Errno 11] Resource temporarily unavailable"
+    assert made.message == why and Interrupt(1, why) in sent, "the other hosts hear of it"
+
+
+def test_the_coordinator_waits_for_its_host_to_have_room_and_no_worker_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_recycle.launch.launcher._PAUSE", 0.05)
+    said: list[str] = []
+
+    def spawn(spec: CoordinatorSpec) -> Child:
+        return Child(SLEEP, os.environ, tmp_path / "coordinator.log", stdout=subprocess.PIPE)
+
+    service = Service(spawn(CoordinatorSpec(2)), "127.0.0.1:1", CoordinatorSpec(2), spawn)
+    with launcher(tmp_path, said) as made:
+        made._coordinator, first = service, service.child
+        made._watch_coordinator()
+        cannot_start(monkeypatch, errno.EAGAIN, times=3)
+        first.signal(signal.SIGKILL)
+        until(made, lambda: service.child is not first)
+        assert service.spec.resume and service.child.status() is None and len(made.processes.live()) == 2
+        service.kill()
+    assert len([line for line in said if "the coordinator cannot be started yet: [Errno 11]" in line]) == 3
+
+
+def test_a_failure_that_no_thread_explains_is_told_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    with launcher(tmp_path, []) as made:
+        made.processes.workers[0].child.signal(signal.SIGKILL)
+        until_ended(made, made.processes.workers[0])
+        assert [message.rank for message in made._reports if isinstance(message, Exited)] == [0]
+        with pytest.raises(RecycleError, match="cannot talk to the job's coordinator: can't start new thread"):
+            made._link.start()
+    assert "no failure is explained at present: can't start new thread" in caplog.text
 
 
 def test_a_process_that_was_to_join_and_ends_well_has_failed(tmp_path: Path) -> None:
