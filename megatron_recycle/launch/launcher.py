@@ -315,7 +315,7 @@ class Launcher:
         if isinstance(command, Begun):
             self.restarts.of_host = command.max_failures_per_host
             self.restarts.begun(0 if self.ending.over else command.max_restarts, time.monotonic())
-            self.ending.time_to_leave = command.leave_timeout
+            self.ending.begun, self.ending.time_to_leave = True, command.leave_timeout
         elif isinstance(command, Start):
             if self.processes.mine(command.beside, command.pid) is not None and not self.ending.over:
                 self.starting.begin_move(command.rank, command.beside, command.move)

@@ -31,6 +31,7 @@ class Ending:
         end: the coordinator's word, once it is there.
         told: messages already sent to the coordinator, and sent again after a reconnect.
         interrupted: whether a signal has asked for the end.
+        begun: whether training has begun, so that workers hear of the end from the coordinator.
         time_to_leave: seconds that the job has to save and end after a request to go; None: it goes at once.
     """
 
@@ -38,6 +39,7 @@ class Ending:
         self.end: End | None = None
         self.told: tuple[Interrupt, ...] = ()
         self.interrupted = False
+        self.begun = False
         self.time_to_leave: float | None = None
         self._processes = processes
         self._restarts = restarts
@@ -105,8 +107,13 @@ class Ending:
         else:
             self._say(f"{name}: ending all workers")
             self._tell_signal(number)
-            self._pass_on()
-            self._deadline(grace.terminated, signal.SIGKILL)
+            if number in _ASKS and self.begun:
+                # The coordinator knows whether scripts handle it. They could end before it has heard of the signal, as
+                # if they had come to their end.
+                self._deadline(grace.terminated, signal.SIGTERM)
+            else:
+                self._pass_on()
+                self._deadline(grace.terminated, signal.SIGKILL)
 
     def terminate(self, seconds: float) -> None:
         """Pass a SIGTERM to the job on to the scripts, which handle it themselves and have so long. Idempotent."""
@@ -136,6 +143,7 @@ class Ending:
         if live := [str(worker.rank) for worker in self._processes.live()]:
             name = signal.Signals(number).name
             self._say(f"rank {', '.join(live)} still running after the end of the job: {name}")
+            self._passed_on |= number == signal.SIGTERM
             self._processes.signal_all(number)
             self._deadline(self._processes.job.grace.terminated, signal.SIGKILL)
 

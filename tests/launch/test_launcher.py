@@ -289,6 +289,18 @@ def test_what_a_terminal_or_systemd_sends_at_once_is_one_signal(
         monkeypatch.undo()
 
 
+def test_the_coordinator_hears_of_sigterm_before_scripts_that_would_end_by_it(tmp_path: Path) -> None:
+    """They would end well, and so would the job, which is to be started again."""
+    with launcher(tmp_path, [], range(1)) as made:
+        made._receive(Begun(0, None))
+        made.processes.job = dataclasses.replace(made.job, grace=Grace(terminated=0.2))
+        made.ending.interrupt(signal.SIGTERM)
+        assert made._hello()[-1] == Interrupt(143, "interrupted by SIGTERM")
+        assert made.ending._kill_at is not None and made.ending._kill_at[1] == signal.SIGTERM, "it is still to come"
+        until_ended(made, made.processes.workers[0])  # nobody has answered
+        assert made.processes.workers[0].status == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("ignored", [True, False])
 def test_a_terminal_that_goes_away_ends_the_job_unless_nohup_has_started_it(tmp_path: Path, ignored: bool) -> None:
     hang_up = [sys.executable, "-c", "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"]
