@@ -92,10 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         return _overview(arguments)
     name = arguments[0]
+    parser = Parser(prog=f"recycle {name}", description=COMMANDS[name][1],
+                    epilog=f"example: {EXAMPLES[name]}" if name in EXAMPLES else None)
     try:
         module = importlib.import_module(COMMANDS[name][0])
-        parser = Parser(prog=f"recycle {name}", description=COMMANDS[name][1],
-                        epilog=f"example: {EXAMPLES[name]}" if name in EXAMPLES else None)
         module.add_arguments(parser)
         status = int(module.run(parser.parse_args(arguments[1:])))
         sys.stdout.flush()
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.status
     except (RecycleError, PlanError) as error:
         print(f"recycle {name}: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return parser.status
 
 
 def _overview(arguments: list[str]) -> int:

@@ -1,12 +1,14 @@
-"""Parser of the `recycle` command: one line that says what is wrong, with the nearest name, and status 2."""
+"""Parser of the `recycle` command: one line that says what is wrong, with the nearest name, and a status."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 USAGE_ERROR = 2
@@ -35,10 +37,12 @@ class Parser(argparse.ArgumentParser):
     Attributes:
         behind: the name in the namespace for the words behind ``--``, which are not parsed; None: argparse's own way.
         folded: title of a group that `--help` leaves out; its options are taken all the same.
+        status: the exit status of an error.
     """
 
     behind: str | None = None
     folded: str | None = None
+    status: int = USAGE_ERROR
 
     def format_help(self) -> str:
         """As argparse's, without the group that is `folded`."""
@@ -60,9 +64,9 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print one line, with the nearest known name if there is one, and exit with 2."""
+        """Print one line, with the nearest known name if there is one, and exit with `status`."""
         print(f"{self.prog}: {self._plain(message)}; `{self.prog} --help` lists the arguments", file=sys.stderr)
-        sys.exit(USAGE_ERROR)
+        sys.exit(self.status)
 
     def _plain(self, message: str) -> str:
         if (unknown := _UNKNOWN.fullmatch(message)) is not None:
@@ -88,6 +92,22 @@ def hint(given: str, names: Sequence[str]) -> str:
     """`; did you mean ...?`, or nothing if no name is near."""
     near = difflib.get_close_matches(given, names, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+def number(wanted: str, fits: Callable[[Any], bool], kind: type = float) -> Callable[[str], Any]:
+    """Type of an option: a number that ``fits``. Others are refused with the ``wanted`` form."""
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if fits(found := kind(text)):
+                return found
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give {wanted}")
+
+    return read
+
+
+seconds = number("seconds, 0 or more", lambda found: 0 <= found < math.inf)
+some_seconds = number("seconds, more than 0", lambda found: 0 < found < math.inf)
+count = number("a whole number, 0 or more", lambda found: found >= 0, int)
 
 
 def also(parser: Any, dest: str, *names: str, **options: Any) -> None:

@@ -40,8 +40,7 @@ def test_the_command_writes_a_file_or_says_why_not(tmp_path: Path, capsys: pytes
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in DEGRADED))
     assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "report.md")]) == 0
     assert (tmp_path / "report.md").read_text().startswith(f"# {tmp_path.name}\n")
-    for wrong, text in ((["--restart", "-1"], "0 or more"), (["-o", "/nowhere/x.md"], "cannot be written")):
-        assert cli.main(["report", str(tmp_path), *wrong]) == 2
-        assert text in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path), "-o", "/nowhere/x.md"]) == 2
+    assert "cannot be written" in capsys.readouterr().err
     (tmp_path / "events.jsonl").write_text('{"t": 1.0, "event": "suspected"}\n')
     assert cli.main(["report", str(tmp_path)]) == 2 and "another version" in capsys.readouterr().err

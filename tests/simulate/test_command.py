@@ -78,8 +78,6 @@ def test_outages_of_a_trace_and_losses_of_a_job_are_told_apart(capsys: pytest.Ca
     ([*GRID, "--hosts", "0"], "needs hosts"),
     ([*GRID, "--tp", "2"], "multiple of 2"),
     ([*GRID, "--host-mtbf", "0"], "above 0"),
-    ([*GRID, "--save-every", "0"], "above 0"),
-    ([*GRID, "--wait", "-1"], "from 0 on"),
     ([*GRID, "--cap", "0"], "at least one"),
 ])
 def test_what_makes_no_sense_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], words: list[str], said: str):

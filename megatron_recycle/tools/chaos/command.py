@@ -17,6 +17,7 @@ from megatron_recycle.tools.chaos.dice import KINDS, Dice
 from megatron_recycle.tools.chaos.director import Director
 from megatron_recycle.tools.chaos.orders import Order, add_acts, order_of, read_script
 from megatron_recycle.tools.chaos.target_job import ChaosError, newest
+from megatron_recycle.usage import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     script.add_argument("file", type=Path, metavar="FILE")
     dice = acts.add_parser("random", help="random acts; the same seed draws the same ones")
     dice.add_argument("--seed", type=int, default=0)
-    dice.add_argument("--rate", type=float, default=6.0, metavar="R", help="acts in a minute (default 6)")
-    dice.add_argument("--count", type=int, metavar="N", help="how many (default: until the job ends, or Ctrl-C)")
+    dice.add_argument("--rate", type=_rate, default=6.0, metavar="R", help="acts in a minute (default 6)")
+    dice.add_argument("--count", type=number("1 or more", lambda found: found >= 1, int), metavar="N",
+                      help="how many (default: until the job ends, or Ctrl-C)")
     dice.add_argument("--last", action="store_true", help="hit the last worker of a stage too, which ends the job")
     dice.add_argument("--kinds", type=_kinds, default=None, metavar="A,B",
                       help=f"of {','.join(KINDS)} (default: all that the job's workers listen for)")
@@ -65,10 +67,6 @@ def _orders(args: argparse.Namespace) -> list[Order]:
 
 
 def _random(director: Director, args: argparse.Namespace) -> int:
-    if not 0 < args.rate < math.inf:
-        raise ConfigError(f"random: --rate is {args.rate:g}; give more than 0 acts in a minute")
-    if args.count is not None and args.count < 1:
-        raise ConfigError(f"random: --count is {args.count}; give 1 or more")
     director.await_start()
     observed = (director.job.run_dir / holds.FOLDER).is_dir()
     kinds = args.kinds or [kind for kind in KINDS if observed or kind != "stall"]
@@ -81,6 +79,9 @@ def _run_dir(given: Path | None) -> Path:
     if not folder.is_dir():
         raise ChaosError(f"there is no run directory {folder}")
     return folder
+
+
+_rate = number("more than 0 acts in a minute", lambda found: 0 < found < math.inf)
 
 
 def _kinds(text: str) -> Sequence[str]:

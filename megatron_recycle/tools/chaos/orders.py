@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import Process
+from megatron_recycle.usage import count, number, seconds, some_seconds
 
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "save", "saved",
           "collective", "collected", "boundary", "recovering", "joining")
@@ -83,22 +82,22 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
     def act(name: str, help: str) -> argparse.ArgumentParser:
         made = acts.add_parser(name, help=help, description=help)
-        made.add_argument("--after", type=_seconds, default=0.0, metavar="SECONDS", help="wait so long first")
+        made.add_argument("--after", type=seconds, default=0.0, metavar="SECONDS", help="wait so long first")
         return made
 
     def on_workers(name: str, help: str) -> argparse.ArgumentParser:
         made = act(name, help)
         made.add_argument("workers", nargs="+", type=_worker, metavar="D:S", help="all of them at the same moment")
-        made.add_argument("--at-iteration", type=_count, metavar="K", help="when iteration K is in flight")
+        made.add_argument("--at-iteration", type=count, metavar="K", help="when iteration K is in flight")
         return made
 
     def with_phase(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
         made.add_argument("--phase", choices=PHASES, help="when the worker begins it (needs `recycle run --chaos`)")
-        made.add_argument("--nth", type=_count, default=0, metavar="N", help="its Nth time in the iteration, from 0")
+        made.add_argument("--nth", type=count, default=0, metavar="N", help="its Nth time in the iteration, from 0")
         return made
 
     def lasting(made: argparse.ArgumentParser, until: str) -> None:
-        made.add_argument("--for", dest="seconds", type=_lasting, metavar="SECONDS", help=f"default: until {until}")
+        made.add_argument("--for", dest="seconds", type=some_seconds, metavar="SECONDS", help=f"default: until {until}")
 
     with_phase(on_workers("kill", "SIGKILL"))
     lasting(with_phase(on_workers("freeze", "SIGSTOP: the whole process stands still")), "`thaw`")
@@ -109,12 +108,12 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     slow.add_argument("factor", type=_factor, metavar="FACTOR", help="1.5: half as long again")
     lasting(slow, "the end of the job, or Ctrl-C")
     coordinator = act("coordinator", "kill the coordinator; the launcher starts it again")
-    coordinator.add_argument("--at-iteration", type=_count, metavar="K", help="when iteration K is in flight")
+    coordinator.add_argument("--at-iteration", type=count, metavar="K", help="when iteration K is in flight")
     coordinator.add_argument("--freeze", dest="frozen", action="store_true", help="SIGSTOP instead")
     lasting(coordinator, "for ever, with --freeze")
     cut = act("partition", "cut hosts that are network namespaces of this machine off (needs root)")
     cut.add_argument("hosts", nargs="+", metavar="NAMESPACE")
-    cut.add_argument("--at-iteration", type=_count, metavar="K", help="when iteration K is in flight")
+    cut.add_argument("--at-iteration", type=count, metavar="K", help="when iteration K is in flight")
     cut.add_argument("--from", dest="others", nargs="+", default=(), metavar="NAMESPACE", help="default: all others")
     cut.add_argument("--one-way", action="store_true", help="only what they send is lost")
     cut.add_argument("--link", action="store_true", help="take their link down")
@@ -147,13 +146,13 @@ def read_script(lines: Iterable[str], where: str) -> list[Order]:
     parser = LineParser(prog="chaos", add_help=False)
     add_acts(parser.add_subparsers(dest="act", required=True, parser_class=LineParser))
     orders = []
-    for number, line in enumerate(lines, start=1):
+    for place, line in enumerate(lines, start=1):
         try:
             words = shlex.split(line, comments=True)
             if words:
                 orders.append(order_of(parser.parse_args(words)))
         except (ConfigError, ValueError) as error:
-            raise ConfigError(f"{where}, line {number}: {error}") from error
+            raise ConfigError(f"{where}, line {place}: {error}") from error
     return orders
 
 
@@ -165,29 +164,4 @@ def _worker(text: str) -> str:
                                          "as in 1:2.0") from error
 
 
-def _number(wanted: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Parser of a number that ``fits``; others are refused with a message about the ``wanted`` form."""
-    def read(text: str) -> float:
-        with suppress(ValueError):
-            if fits(number := float(text)):
-                return number
-        raise argparse.ArgumentTypeError(f"{text!r}: give {wanted}")
-
-    return read
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 0 or more")
-    return int(text)
-
-
-_seconds = _number("0 or more seconds", lambda number: 0.0 <= number < math.inf)
-_factor = _number("a FACTOR of more than 1 and at most 100", lambda number: 1.0 < number <= 100.0)
-
-
-def _lasting(text: str) -> float:
-    seconds = _seconds(text)
-    if not seconds:
-        raise argparse.ArgumentTypeError(f"{text!r}: give more than 0 seconds")
-    return seconds
+_factor = number("a FACTOR of more than 1 and at most 100", lambda found: 1.0 < found <= 100.0)

@@ -17,6 +17,7 @@ from megatron_recycle.membership.names import Process
 from megatron_recycle.observe.text import printable
 from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.runs import add_names, folder_of, read, split
+from megatron_recycle.usage import count
 
 _LINES = 50
 _PAUSE = 0.25
@@ -41,16 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="", help="the workers of this host only")
     parser.add_argument("--failed", action="store_true", help="only those that were lost")
     parser.add_argument("--coordinator", action="store_true", help="the coordinator's log, too")
-    parser.add_argument("-n", "--lines", type=int, default=_LINES, metavar="N", help=f"of each (default {_LINES})")
-    parser.add_argument("--since", metavar="10m", help="no lines with an older time stamp: 30s, 10m, 2h")
+    parser.add_argument("-n", "--lines", type=count, default=_LINES, metavar="N", help=f"of each (default {_LINES})")
+    parser.add_argument("--since", type=span, metavar="10m", help="no lines with an older time stamp: 30s, 10m, 2h")
     parser.add_argument("-f", "--follow", action="store_true", help="go on as the logs grow, until Ctrl-C")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print; returns 0, or 1 if there is no such log. Raises ConfigError."""
-    if args.lines < 0:
-        raise ConfigError(f"--lines is {args.lines}; give 0 or more")
-    oldest = None if args.since is None else time.time() - span(args.since)
+    oldest = None if args.since is None else time.time() - args.since
     folder, workers = split(args.names, args.run)
     folder = folder_of(folder)
     seen = read(folder).seen
@@ -74,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def span(text: str) -> float:
-    """Seconds of ``10m`` and the like. Raises ConfigError."""
+    """Seconds of ``10m`` and the like."""
     if (match := _SPAN.match(text)) is None:
-        raise ConfigError(f"--since is {text!r}; give a span of time: 30s, 10m, 2h, 1d")
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a span of time: 30s, 10m, 2h, 1d")
     return float(match[1]) * _UNITS[match[2]]
 
 

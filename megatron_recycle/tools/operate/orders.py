@@ -11,32 +11,25 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate.ask import Unreachable, add_run_and_token, ask, find
 from megatron_recycle.tools.operate.outlook import duration
+from megatron_recycle.usage import seconds
 
 _PAUSE = 0.5
 
 
-def until(done: Callable[[], Any], seconds: float) -> bool:
-    """Wait until ``done``, for at most ``seconds``; returns its last answer."""
-    limit = time.monotonic() + seconds
+def until(done: Callable[[], Any], limit: float) -> bool:
+    """Wait until ``done``, for at most ``limit`` seconds; returns its last answer."""
+    end = time.monotonic() + limit
     while not done():
-        if time.monotonic() >= limit:
+        if time.monotonic() >= end:
             return False
         time.sleep(_PAUSE)
     return True
 
 
-def check_timeout(seconds: float) -> None:
-    """Raises ConfigError for an impossible waiting time."""
-    if not 0 <= seconds < float("inf"):
-        raise ConfigError(f"--timeout is {seconds:g}; give seconds, 0 or more")
-
-
 def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> int:
     """Order these workers out, and wait until they are; returns the exit status."""
-    check_timeout(args.timeout)
     address = find(args)
     before = ask(address.control, address.token, "status")["workers"]
     named = ask(address.control, address.token, what, workers, host)["workers"]
@@ -62,8 +55,8 @@ def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> 
     return 0
 
 
-def add_order(parser: argparse.ArgumentParser, seconds: float, named: bool) -> None:
-    """Add the arguments that all orders have; ``seconds``: how long a command waits until it is carried out."""
+def add_order(parser: argparse.ArgumentParser, limit: float, named: bool) -> None:
+    """Add the arguments that all orders have; ``limit``: seconds that a command waits until it is carried out."""
     add_run_and_token(parser, named)
-    parser.add_argument("--timeout", type=float, default=seconds, metavar="SECONDS",
-                        help=f"to wait until it is done (default {seconds:g}; 0: not at all)")
+    parser.add_argument("--timeout", type=seconds, default=limit, metavar="SECONDS",
+                        help=f"to wait until it is done (default {limit:g}; 0: not at all)")

@@ -19,6 +19,7 @@ from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools.operate.job_history import Absence, Event, JobHistory
 from megatron_recycle.tools.operate.outlook import duration
 from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of
+from megatron_recycle.usage import seconds
 
 PHASES = ("found", "planned", "reconciled", "training again")
 """Phases of a recovery, each from the end of the one before; the first one from the failure."""
@@ -107,15 +108,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle report`."""
     add_run(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="Markdown (default: standard output)")
-    parser.add_argument("--restart", type=float, default=_RESTART, metavar="SECONDS",
+    parser.add_argument("--restart", type=seconds, default=_RESTART, metavar="SECONDS",
                         help="that this job would take from a failure to its next iteration if it were started again "
                         f"(default {_RESTART:g}): an assumption, which the report names")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print or write the report; returns 0. Raises ConfigError."""
-    if not 0 <= args.restart < float("inf"):
-        raise ConfigError(f"--restart is {args.restart:g}; give seconds, 0 or more")
     folder = folder_of(args.run)
     try:
         found = account(read_events(folder / EVENTS))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.text import printable
 from megatron_recycle.tools.operate.ask import add_run_and_token, ask_stacks, find
 from megatron_recycle.tools.operate.runs import add_names, split
+from megatron_recycle.usage import some_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,13 +16,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_names(parser)
     add_run_and_token(parser, named=False)
     parser.add_argument("--host", default="", help="the workers of this host only")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="to wait (default 5)")
+    parser.add_argument("--timeout", type=some_seconds, default=5.0, metavar="SECONDS", help="to wait (default 5)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the stacks; returns 1 if some worker has not answered. Raises RecycleError."""
-    if not 0 < args.timeout < float("inf"):
-        raise ConfigError(f"--timeout is {args.timeout:g}; give seconds, more than 0")
     args.run, workers = split(args.names, args.run)
     address = find(args)
     found = ask_stacks(address.control, address.token, workers, args.host, args.timeout)

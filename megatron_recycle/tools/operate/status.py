@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.observe.text import one_line
@@ -24,44 +24,36 @@ from megatron_recycle.tools.operate.ask import Refused, Unreachable, add_token_f
 from megatron_recycle.tools.operate.outlook import Facts, Level, Outlook, duration, judge
 from megatron_recycle.tools.operate.runs import add_run, folder_of, read
 from megatron_recycle.tools.profile import planned_seconds
+from megatron_recycle.usage import Parser, number
 
 VERSION = 1
 """Version of the JSON that `--json` prints; raised when a field goes away or changes its meaning."""
 _SHOWN = 32
 """Most workers shown one by one, unless all are asked for."""
 _OFTEN = 2.0
+_pause = number("seconds, 0.1 or more", lambda found: 0.1 <= found < math.inf)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Add the arguments of `recycle status`. An error of usage has status 3: 2 is a job at risk."""
-    def error(message: str) -> NoReturn:
-        parser.print_usage(sys.stderr)
-        parser.exit(int(Level.OVER), f"{parser.prog}: error: {message}\n")
-
-    parser.error = error  # type: ignore[method-assign]
+    parser.status = int(Level.OVER)
     add_run(parser)
     parser.epilog = f"{parser.epilog}; exit status: 0 healthy, 1 degraded, 2 at risk, 3 ended or unreachable"
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--watch", nargs="?", type=float, const=_OFTEN, metavar="SECONDS",
+    parser.add_argument("--watch", nargs="?", type=_pause, const=_OFTEN, metavar="SECONDS",
                         help=f"again every so often (default {_OFTEN:g}), until the job is over")
     parser.add_argument("--workers", action="store_true", help=f"each worker, also where there are more than {_SHOWN}")
     add_token_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the status, once or again and again; returns the level of the last one, or 3 where there is none."""
-    try:
-        if args.watch is not None and not 0.1 <= args.watch < float("inf"):
-            raise ConfigError(f"--watch is {args.watch:g}; give seconds, 0.1 or more")
-        folder = folder_of(args.run)
-        while True:
-            status = _once(folder, args)
-            if args.watch is None or status == Level.OVER:
-                return int(status)
-            time.sleep(args.watch)
-    except RecycleError as error:
-        print(f"recycle status: {error}", file=sys.stderr)
-        return int(Level.OVER)
+    """Print the status, once or again and again; returns the level of the last one. Raises ConfigError."""
+    folder = folder_of(args.run)
+    while True:
+        status = _once(folder, args)
+        if args.watch is None or status == Level.OVER:
+            return int(status)
+        time.sleep(args.watch)
 
 
 def _ask(found: Meeting | None, token_file: Path | None) -> tuple[dict[str, Any] | None, str]:

@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Stop the job; returns 0 once it has ended, and is saved if requested. Raises RecycleError."""
-    orders.check_timeout(args.timeout)
     if args.anyway and not args.checkpoint:
         raise ConfigError("--anyway is about --checkpoint: give both")
     address = find(args)

@@ -25,6 +25,7 @@ from megatron_recycle.tools.simulate.policies.registry import ORDER, USUAL, make
 from megatron_recycle.tools.simulate.reading import read
 from megatron_recycle.tools.simulate.report import as_json, show
 from megatron_recycle.tools.simulate.trace import Trace, TraceError
+from megatron_recycle.usage import seconds, some_seconds
 
 _STALLS = {
     "start": "until a process has built its model (default 30)", "save": "that a checkpoint takes (default 30)",
@@ -74,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--policy", nargs="+", default=[*USUAL], metavar="NAME", help=f"all, or of {', '.join(ORDER)}")
     how.add_argument("--recovery", metavar="FILE", help="stalls as measured by scripts/bench/recovery.py (its JSON)")
     for name, text in _STALLS.items():
-        how.add_argument(f"--{name.replace('_', '-')}", type=float, metavar="SECONDS", help=text)
+        how.add_argument(f"--{name.replace('_', '-')}", type=some_seconds if name == "save_every" else seconds,
+                         metavar="SECONDS", help=text)
     how.add_argument("--technique", choices=("adaptive", "decoupled", "staggered"), default="staggered")
     how.add_argument("--shapes", choices=("auto", "exact", "multiset"), default="auto",
                      help="whether losses in another order of stages need another plan (auto: on small grids)")
@@ -185,10 +187,6 @@ def _model(text: str) -> model_costs.Model:
 def _stalls(args: argparse.Namespace) -> Stalls:
     stalls = Stalls.measured(args.recovery) if args.recovery else Stalls()
     given = {name: getattr(args, name) for name in _STALLS if getattr(args, name) is not None}
-    if any(not 0 <= value < float("inf") for value in given.values()):
-        raise TraceError("--start, --save, --restart, --save-every and --wait are seconds from 0 on")
-    if given.get("save_every") == 0:
-        raise TraceError("--save-every 0: nothing but checkpoints would be made; give seconds above 0")
     return replace(stalls, **given)
 
 
@@ -216,8 +214,8 @@ def _traces(args: argparse.Namespace, cluster: Cluster) -> list[Trace]:
         raise TraceError("--seeds must be at least 1")
     failures = {f"of_{name}s": None if hours is None else Failures(3600 * hours, args.shape, 3600 * args.repair)
                 for name, hours in rates.items()}
-    seconds = 3600 * (24.0 if args.hours is None else args.hours)
-    return [generate(cluster.hosts, cluster.gpus, seconds, args.seed + number, rack=args.rack, **failures)
+    duration = 3600 * (24.0 if args.hours is None else args.hours)
+    return [generate(cluster.hosts, cluster.gpus, duration, args.seed + number, rack=args.rack, **failures)
             for number in range(args.seeds)]
 
 
