@@ -57,7 +57,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "launch": frozenset({"usage", "plan", "measure", "planner", "membership", "control", "observe"}),
     "tools.simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period",
                                  "tools.picture_style", "usage"}),
-    "tools.chaos": frozenset({"plan", "membership", "control", "runtime", "observe", "launch", "usage"}),
+    "tools.chaos": frozenset({"plan", "membership", "control", "runtime", "observe", "launch", "usage",
+                              "tools.operate.runs"}),
 }
 """Package (or a module or a part of it that differs: a command is a front end) -> packages it may import beside itself
 and the leaves. What is not listed may import all, but for `TOOLS`."""

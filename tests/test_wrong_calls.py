@@ -77,7 +77,7 @@ CALLS: list[tuple[str, dict[str, str], str]] = [
     ("plan --pipelines 2 --stages 2 --microbatches 4 --failed 1.1", {}, "1.1"),
     ("plan --pipelines 2 --stages 2 --microbatches 4 --costs 1,2", {}, "1,2"),
     ("timeline nosuch.json", {}, "nosuch.json"),
-    ("profile .", {}, "events.jsonl cannot be read"),
+    ("profile .", {}, "is no run's"),
     ("simulate", {}, "the following arguments are required: --grid"),
     ("simulate --grid 3x4 --gpu-mtbf 1", {}, "--grid '3x4' is not"),
     ("simulate --grid 3x4x6 --model nosuch --gpu-mtbf 100", {}, "nosuch"),

@@ -12,10 +12,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import meeting
@@ -23,6 +22,8 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.slurm import Ask, ask
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools import examples
+from megatron_recycle.tools.operate.job_history import JobHistory
+from megatron_recycle.tools.operate.runs import EVENTS
 from megatron_recycle.usage import Parser
 
 SCRIPTS = {"deepspeed": "deepspeed.sbatch", "megatron": "megatron.sbatch", "apart": "apart.sh"}
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     found = meeting.read(run_dir) if run_dir.is_dir() else None
     if found is None or not found.control or not found.command:
         raise ConfigError(f"no job of `recycle run` runs in {run_dir}: give its run folder with --run-dir")
-    losses, partial = lost(read_events(run_dir / "events.jsonl"))
+    losses, partial = lost(JobHistory(read_events(run_dir / EVENTS)))
     for host, ranks in partial.items():
         print(f"{host}: rank {', '.join(map(str, ranks))} missing, while others there live: `max_restarts` starts such "
               "workers again; a host is healed as a whole")
@@ -101,22 +102,14 @@ def allocation(job: str, query: Ask) -> Allocation:
                       left if re.fullmatch(r"[0-9:-]+", left) else "", _field(reply, "OverSubscribe") == "NO")
 
 
-def lost(events: Iterable[Mapping[str, Any]]) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+def lost(seen: JobHistory) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     """The ranks without a worker, by the node that they were on at the start: first for nodes without any worker left,
-    then for nodes with some."""
-    ranks: dict[str, int] = {}
-    hosts: dict[str, str] = {}
-    members: set[str] = set()
-    for event in events:
-        if event["event"] == "started":
-            ranks, hosts, members = dict(event["ranks"]), dict(event["hosts"]), set(event["members"])
-        elif event["event"] == "decided":
-            members = set(event["members"])
+    then for nodes with some. Between two lives of a job there are none."""
     whole: dict[str, list[int]] = {}
     partial: dict[str, list[int]] = {}
-    for host in dict.fromkeys(hosts.values()):
-        on_host = [worker for worker, where in hosts.items() if where == host]
-        missing = sorted(ranks[worker] for worker in on_host if worker not in members)
+    for host in dict.fromkeys(seen.hosts.values()) if seen.started else ():
+        on_host = [worker for worker, where in seen.hosts.items() if where == host]
+        missing = sorted(seen.ranks[worker] for worker in on_host if worker not in seen.members)
         if missing:
             (whole if len(missing) == len(on_host) else partial)[host.partition("/")[0]] = missing
     return whole, partial

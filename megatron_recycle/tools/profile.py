@@ -15,6 +15,8 @@ from statistics import mean
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.plan import Costs, Plan, PlanError, Worker, replay
+from megatron_recycle.tools.operate.job_history import JobHistory
+from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of, reading
 
 PARTS = {"actions": "forwards, backwards and weight gradients themselves",
          "full backwards": "backwards with both gradients in one",
@@ -54,28 +56,19 @@ class Breakdown:
         return mean(sum(parts.values()) for parts in self.seconds.values())
 
 
-def breakdowns(run: Path) -> list[Breakdown]:
-    """All breakdowns of the job in the folder ``run``. Raises ConfigError."""
-    path = run / "events.jsonl" if run.is_dir() else run
-    try:
-        events = read_events(path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}: give the folder of a run, or its events") from None
-    except ValueError as error:
-        raise ConfigError(f"{error}: give the folder of a run, or its events") from None
-    found, digest, generation, since = [], "", None, 0
-    for event in events:
-        if event["event"] == "planned" and generation is not None and event.get("generation") == generation:
-            continue  # a better plan, which is in force once it is adopted
-        if event["event"] in ("planned", "adopted"):
-            digest, generation = event.get("digest", digest), event.get("generation", generation)
-        if event["event"] in ("resumed", "adopted"):
-            since = event.get("iteration", since)
-        elif event["event"] == "spent" and "seconds" in event:
-            costs = Costs.from_json(event.get("costs"))
-            found.append(Breakdown(event["iteration"],
-                                   {Worker.parse(name): parts for name, parts in event["seconds"].items()},
-                                   costs, planned_seconds(path.parent, digest, costs), since))
+def breakdowns(folder: Path) -> list[Breakdown]:
+    """All breakdowns of the run in ``folder``. Raises ConfigError."""
+    found, seen, since = [], JobHistory(), 0
+    with reading(folder / EVENTS):
+        for event in read_events(folder / EVENTS):
+            seen.add(event)
+            if event["event"] in ("resumed", "adopted"):
+                since = event.get("iteration", since)
+            elif event["event"] == "spent" and "seconds" in event:
+                costs = Costs.from_json(event.get("costs"))
+                found.append(Breakdown(event["iteration"],
+                                       {Worker.parse(name): parts for name, parts in event["seconds"].items()},
+                                       costs, planned_seconds(folder, seen.digest, costs), since))
     return found
 
 
@@ -104,15 +97,16 @@ def rows(breakdown: Breakdown) -> dict[str, dict[str, float]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle profile`."""
-    parser.add_argument("run", type=Path, help="folder of a run (runs/...), or its events.jsonl")
+    add_run(parser)
     parser.add_argument("--all", action="store_true", help="every breakdown, instead of the last one")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print and return 0. Raises ConfigError."""
-    found = breakdowns(args.run)
+    folder = folder_of(args.run)
+    found = breakdowns(folder)
     if not found:
-        raise ConfigError(f"{args.run}: no event `spent` is in it; a job tells of its time after 16 iterations, and "
+        raise ConfigError(f"{folder}: no event `spent` is in it; a job tells of its time after 16 iterations, and "
                           "then every 25")
     for breakdown in found if args.all else found[-1:]:
         show(breakdown)

@@ -19,7 +19,7 @@ from megatron_recycle import cli
 from megatron_recycle.observe.holds import folder_of, write
 from megatron_recycle.tools.chaos.acts import Act
 from megatron_recycle.tools.chaos.orders import read_script
-from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob, newest
+from megatron_recycle.tools.chaos.target_job import ChaosError, TargetJob
 
 
 @contextmanager
@@ -151,14 +151,3 @@ def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, stranger: subprocess
     assert cli.main([*command, "kill", "1:0"]) == 2
     assert "has ended" in capsys.readouterr().err
     assert stranger.poll() is None
-
-
-def test_without_a_name_the_newest_job_is_meant(tmp_path: Path):
-    with pytest.raises(ChaosError, match="--run-dir"):
-        newest(tmp_path)
-    for age, name in ((100, "a"), (10, "b"), (50, "c")):
-        (tmp_path / name).mkdir()
-        events = tmp_path / name / "events.jsonl"
-        events.touch()
-        os.utime(events, (1e9 - age, 1e9 - age))
-    assert newest(tmp_path) == tmp_path / "b"

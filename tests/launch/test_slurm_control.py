@@ -17,6 +17,7 @@ from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.other_launchers import refuse, variables_of_srun
 from megatron_recycle.launch.worker_command import python_command, script_command
 from megatron_recycle.tools import heal
+from megatron_recycle.tools.operate.job_history import JobHistory
 
 DEFAULTS = "KillOnBadExit           = 0\nWaitTime                = 0 sec\n"
 STRICT = "KillOnBadExit           = 1\nWaitTime                = 30 sec\n"
@@ -168,14 +169,15 @@ STARTED = {"event": "started", "ranks": {"0:0": 0, "0:1": 1, "1:0": 2, "1:1": 3,
 
 
 def decided(*members: str) -> dict[str, object]:
-    return {"event": "decided", "members": dict.fromkeys(members, "i")}
+    return {"t": 1.0, "event": "decided", "members": dict.fromkeys(members, "i")}
 
 
 def test_hosts_that_are_missing_as_a_whole_are_healed() -> None:
-    assert heal.lost([STARTED]) == ({}, {})
-    assert heal.lost([STARTED, decided("0:0", "0:1", "1:1")]) == ({"n3": [4, 5]}, {"n2": [2]})
-    back = [STARTED, decided("0:0", "0:1"), decided(*STARTED["ranks"])]
-    assert heal.lost(back) == ({}, {})
+    some, few = decided("0:0", "0:1", "1:1"), decided("0:0", "0:1")
+    assert heal.lost(JobHistory([STARTED])) == ({}, {})
+    assert heal.lost(JobHistory([STARTED, some])) == ({"n3": [4, 5]}, {"n2": [2]})
+    assert heal.lost(JobHistory([STARTED, few, decided(*STARTED["ranks"])])) == ({}, {})
+    assert heal.lost(JobHistory([STARTED, few, {"event": "started_again"}])) == ({}, {})
 
 
 JOB = "JobId=7 JobState=RUNNING NodeList=n[1-2] Partition=main OverSubscribe=NO WorkDir=/job BatchFlag=1"

@@ -78,8 +78,8 @@ def test_costs_of_stages_with_several_chunks(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_without_one_it_says_when_there_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["profile", str(tmp_path)]) == 2 and "events.jsonl cannot be read" in capsys.readouterr().err
+    assert cli.main(["profile", str(tmp_path)]) == 2 and "is no run's" in capsys.readouterr().err
     (tmp_path / "events.jsonl").write_text('{"event": "started"}\n')
     assert cli.main(["profile", str(tmp_path)]) == 2 and "after 16 iterations" in capsys.readouterr().err
-    (tmp_path / "plan.json").write_text("[1]\n")
-    assert cli.main(["profile", str(tmp_path / "plan.json")]) == 2 and "give the folder" in capsys.readouterr().err
+    (tmp_path / "events.jsonl").write_text("[1]\n")
+    assert cli.main(["profile", str(tmp_path)]) == 2 and "another version" in capsys.readouterr().err

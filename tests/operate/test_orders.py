@@ -21,7 +21,7 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.tools.operate import logs
 from megatron_recycle.tools.operate.ask import Refused, Unreachable, ask, ask_stacks
 from megatron_recycle.tools.operate.job_history import JobHistory
-from megatron_recycle.tools.operate.runs import split
+from megatron_recycle.tools.operate.runs import latest, split
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 from tests.operate.test_status import DEGRADED, NAMES
@@ -126,6 +126,18 @@ def test_a_run_and_workers_are_told_apart() -> None:
     assert split([], Path("y")) == (Path("y"), [])
     with pytest.raises(ConfigError, match="name one run"):
         split(["a", "b"], None)
+
+
+def test_without_a_name_the_latest_run_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no run in runs/"):
+        latest()
+    for age, name in ((100, "a"), (10, "b"), (50, "c")):
+        events = Path("runs") / name / "events.jsonl"
+        events.parent.mkdir(parents=True)
+        events.touch()
+        os.utime(events, (1e9 - age, 1e9 - age))
+    assert latest() == Path("runs/b")
 
 
 def test_logs_of_some_workers_with_their_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,8 @@ from megatron_recycle.observe import holds
 from megatron_recycle.tools.chaos.dice import KINDS, Dice
 from megatron_recycle.tools.chaos.director import Director
 from megatron_recycle.tools.chaos.orders import Order, add_acts, order_of, read_script
-from megatron_recycle.tools.chaos.target_job import ChaosError, newest
+from megatron_recycle.tools.chaos.target_job import ChaosError
+from megatron_recycle.tools.operate.runs import latest
 from megatron_recycle.usage import number
 
 
@@ -75,7 +76,7 @@ def _random(director: Director, args: argparse.Namespace) -> int:
 
 def _run_dir(given: Path | None) -> Path:
     named = given or Launched.read().run_dir
-    folder = Path(named).absolute() if named else newest(Path("runs")).absolute()
+    folder = (Path(named) if named else latest()).absolute()
     if not folder.is_dir():
         raise ChaosError(f"there is no run directory {folder}")
     return folder

@@ -171,14 +171,6 @@ def _host_of(pid: int) -> str | None:
         return None
 
 
-def newest(runs: Path) -> Path:
-    """The run directory in `runs` whose events are the latest. Raises ChaosError if there is none."""
-    found = sorted(runs.glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ChaosError(f"there is no job in {runs}/: give --run-dir DIR")
-    return found[-1].parent
-
-
 def started_at(pid: int) -> float:
     """Start time of a process (Unix seconds). Raises OSError, or IndexError if it ends meanwhile."""
     fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

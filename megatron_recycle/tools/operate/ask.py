@@ -31,7 +31,7 @@ from megatron_recycle.membership.protocol import (
     StacksOf,
     WireError,
 )
-from megatron_recycle.tools.operate.runs import add_run, folder_of, meeting_of
+from megatron_recycle.tools.operate.runs import folder_of, meeting_of
 
 _LIMIT = 5.0
 """Seconds that a coordinator has to answer."""
@@ -52,16 +52,6 @@ class ControlAddress:
     folder: Path
     control: str
     token: str
-
-
-def add_run_and_token(parser: argparse.ArgumentParser, named: bool = True) -> None:
-    """Add the arguments that name a run and its token; the run as an option, unless it is ``named`` first."""
-    if named:
-        add_run(parser)
-    else:
-        parser.add_argument("--run", type=Path, metavar="RUN",
-                            help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)")
-    add_token_file(parser)
 
 
 def add_token_file(parser: argparse.ArgumentParser) -> None:

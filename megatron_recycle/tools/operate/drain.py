@@ -7,13 +7,15 @@ from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate import orders
+from megatron_recycle.tools.operate.runs import add_run_option
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle drain`."""
     parser.add_argument("host", nargs="+", metavar="HOST", help="its name, as `recycle status` shows it: n3/2 or n3 or "
                         "2; the run's folder may come first")
-    orders.add_order(parser, 300.0, named=False)
+    add_run_option(parser)
+    orders.add_order(parser, 300.0)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.plan import Plan, PlanError, replay
 from megatron_recycle.tools.operate.job_history import JobHistory
-from megatron_recycle.tools.operate.runs import EVENTS, folder_of
+from megatron_recycle.tools.operate.runs import EVENTS, folder_of, reading
 from megatron_recycle.tools.profile import plan_of
 
 _TIMINGS = "timings"
@@ -133,11 +133,9 @@ def _span(offset: float, fields: Sequence[Any]) -> Span:
 def _in_force(folder: Path, iteration: int) -> tuple[str, bool, int]:
     """The digest of the plan that an iteration was run by, whether its costs were measured, and the generation."""
     seen = JobHistory()
-    try:
+    with reading(folder / EVENTS):
         for event in read_events(folder / EVENTS):
             seen.add(event)
             if event["event"] == "committed" and event["iteration"] >= iteration:
                 break
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / EVENTS} cannot be read: {error}") from error
     return seen.digest, seen.period is not None, seen.generation

@@ -38,7 +38,6 @@ class Log(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle logs`."""
     add_names(parser)
-    parser.add_argument("--run", type=Path, metavar="RUN", help="the same folder, as an option")
     parser.add_argument("--host", default="", help="the workers of this host only")
     parser.add_argument("--failed", action="store_true", help="only those that were lost")
     parser.add_argument("--coordinator", action="store_true", help="the coordinator's log, too")

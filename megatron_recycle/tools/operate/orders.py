@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from megatron_recycle.tools.operate.ask import Unreachable, add_run_and_token, ask, find
+from megatron_recycle.tools.operate.ask import Unreachable, add_token_file, ask, find
 from megatron_recycle.tools.operate.outlook import duration
 from megatron_recycle.usage import seconds
 
@@ -55,8 +55,8 @@ def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> 
     return 0
 
 
-def add_order(parser: argparse.ArgumentParser, limit: float, named: bool) -> None:
+def add_order(parser: argparse.ArgumentParser, limit: float) -> None:
     """Add the arguments that all orders have; ``limit``: seconds that a command waits until it is carried out."""
-    add_run_and_token(parser, named)
+    add_token_file(parser)
     parser.add_argument("--timeout", type=seconds, default=limit, metavar="SECONDS",
                         help=f"to wait until it is done (default {limit:g}; 0: not at all)")

@@ -6,14 +6,15 @@ import argparse
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate import orders
-from megatron_recycle.tools.operate.runs import split
+from megatron_recycle.tools.operate.runs import add_run_option, split
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle out`."""
     parser.add_argument("workers", nargs="+", metavar="WORKER",
                         help="by its position, 1:2; the run's folder may come first")
-    orders.add_order(parser, 60.0, named=False)
+    add_run_option(parser)
+    orders.add_order(parser, 60.0)
 
 
 def run(args: argparse.Namespace) -> int:

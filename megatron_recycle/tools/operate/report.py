@@ -18,7 +18,7 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools.operate.job_history import Absence, Event, JobHistory
 from megatron_recycle.tools.operate.outlook import duration
-from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of
+from megatron_recycle.tools.operate.runs import EVENTS, add_run, folder_of, reading
 from megatron_recycle.usage import seconds
 
 PHASES = ("found", "planned", "reconciled", "training again")
@@ -116,14 +116,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print or write the report; returns 0. Raises ConfigError."""
     folder = folder_of(args.run)
-    try:
-        found = account(read_events(folder / EVENTS))
-        text = markdown(folder.name, found, args.restart)
-    except OSError as error:
-        raise ConfigError(f"{folder / EVENTS} cannot be read: {error.strerror}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / EVENTS} was written by another version of megatron-recycle (it lacks {error})"
-                          ) from error
+    with reading(folder / EVENTS):
+        text = markdown(folder.name, account(read_events(folder / EVENTS)), args.restart)
     if args.output is not None:
         try:
             args.output.write_text(text, encoding="utf-8")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,31 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import devices, meeting
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import read_events
 from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.outlook import Facts
 
 EVENTS, JOURNAL = "events.jsonl", "journal.jsonl"
+_RUN = "folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)"
 _WORKER = re.compile(r"\d+:\d+(\.\d+)?\Z")
 _WORTHLESS = ('"event": "rolled_back"', '"event": "rebuilt"', '"event": "hint"')
 
 
 def add_run(parser: Any) -> None:
     """Add the argument that names a run."""
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN",
-                        help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/)")
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=_RUN)
+
+
+def add_run_option(parser: Any) -> None:
+    """Add the option that names a run."""
+    parser.add_argument("--run", type=Path, metavar="RUN", help=_RUN)
 
 
 def add_names(parser: Any) -> None:
-    """Add the argument that names a run and some of its workers; `split` reads it."""
+    """Add the arguments that name a run and some of its workers; `split` reads them."""
     parser.add_argument("names", nargs="*", metavar="[RUN] [WORKER ...]",
-                        help="folder of the run (default: RECYCLE_RUN_DIR, or the latest in runs/), and positions, 1:2 "
-                        "(default: all workers)")
+                        help=f"{_RUN}, and positions, 1:2 (default: all workers)")
+    add_run_option(parser)
 
 
 def split(names: list[str], run: Path | None) -> tuple[Path | None, list[str]]:
@@ -51,6 +56,27 @@ def meeting_of(folder: Path) -> Meeting | None:
     return meeting.read(home)
 
 
+def latest() -> Path:
+    """The folder in runs/ whose events are the latest. Raises ConfigError if there is none."""
+    found = sorted(Path("runs").glob(f"*/{EVENTS}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError("there is no run in runs/: name the folder of one, as its launcher has printed it "
+                          "(\"logs and events in ...\")")
+    return found[-1].parent
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A block that reads a run's events and their fields. Raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} was written by another version of megatron-recycle (it lacks {error}): use the "
+                          "version that runs the job") from error
+
+
 def folder_of(given: Path | None) -> Path:
     """The folder of a run: the named one, or RECYCLE_RUN_DIR's, or the last written one in runs/.
 
@@ -60,11 +86,7 @@ def folder_of(given: Path | None) -> Path:
     if given is None and (named := os.environ.get(variable("run_dir"))):
         given = Path(named)
     if given is None:
-        found = [path.parent for path in Path("runs").glob(f"*/{EVENTS}")]
-        if not found:
-            raise ConfigError("there is no run in runs/: name the folder of one, as its launcher has printed it "
-                              "(\"logs and events in ...\")")
-        given = max(found, key=lambda path: (path / EVENTS).stat().st_mtime)
+        given = latest()
     folder = given.parent if given.name == EVENTS else given
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: name the folder of a run, as its launcher has printed it "
@@ -90,14 +112,12 @@ def read(folder: Path) -> Facts:
                   if isinstance(event.get("event"), str)]
     except (OSError, ValueError) as error:
         problems.append(f"events cannot be read: {error}")
-    try:
+    with reading(folder / EVENTS):
         seen = JobHistory(events)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / EVENTS} was written by another version of megatron-recycle (it lacks {error}): "
-                          "use the version that runs the job") from error
     state = None
     try:
-        state = _journal(folder / JOURNAL, seen.size)
+        if (folder / JOURNAL).exists():
+            state = restore(seen.size, read_events(folder / JOURNAL))
     except (OSError, KeyError, TypeError, ValueError) as error:
         problems.append(f"the journal cannot be read: {error}")
     found = None
@@ -111,12 +131,3 @@ def read(folder: Path) -> Facts:
     age = None if not seen.last else max(0.0, now - float(seen.last["t"]))
     return Facts(seen, now, str(folder), state, meeting=found, event_age=age, gpus=devices.read(folder),
                  problems=tuple(problems))
-
-
-def _journal(path: Path, size: int) -> State | None:
-    """The state from a journal, also while it is written: a truncated last line does not count."""
-    if not path.exists():
-        return None
-    whole = path.read_bytes().rpartition(b"\n")[0]
-    records = [json.loads(line) for line in whole.splitlines() if line.strip()]
-    return restore(size, [record for record in records if record])

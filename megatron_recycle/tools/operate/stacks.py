@@ -6,7 +6,7 @@ import argparse
 
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.text import printable
-from megatron_recycle.tools.operate.ask import add_run_and_token, ask_stacks, find
+from megatron_recycle.tools.operate.ask import add_token_file, ask_stacks, find
 from megatron_recycle.tools.operate.runs import add_names, split
 from megatron_recycle.usage import some_seconds
 
@@ -14,7 +14,7 @@ from megatron_recycle.usage import some_seconds
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle stacks`."""
     add_names(parser)
-    add_run_and_token(parser, named=False)
+    add_token_file(parser)
     parser.add_argument("--host", default="", help="the workers of this host only")
     parser.add_argument("--timeout", type=some_seconds, default=5.0, metavar="SECONDS", help="to wait (default 5)")
 

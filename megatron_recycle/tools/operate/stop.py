@@ -10,12 +10,13 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.tools.operate import orders
 from megatron_recycle.tools.operate.ask import ask, find
 from megatron_recycle.tools.operate.outlook import duration
-from megatron_recycle.tools.operate.runs import read
+from megatron_recycle.tools.operate.runs import add_run, read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle stop`."""
-    orders.add_order(parser, 600.0, named=True)
+    add_run(parser)
+    orders.add_order(parser, 600.0)
     parser.add_argument("--checkpoint", action="store_true",
                         help="first save what is committed, as for a pre-emption; refused if none can be written")
     parser.add_argument("--anyway", action="store_true",
