@@ -92,7 +92,7 @@ def test_costs_of_a_real_run_are_its_last_profile(tmp_path: Path):
               {"event": "profiled", "costs": {**last.to_json(), "speed": {"0:1": 1.5}}}]
     path.write_text("\n".join(map(json.dumps, events)) + '\n{"event": "comm')  # it is just being written
     assert profiled(path) == last
-    path.write_text("\n".join(map(json.dumps, [*events, {"event": "spent", "costs": first.to_json()}])))
+    path.write_text("\n".join(map(json.dumps, [*events, {"event": "spent", "costs": first.to_json()}])) + "\n")
     assert profiled(path) == first, "told later"
     path.write_text(json.dumps({"event": "started"}) + "\n" + json.dumps({"event": "committed"}) + "\n")
     with pytest.raises(TraceError, match="profiled"):

@@ -23,7 +23,7 @@ from megatron_recycle.tools.simulate.job import Job, profiled
 from megatron_recycle.tools.simulate.policies.recycling import Stalls
 from megatron_recycle.tools.simulate.policies.registry import ORDER, USUAL, makers
 from megatron_recycle.tools.simulate.reading import read
-from megatron_recycle.tools.simulate.report import as_json, show
+from megatron_recycle.tools.simulate.report import show
 from megatron_recycle.tools.simulate.trace import Trace, TraceError
 from megatron_recycle.usage import seconds, some_seconds
 
@@ -110,14 +110,15 @@ def run(args: argparse.Namespace) -> int:
              "costs": job.costs.to_json(), "unit_seconds": job.unit, "cap": job.activations, "trace": args.trace,
              "hours": hours, "outages": [trace.failures for trace in traces], "notes": notes,
              "technique": args.technique}
+    told = json.dumps({"about": setup, "policies": [row.to_json() for row in rows]})
     if args.json == "-":
-        print(json.dumps(as_json(rows, setup)))
+        print(told)
     else:
         outages = sum(trace.failures for trace in traces) / len(traces)
         show(rows, console, f"{args.grid}, TP {args.tp}, {cluster.hosts} hosts with {cluster.gpus} GPUs; {hours:.1f} h;"
                             f" {outages:.0f} outages in the trace; fault-free: stock 1F1B")
     if args.json and args.json != "-":
-        _write(args.json, json.dumps(as_json(rows, setup)))
+        _write(args.json, told)
     if args.picture:
         from megatron_recycle.tools.simulate.charts import over_time
 
@@ -176,12 +177,10 @@ def _typed(args: argparse.Namespace, stages: int) -> Costs:
 def _model(text: str) -> model_costs.Model:
     if text in model_costs.MODELS:
         return model_costs.MODELS[text]
-    try:
-        return model_costs.Model(*(int(part) for part in text.split(",")))
-    except (TypeError, ValueError) as error:
-        if isinstance(error, PlanError):
-            raise
-        raise PlanError(f"--model {text!r}: give {', '.join(model_costs.MODELS)}, or LAYERS,HIDDEN") from None
+    sizes = text.split(",")
+    if not 2 <= len(sizes) <= 5 or not all(size.strip().isdecimal() for size in sizes):
+        raise PlanError(f"--model {text!r}: give {', '.join(model_costs.MODELS)}, or LAYERS,HIDDEN")
+    return model_costs.Model(*map(int, sizes))
 
 
 def _stalls(args: argparse.Namespace) -> Stalls:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from megatron_recycle.observe import read_events
 from megatron_recycle.plan import Costs, Grid, PlanError, Problem, Worker
 from megatron_recycle.tools.simulate.trace import TraceError
 
@@ -87,21 +85,11 @@ def profiled(path: str | Path) -> Costs:
     """The measured costs of a real run, in microseconds: the last event `spent` or `profiled` of its events.jsonl, or a
     file with a plan's ``costs`` object. Raises TraceError."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        events = read_events(path)
+    except (OSError, ValueError) as error:
         raise TraceError(f"{path}: the profile cannot be read: {error}") from None
-    found: Mapping[str, Any] | None = None
-    for number, line in enumerate(lines, 1):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            if number == len(lines) > 1:
-                break  # a running job is just writing it
-            raise TraceError(f"{path}, line {number}: not JSON") from None
-        if isinstance(event, dict) and event.get("event") in ("profiled", "spent"):
-            found = event["costs"]
-        elif isinstance(event, dict) and len(lines) == 1:
-            found = event.get("costs", event)
+    told = [event["costs"] for event in events if event.get("event") in ("profiled", "spent")]
+    found = told[-1] if told else events[0].get("costs", events[0]) if len(events) == 1 else None
     if found is None:
         raise TraceError(f"{path}: no event `profiled` is in it; give the events.jsonl of a run that has trained some"
                          " iterations, or one line with a plan's costs")

@@ -11,16 +11,17 @@ corrected, and each correction is reported (`Trace.cleaned`).
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypeVar
 
-from megatron_recycle.tools.simulate.trace import EXIT, HOST, KINDS, Cleaning, Outage, Trace, TraceError, checked
+import msgspec
+
+from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, TraceError, checked
 
 FOR_GOOD = float("inf")
 LONG_GAP = 3600.0
@@ -167,50 +168,54 @@ def _named(readings: Sequence[tuple[float, int]], draw: random.Random, cleaning:
 # JSON lines
 
 
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Header(msgspec.Struct):
+    """The first line: names of the hosts, or their number."""
+
+    hosts: list[str] | int
+    duration: Seconds
+
+
+class Entry(msgspec.Struct):
+    """A line about an outage, which lasts for good without ``up``."""
+
+    host: str
+    down: Seconds
+    up: Seconds | None = None
+    kind: Literal["exit", "host", "absent"] = "exit"
+    gpu: Annotated[int, msgspec.Meta(ge=0)] | None = None
+
+
+Kind = TypeVar("Kind")
+
+
 def _own(lines: Sequence[Line]) -> Trace:
-    header = _object(lines[0])
-    hosts, duration = header.get("hosts"), header.get("duration")
-    if isinstance(hosts, bool) or not isinstance(hosts, (int, list)) or (isinstance(hosts, list) and not all(
-            isinstance(one, str) for one in hosts)):
-        raise lines[0].fault("the first line needs \"hosts\", a number or a list of names")
+    header = _decoded(lines[0], Header)
+    hosts = header.hosts
     names = [f"host{number}" for number in range(hosts)] if isinstance(hosts, int) else hosts
-    if len(set(names)) < len(names):
-        raise lines[0].fault("a host is named twice")
     known = set(names)
-    outages = [_outage(line, known) for line in lines[1:]]
-    return checked(names, outages, _seconds(duration, "duration", lines[0]), Cleaning())
+    if len(known) < len(names):
+        raise lines[0].fault("a host is named twice")
+    return checked(names, [_outage(line, known) for line in lines[1:]], header.duration, Cleaning())
 
 
 def _outage(line: Line, known: set[str]) -> Outage:
-    fields = _object(line)
-    if fields.get("host") not in known:
-        raise line.fault(f"\"host\" is {fields.get('host')!r}, which the first line does not name")
-    if fields.get("kind", EXIT) not in KINDS:
-        raise line.fault(f"\"kind\" is none of {', '.join(KINDS)}")
-    gpu = fields.get("gpu")
-    if gpu is not None and (not isinstance(gpu, int) or isinstance(gpu, bool) or gpu < 0):
-        raise line.fault("\"gpu\" is no number of a GPU")
-    down = _seconds(fields.get("down"), "down", line)
-    up = FOR_GOOD if fields.get("up") is None else _seconds(fields["up"], "up", line)
-    if up < down:
+    one = _decoded(line, Entry)
+    if one.host not in known:
+        raise line.fault(f"\"host\" is {one.host!r}, which the first line does not name")
+    up = FOR_GOOD if one.up is None else one.up
+    if up < one.down:
         raise line.fault("it is up before it is down")
-    return Outage(down, up, fields["host"], fields.get("kind", EXIT), gpu)
+    return Outage(one.down, up, one.host, one.kind, one.gpu)
 
 
-def _object(line: Line) -> dict[str, Any]:
+def _decoded(line: Line, kind: type[Kind]) -> Kind:
     try:
-        content = json.loads(line.text)
-    except ValueError as error:
-        raise line.fault(f"not JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise line.fault("no JSON object")
-    return content
-
-
-def _seconds(value: Any, name: str, line: Line) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < FOR_GOOD:
-        raise line.fault(f"\"{name}\" is {value!r}: seconds from 0 on are needed")
-    return float(value)
+        return msgspec.json.decode(line.text, type=kind)
+    except msgspec.MsgspecError as error:
+        raise line.fault(str(error)) from None
 
 
 def _number(text: str, line: Line) -> float:

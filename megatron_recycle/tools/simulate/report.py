@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,3 @@ def show(rows: Sequence[Row], console: Console, title: str) -> None:
                       f"{row.mean('lost'):.1f}", f"{row.mean('survived'):.4g} of {row.mean('failures'):.4g}",
                       f"{row.mean('fatal'):.3g}", f"{row.mean('plans'):.3g}", f"{row.mean('cpu'):.1f} s")
     console.print(table)
-
-
-def as_json(rows: Sequence[Row], about: Mapping[str, Any]) -> dict[str, Any]:
-    """All results of a comparison."""
-    return {"about": dict(about), "policies": [row.to_json() for row in rows]}

@@ -10,7 +10,6 @@ from typing import Any
 from megatron_recycle.errors import RecycleError
 
 EXIT, HOST, ABSENT = "exit", "host", "absent"
-KINDS = (EXIT, HOST, ABSENT)
 """`exit`: processes end, and their launcher sees it. `host`: the whole host is silent. `absent`: the host was never
 there before, or was taken away with notice."""
 _LONGEST = 100 * 365.25 * 86400
