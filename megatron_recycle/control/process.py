@@ -41,8 +41,7 @@ from megatron_recycle.membership.open_positions import Offered
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
-from megatron_recycle.observe import schema
-from megatron_recycle.observe.events import EventLog, read_events
+from megatron_recycle.observe.events import VERSION, EventLog, read_events
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.plan import Plan
 from megatron_recycle.plan.plan_file import PlanFile
@@ -150,10 +149,10 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
     else:
         journal, past = open_journal(spec, run_dir)
         keep = both(plans.keep)
-    log, life = EventLog(run_dir / EVENTS, ticks=schema.TICKS), spec.life
+    log, life = EventLog(run_dir / EVENTS), spec.life
 
     def emit(event: Mapping[str, Any]) -> None:
-        log.emit(**{**event, **({"v": schema.VERSION} if EventFields.from_json(event).event == "started" else {})})
+        log.emit(**{**event, **({"v": VERSION} if EventFields.from_json(event).event == "started" else {})})
 
     if life.number and not spec.resume:
         emit({"event": "started_again", "t": time.time(), "restart": life.number, "of": life.most,

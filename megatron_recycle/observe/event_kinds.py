@@ -1,4 +1,4 @@
-"""Types of the events that code reads, with the fields that are read; `schema` has all events with all fields."""
+"""Types of the events that code reads, with the fields that are read; docs/events.md has all events with all fields."""
 
 from __future__ import annotations
 

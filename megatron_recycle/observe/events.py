@@ -1,7 +1,7 @@
 """Event file of a run: one JSON object per line, and one log line for each.
 
 Every event has `t` (Unix seconds, float) and `event`; most have some of `generation`, `attempt`, `iteration`, `worker`
-("d:s"), `kind` (how a worker failed) and `ms` (milliseconds since the failure; see `observe.schema`). The coordinator
+("d:s"), `kind` (how a worker failed) and `ms` (milliseconds since the failure; see docs/events.md). The coordinator
 alone writes the file; any process may read it, also while it grows.
 """
 
@@ -15,7 +15,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +25,9 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.observe.rolling import MOST, roll
 from megatron_recycle.observe.text import one_line
 
+VERSION = 1
+"""Version of the events' form, in `started` as ``v``. A field that goes away or changes its meaning raises it, a new
+one does not."""
 KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move", "stranded")
 """Values of `kind`: how a worker failed or left."""
 
@@ -44,18 +47,15 @@ class EventLog:
     Args:
         path: the file, made with its folder if missing; an existing one is continued.
         log: whether to write log lines too.
-        most: bytes, after which old ``ticks`` move to files of their own (see `rolling`); decisions stay.
-        ticks: names of the events that are written all the time.
+        most: bytes, after which old ticks move to files of their own (see `rolling`); decisions stay.
 
     Raises:
         OSError: the file may not be opened, or is a link.
     """
 
-    def __init__(self, path: str | os.PathLike[str], log: bool = True, most: int = MOST,
-                 ticks: Collection[str] = ()) -> None:
+    def __init__(self, path: str | os.PathLike[str], log: bool = True, most: int = MOST) -> None:
         self.path = Path(path)
         self._most = self._next = most
-        self._ticks = frozenset(ticks)
         self._log = get_logger() if log else None
         self._lock = threading.Lock()
         self._closed = False
@@ -105,7 +105,7 @@ class EventLog:
             return
         self._next = sys.maxsize  # a full disk is asked once
         try:
-            size = roll(self.path, self._ticks)
+            size = roll(self.path)
         except OSError as error:
             get_logger().warning("megatron-recycle: %s is large, and old events cannot be moved out of it (%s); it "
                                  "goes on growing", self.path, error.strerror)

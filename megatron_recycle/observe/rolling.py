@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+TICKS = frozenset({"committed", "guarded", "rebuilt", "rolled_back"})
+"""Events that are written in every iteration or on every worker: old ones of them move to files of their own."""
 MOST = 16 << 20
 """Bytes of events.jsonl."""
 FILES = 4
@@ -19,14 +21,14 @@ LATEST = 1000
 _EVENT = re.compile(rb'\{"t": [^,]*, "event": "(\w+)"(?:, "generation": (\d+))?')
 
 
-def roll(path: Path, ticks: Collection[str]) -> int:
-    """Move old ``ticks`` out of the file, to ticks-N.jsonl beside it; returns the bytes that are left. Atomic for
+def roll(path: Path) -> int:
+    """Move old ticks out of the file, to ticks-N.jsonl beside it; returns the bytes that are left. Atomic for
     readers: they find the old file or the new one.
 
     Raises:
         OSError: the disk does not take it; then the file is unchanged.
     """
-    stay, go = divided(path.read_bytes().splitlines(keepends=True), ticks)
+    stay, go = divided(path.read_bytes().splitlines(keepends=True))
     old = sorted(path.parent.glob("ticks-*.jsonl"))
     number = 1 + max((int(found[1]) for one in old if (found := re.fullmatch(r"ticks-(\d+)", one.stem))), default=0)
     part, data = path.with_suffix(".part"), b"".join(stay)
@@ -45,7 +47,7 @@ def roll(path: Path, ticks: Collection[str]) -> int:
     return len(data)
 
 
-def divided(lines: Sequence[bytes], ticks: Collection[str]) -> tuple[list[bytes], list[bytes]]:
+def divided(lines: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     """The lines that stay, and the lines that go."""
     stay: list[bytes] = []
     go: list[bytes] = []
@@ -56,7 +58,7 @@ def divided(lines: Sequence[bytes], ticks: Collection[str]) -> tuple[list[bytes]
         if name == b"committed" and found is not None:
             commits[found[2]] = commits.get(found[2], 0) + 1
         first = name == b"committed" and found is not None and commits[found[2]] <= FIRST
-        (go if name.decode() in ticks and not first else stay).append(line)
+        (go if name.decode() in TICKS and not first else stay).append(line)
     return [*stay, *lines[-LATEST:]], go
 
 

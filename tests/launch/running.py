@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.observe.events import read_events
-from megatron_recycle.observe.schema import fault
 from tests.labels import check_label
+from tests.observe.events_page import fault
 
 ROOT = Path(__file__).parents[2]
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")

@@ -9,8 +9,8 @@ import pytest
 from megatron_recycle.control.event_feed import EventFeed
 from megatron_recycle.membership.inputs import FROM_LAUNCHER
 from megatron_recycle.membership.protocol import Explains, WireError
-from megatron_recycle.observe.schema import fault
 from tests.membership.cluster import Cluster
+from tests.observe.events_page import fault
 
 CAUSE = "the link of eth0 is down"
 

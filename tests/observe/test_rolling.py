@@ -9,8 +9,6 @@ import pytest
 from megatron_recycle.observe import rolling
 from megatron_recycle.observe.events import EventLog, EventReader, read_events
 
-TICKS = ("committed", "rolled_back")
-
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +20,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_decisions_the_first_commits_and_the_latest_lines_stay(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     reader, told = EventReader(path), []
-    with EventLog(path, log=False, most=4000, ticks=TICKS) as log:
+    with EventLog(path, log=False, most=4000) as log:
         for iteration in range(400):
             if iteration % 100 == 50:
                 log.emit("decided", generation=2 + iteration // 100, out={})
@@ -41,7 +39,7 @@ def test_decisions_the_first_commits_and_the_latest_lines_stay(tmp_path: Path) -
 
 def test_what_cannot_be_moved_stays_where_it_is(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    with EventLog(path, log=False, most=2000, ticks=TICKS) as log:
+    with EventLog(path, log=False, most=2000) as log:
         (tmp_path / "events.part").mkdir()
         for iteration in range(100):
             log.emit("committed", generation=1, iteration=iteration)

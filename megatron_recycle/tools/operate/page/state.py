@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.observe.events import format_event
-from megatron_recycle.observe.schema import TICKS
+from megatron_recycle.observe.rolling import TICKS
 from megatron_recycle.plan import PlanError, replay
 from megatron_recycle.tools.operate.job_history import Event, JobHistory
 from megatron_recycle.tools.operate.outlook import Facts, judge
