@@ -1,4 +1,4 @@
-"""Disk errors, told from other errors so that a writer can name the disk and go on without the file."""
+"""Whole files, and disk errors, told from other errors so that a writer can name the disk and go on without it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,16 @@ _PROBE = 2**20
 def of_disk(error: OSError) -> bool:
     """Whether the disk is full, broken or read-only; not a link, a missing right, a closed pipe."""
     return error.errno in _ERRORS
+
+
+def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
+    """Write a file that its readers find whole, or as it was before. Raises OSError."""
+    part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    part.replace(path)
 
 
 def unwritten(error: BaseException, place: str | os.PathLike[str]) -> str | None:

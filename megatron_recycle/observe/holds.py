@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.environment import Launched
+from megatron_recycle.observe.disk import write_whole
 from megatron_recycle.plan import Action
+from megatron_recycle.plan.value import Value
 
 FOLDER = "chaos"
 ARMED, REACHED, MISSED = ".json", ".reached", ".missed"
@@ -24,14 +25,13 @@ _KEPT = 2
 """Iterations that are still in flight beside the one a worker has begun."""
 
 
-@dataclass(frozen=True)
-class Hold:
+class Hold(Value, frozen=True, forbid_unknown_fields=True):
     """Stand still at the `nth` (from 0) `phase` of `iteration`; None is any.
 
     `owner` is the tool's (pid, start in clock ticks): with it, the hold ends when the tool does. `seconds` limits it.
     """
 
-    phase: str | None = None
+    phase: str | None
     iteration: int | None = None
     nth: int = 0
     seconds: float | None = None
@@ -49,23 +49,14 @@ def folder_of(run_dir: Path, rank: int, pid: int) -> Path:
 
 def write(path: Path, content: Any) -> None:
     """Write JSON atomically."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(content))
-    part.replace(path)
+    write_whole(path, json.dumps(content))
 
 
 def arm(folder: Path, name: str, hold: Hold) -> Path:
     """Send a hold to the observer; returns the file whose removal lets the worker go on."""
     path = folder / (name + ARMED)
-    write(path, asdict(hold))
+    write(path, hold.to_json())
     return path
-
-
-def read_hold(path: Path) -> Hold:
-    """The hold in a file. Raises OSError, ValueError or TypeError if there is none."""
-    fields = json.loads(path.read_text())
-    owner = fields.pop("owner")
-    return Hold(**fields, owner=None if owner is None else (int(owner[0]), int(owner[1])))
 
 
 def started_ticks(pid: int) -> int | None:
@@ -133,8 +124,8 @@ class ChaosObserver:
         self._armed = {name: hold for name, hold in self._armed.items() if name in names}
         for name in sorted(names - answered - set(self._armed)):
             try:
-                self._armed[name] = read_hold(self._folder / (name + ARMED))
-            except (OSError, ValueError, TypeError, KeyError):
+                self._armed[name] = Hold.from_json(json.loads((self._folder / (name + ARMED)).read_text()))
+            except (OSError, ValueError):
                 continue  # withdrawn meanwhile, or not from the tool
 
 

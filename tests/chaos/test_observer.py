@@ -57,7 +57,7 @@ def test_a_moment_that_has_passed_is_said_to_be_missed(tmp_path: Path):
 
 
 def test_a_hold_with_a_limit_ends_by_itself(tmp_path: Path):
-    holds.arm(tmp_path, "stall-1", Hold(seconds=0.05))
+    holds.arm(tmp_path, "stall-1", Hold(None, seconds=0.05))
     with training(ChaosObserver(tmp_path), ("forward", 0), ("forward", 0)):
         until(tmp_path / "stall-1.reached")
 
@@ -80,7 +80,7 @@ def test_without_the_variable_there_is_no_observer(tmp_path: Path):
     assert observer_for(Launched.read({**job, "RECYCLE_CHAOS": "1"})) is not None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"owner": null, "planet": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"phase": null, "planet": 3}'])
 def test_files_that_are_no_orders_are_left_alone(tmp_path: Path, text: str):
     (tmp_path / "kill-1.json").write_text(text)
     ChaosObserver(tmp_path).on("forward", 0, None)
