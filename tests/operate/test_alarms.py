@@ -21,7 +21,7 @@ from megatron_recycle.launch import watching
 from megatron_recycle.tools.operate.alarm_hook import Hook
 from megatron_recycle.tools.operate.alarms import ALARMS, Alarm, Alarms, Rate, to_json
 from megatron_recycle.tools.operate.job_history import JobHistory
-from megatron_recycle.tools.operate.metrics import METRICS, Exporter, Watched, table, write_discovery
+from megatron_recycle.tools.operate.metrics import METRICS, Exporter, Watched, write_discovery
 from megatron_recycle.tools.operate.outlook import Facts
 from megatron_recycle.tools.operate.watch import Watcher
 from tests.operate.test_status import DEGRADED, began, commits, lost
@@ -152,7 +152,7 @@ def test_alerts_and_dashboard_name_metrics_and_labels_that_are_exported() -> Non
         assert name in labels, f"nobody exports {name}"
         assert {label.partition("=")[0].rstrip("~!") for label in re.findall(r"\w+=~?", by)} <= {"run", labels[name]}
     events = set(re.findall(r'event="(\w+)"', text))
-    assert events <= ALARMS.keys()
+    assert events <= {*ALARMS}
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
@@ -168,9 +168,10 @@ def test_promtool_takes_the_rules_and_the_metrics(tmp_path: Path) -> None:
 
 def test_the_page_has_the_tables_of_the_code() -> None:
     page = (DOCS / "monitoring.md").read_text()
-    assert table() in page, "paste the output of megatron_recycle.tools.operate.metrics.table()"
-    for name, text in ALARMS.items():
-        assert f"| `{name}` | {text} |" in page
+    rows = (f"| `{one.name}` | {one.kind} | {f'`{one.label}`' if one.label else ''} | {one.help} |" for one in METRICS)
+    assert "\n".join(("| name | kind | label | meaning |", "| --- | --- | --- | --- |", *rows)) in page
+    alarms = page.partition("| event | when |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", alarms, re.MULTILINE) == [*ALARMS]
 
 
 def options(**given: Any) -> argparse.Namespace:

@@ -12,21 +12,9 @@ from megatron_recycle.tools.operate.outlook import Facts, duration, judge
 
 VERSION = 1
 """Version of the JSON that a command gets; raised when a field goes away or changes its meaning."""
-ALARMS: Mapping[str, str] = {
-    "lost": "workers were lost, and the others go on without them",
-    "resumed": "all that are left train again",
-    "explained": "a host shows why one of its workers has failed",
-    "last_copy": "a stage has come down to one worker",
-    "last_host": "a host has come to hold all that is left of a stage, or of a shard of its optimizer's state",
-    "degraded": "the job has trained without some worker for longer than --degraded-after",
-    "whole": "all positions have a worker again",
-    "stalled": "no iteration was committed for a minute and ten iterations' time",
-    "restored": "all workers have gone back to a copy or a checkpoint",
-    "unreachable": "the coordinator has not answered for a minute",
-    "restarted": "the script was started again (--job-restarts)",
-    "ended": "the job is over",
-}
-"""Name -> the occasion."""
+ALARMS = ("lost", "resumed", "explained", "last_copy", "last_host", "degraded", "whole", "stalled", "restored",
+          "unreachable", "restarted", "ended")
+"""docs/monitoring.md has the occasion of each."""
 _MOST = 10
 """Most alarms in a row without a pause."""
 _REFILL = 30.0
@@ -65,8 +53,8 @@ class Alarms:
             self._lost.append(seen.out[event["worker"]])
             return []
         found = self._flush(event, seen) if name in ("decided", "finished") else []
-        if name in _OF_EVENTS:
-            found.append(Alarm(_OF_EVENTS[name], event["t"], _SUMMARIES[name](event, seen), cause=event))
+        if (alarm := _of_event(event, seen)) is not None:
+            found.append(Alarm(alarm[0], event["t"], alarm[1], cause=event))
         if name == "decided" and not seen.out and self._degraded:
             self._degraded = False
             found.append(Alarm("whole", event["t"], "all positions have a worker again", cause=event))
@@ -105,41 +93,31 @@ class Alarms:
                       tuple(one.worker for one in lost), event)]
 
 
-def _resumed(event: Event, seen: JobHistory) -> str:
-    return f"{event.get('survivors', len(seen.members))} workers train again after {float(event.get('ms') or 0):.0f} ms"
-
-
-def _explained(event: Event, seen: JobHistory) -> str:
-    repair = f"; {event['repair']}" if event.get("repair") else ""
-    return f"{event['worker']} on {event['host']}: {'; '.join(event['causes'])}{repair}"
-
-
-def _last_copy(event: Event, seen: JobHistory) -> str:
-    return "; ".join(f"{worker} on {event.get('hosts', {}).get(stage, '?')} is the last worker of stage {stage}"
-                     for stage, worker in event.get("stages", {}).items())
-
-
-def _last_host(event: Event, seen: JobHistory) -> str:
-    hosts = ", ".join({**event.get("hosts", {}), **event.get("shards", {})})
-    return f"without {hosts} the job cannot go on, until workers have joined"
-
-
-def _restored(event: Event, seen: JobHistory) -> str:
-    return f"all have gone back to iteration {event.get('iteration')}: {event.get('lost', 0)} iterations are lost"
-
-
-def _restarted(event: Event, seen: JobHistory) -> str:
-    return f"started again ({event.get('restart')} of {event.get('of')}): {event.get('reason', '')}"
-
-
-def _ended(event: Event, seen: JobHistory) -> str:
-    return f"ended with status {event.get('status')}: {event.get('message', '')}"
-
-
-_SUMMARIES = {"resumed": _resumed, "explained": _explained, "last_copy": _last_copy, "last_host": _last_host,
-              "restored": _restored, "started_again": _restarted, "finished": _ended}
-_OF_EVENTS = {**dict(zip(_SUMMARIES, _SUMMARIES)), "started_again": "restarted", "finished": "ended"}
-"""Event -> its alarm."""
+def _of_event(event: Event, seen: JobHistory) -> tuple[str, str] | None:
+    """The alarm that an event is by itself, and its summary."""
+    match event["event"]:
+        case "resumed":
+            survivors, ms = event.get("survivors", len(seen.members)), float(event.get("ms") or 0)
+            return "resumed", f"{survivors} workers train again after {ms:.0f} ms"
+        case "explained":
+            repair = f"; {event['repair']}" if event.get("repair") else ""
+            return "explained", f"{event['worker']} on {event['host']}: {'; '.join(event['causes'])}{repair}"
+        case "last_copy":
+            return "last_copy", "; ".join(
+                f"{worker} on {event.get('hosts', {}).get(stage, '?')} is the last worker of stage {stage}"
+                for stage, worker in event.get("stages", {}).items())
+        case "last_host":
+            hosts = ", ".join({**event.get("hosts", {}), **event.get("shards", {})})
+            return "last_host", f"without {hosts} the job cannot go on, until workers have joined"
+        case "restored":
+            lost = event.get("lost", 0)
+            return "restored", f"all have gone back to iteration {event.get('iteration')}: {lost} iterations are lost"
+        case "started_again":
+            times = f"{event.get('restart')} of {event.get('of')}"
+            return "restarted", f"started again ({times}): {event.get('reason', '')}"
+        case "finished":
+            return "ended", f"ended with status {event.get('status')}: {event.get('message', '')}"
+    return None
 
 
 def to_json(alarm: Alarm, facts: Facts, suppressed: int = 0) -> dict[str, Any]:

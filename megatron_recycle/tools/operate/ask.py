@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,29 +44,20 @@ class Refused(RecycleError):
     """The coordinator refuses the request; the message says why."""
 
 
-@dataclass(frozen=True)
-class ControlAddress:
-    """Address of the coordinator of the run in ``folder``, and the job's token."""
-
-    folder: Path
-    control: str
-    token: str
-
-
 def add_token_file(parser: argparse.ArgumentParser) -> None:
     """Add the argument that names the file with a job's token."""
     parser.add_argument("--token-file", type=Path, metavar="FILE",
                         help="where the job's token stands (default: RECYCLE_TOKEN, or the run's folder)")
 
 
-def find(args: argparse.Namespace) -> ControlAddress:
-    """The control address of the named run. Raises ConfigError."""
+def find(args: argparse.Namespace) -> tuple[Path, str, str]:
+    """The folder of the named run, the address of its coordinator, and the job's token. Raises ConfigError."""
     folder = folder_of(args.run)
     found = meeting_of(folder)
     if found is None or not found.control:
         raise ConfigError(f"no job runs in {folder} (it has no {meeting.FILE}): `recycle status {folder}` says how it "
                           "ended")
-    return ControlAddress(folder, found.control, secret(found, args.token_file))
+    return folder, found.control, secret(found, args.token_file)
 
 
 def secret(found: Meeting | None, file: Path | None) -> str:

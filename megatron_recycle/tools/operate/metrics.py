@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.observe.disk import write_whole
 from megatron_recycle.tools.operate.alarms import ALARMS
 from megatron_recycle.tools.operate.job_history import JobHistory
 from megatron_recycle.tools.operate.outlook import Facts, judge
@@ -170,21 +168,5 @@ class Exporter:
 
 
 def write_discovery(path: Path, target: str, labels: Mapping[str, str]) -> None:
-    """Write a file for Prometheus' `file_sd_configs` atomically: the address of these metrics. Raises OSError."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-        json.dump([{"targets": [target], "labels": dict(labels)}], file)
-        file.write("\n")
-    os.chmod(file.name, 0o644)
-    try:
-        os.replace(file.name, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(file.name)
-        raise
-
-
-def table() -> str:
-    """The table of docs/monitoring.md."""
-    rows = "".join(f"| `{one.name}` | {one.kind} | {f'`{one.label}`' if one.label else ''} | {one.help} |\n"
-                   for one in METRICS)
-    return f"| name | kind | label | meaning |\n| --- | --- | --- | --- |\n{rows}"
+    """Write a file for Prometheus' `file_sd_configs`: the address of these metrics. Raises OSError."""
+    write_whole(path, json.dumps([{"targets": [target], "labels": dict(labels)}]) + "\n", mode=0o644)

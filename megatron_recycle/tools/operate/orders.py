@@ -30,9 +30,9 @@ def until(done: Callable[[], Any], limit: float) -> bool:
 
 def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> int:
     """Order these workers out, and wait until they are; returns the exit status."""
-    address = find(args)
-    before = ask(address.control, address.token, "status")["workers"]
-    named = ask(address.control, address.token, what, workers, host)["workers"]
+    folder, control, token = find(args)
+    before = ask(control, token, "status")["workers"]
+    named = ask(control, token, what, workers, host)["workers"]
     pids = [before[name]["pid"] for name in named if name in before]
     print(f"{', '.join(named)}: " + ("asked to leave after the iteration under way" if what == "leave" else
                                      "declared out"), flush=True)
@@ -41,14 +41,14 @@ def lose(args: argparse.Namespace, what: str, workers: list[str], host: str) -> 
 
     def gone() -> bool:
         try:
-            current = ask(address.control, address.token, "status")["workers"]
+            current = ask(control, token, "status")["workers"]
         except Unreachable:  # the job has ended meanwhile
             return True
         return not any(name in current and current[name]["pid"] in pids for name in named)
 
     since = time.monotonic()
     if not until(gone, args.timeout):
-        print(f"still in after {duration(args.timeout)}; `recycle status {address.folder}` says what they do",
+        print(f"still in after {duration(args.timeout)}; `recycle status {folder}` says what they do",
               file=sys.stderr)
         return 1
     print(f"gone after {duration(time.monotonic() - since)}; the others go on")

@@ -22,8 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the stacks; returns 1 if some worker has not answered. Raises RecycleError."""
     args.run, workers = split(args.names, args.run)
-    address = find(args)
-    found = ask_stacks(address.control, address.token, workers, args.host, args.timeout)
+    _, control, token = find(args)
+    found = ask_stacks(control, token, workers, args.host, args.timeout)
     silent = [name for name in in_order(found) if found[name] is None]
     for name in in_order(found):
         if (text := found[name]) is not None:

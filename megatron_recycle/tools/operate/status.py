@@ -11,6 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -85,12 +86,9 @@ def plan_seconds(facts: Facts) -> float | None:
     as it was planned; None: there are no measurements yet."""
     seen = facts.seen
     if seen.spent and seen.spent.get("digest") == seen.digest and seen.spent.get("costs"):
-        try:
+        with suppress(KeyError, TypeError, ValueError):
             found = planned_seconds(Path(facts.run), seen.digest, Costs.from_json(seen.spent["costs"]))
-        except (KeyError, TypeError, ValueError):
-            found = None
-        if found is not None:
-            return found
+            return seen.period if found is None else found
     return seen.period
 
 
@@ -225,7 +223,7 @@ _MARKS = {"up": "#", "slow": "s", "leaving": "l", "exit": "X", "frozen": "F", "s
 
 
 def _legend(rows: list[dict[str, Any]]) -> str:
-    states = sorted({row["state"] for row in rows}, key=lambda state: state != "up")
+    states = sorted({row["state"] for row in rows}, key=lambda state: (state != "up", state))
     return "a line for each pipeline, stages from left to right: " + ", ".join(
         f"{_MARKS.get(state, '?')} {state}" for state in states)
 

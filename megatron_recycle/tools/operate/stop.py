@@ -27,17 +27,17 @@ def run(args: argparse.Namespace) -> int:
     """Stop the job; returns 0 once it has ended, and is saved if requested. Raises RecycleError."""
     if args.anyway and not args.checkpoint:
         raise ConfigError("--anyway is about --checkpoint: give both")
-    address = find(args)
-    ask(address.control, address.token, ("save anyway" if args.anyway else "save") if args.checkpoint else "stop")
+    folder, control, token = find(args)
+    ask(control, token, ("save anyway" if args.anyway else "save") if args.checkpoint else "stop")
     print("the job " + ("saves what is committed, and ends" if args.checkpoint else "ends"), flush=True)
     if not args.timeout:
         return 0
 
     def ended() -> Any:
-        return read(address.folder).seen.finished
+        return read(folder).seen.finished
 
     if not orders.until(ended, args.timeout):
-        print(f"it has not ended after {duration(args.timeout)}: `recycle status {address.folder}`", file=sys.stderr)
+        print(f"it has not ended after {duration(args.timeout)}: `recycle status {folder}`", file=sys.stderr)
         return 1
     message = str(ended().get("message", ""))
     print(message)

@@ -24,6 +24,7 @@ from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import devices, watching
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.worker_command import say_to
+from megatron_recycle.observe.disk import write_whole
 from megatron_recycle.observe.events import EventReader
 from megatron_recycle.tools.operate.alarm_hook import Hook
 from megatron_recycle.tools.operate.alarms import Alarm, Alarms, Rate, to_json
@@ -162,10 +163,7 @@ class Watcher:
         hidden = None
         if not is_loopback(host):
             hidden = secret_of(secret(meeting_of(self._folder), self._args.token_file))
-            path = self._folder / SECRET
-            path.unlink(missing_ok=True)
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-                file.write(hidden + "\n")
+            write_whole(self._folder / SECRET, hidden + "\n")
         page = Server(self._shown, self._planned, hidden)
         port = page.start(host, port)
         self._closing.callback(page.close)
