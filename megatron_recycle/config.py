@@ -112,6 +112,7 @@ class RecycleConfig:
         None,
         "memory in GiB that a worker may use in all, parameters included; what is left for activations limits the plan "
         "(unless cap does); auto: on a GPU what it has, on a CPU no limit but cap's",
+        unit="GiB",
     )
     costs: str | None = _option(
         None,
@@ -119,7 +120,7 @@ class RecycleConfig:
         "integer unit, e.g. 20,22,18, or one such triple per stage with semicolons between them; auto: all the same, "
         "until they are measured",
     )
-    planner_budget: float = _option(2.0, "time for the background search after a change; 0: none", unit="s")
+    planner_budget: float = _option(2.0, "time for the background search after a change; 0: none", unit="s", least=0)
     verify: Literal["none", "peers"] = _option(
         "none", "peers: compare digests of peers' parameters after a recovery",
     )
@@ -197,8 +198,10 @@ class RecycleConfig:
         "the search of `planner_budget` seconds finds that this pays within the `horizon`",
     )
     lend_layers: int = _option(2, "how many layers of a stage each neighbouring stage may run, at most", least=1)
-    move_cost: float = _option(1.0, "iterations that one move is taken to cost")
-    horizon: float = _option(100.0, "iterations over which moves, and new partners on NCCL, must pay off")
+    move_cost: float = _option(1.0, "iterations that one move is taken to cost", unit="iterations", least=0)
+    horizon: float = _option(
+        100.0, "iterations over which moves, and new partners on NCCL, must pay off", unit="iterations", least=0
+    )
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
     heartbeat_timeout: float = _option(10.0, "silence after which a worker counts as failed", unit="s")
     stall_floor: float = _option(
@@ -244,8 +247,9 @@ class RecycleConfig:
     def __post_init__(self) -> None:
         for option in options():
             object.__setattr__(self, option.name, option.check(getattr(self, option.name), option.name))
-        self._check_ranges()
         self._check_timeouts()
+        if self.chunks not in (1, 2):
+            raise ConfigError(f"{_where(self, 'chunks')} is {self.chunks}; give 1, or 2 for V-shaped stages")
         if self.costs is not None and not _COSTS.fullmatch(self.costs):
             raise ConfigError(f"{_where(self, 'costs')} is {self.costs!r}; give three integers, e.g. 20,22,18, or such "
                               "a triple for each stage with semicolons between them")
@@ -308,26 +312,6 @@ class RecycleConfig:
             source = self.sources.get(option.name, "default")
             lines.append(f"  {option.name + ' ':.<22} {shown(getattr(self, option.name)):<12} {source}")
         return "\n".join(lines)
-
-    def _check_ranges(self) -> None:
-        for option in options():
-            value = getattr(self, option.name)
-            if option.least is not None and value is not None and value < option.least:
-                raise ConfigError(f"{_where(self, option.name)} is {value}; give {option.least} or more")
-        if self.chunks not in (1, 2):
-            raise ConfigError(f"{_where(self, 'chunks')} is {self.chunks}; give 1, or 2 for V-shaped stages")
-        for name in ("move_cost", "horizon"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"{_where(self, name)} is {value:g}; give a number of iterations, 0 or more")
-        if self.memory is not None and not (math.isfinite(self.memory) and self.memory > 0):
-            raise ConfigError(f"{_where(self, 'memory')} is {self.memory:g}; give a size in GiB above 0")
-        for option in options():
-            value = getattr(self, option.name)
-            if option.unit != "s" or value is None or (value == 0 and option.name == "planner_budget"):
-                continue
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
 
     def _check_leaving_out(self) -> None:
         """Policies that leave micro-batches out need `step: barrier`: a staggered step may be undone for one without

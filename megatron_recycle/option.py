@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,8 @@ from megatron_recycle.errors import ConfigError
 SECTION = "recycle"
 """Name of the section in the DeepSpeed JSON file."""
 _PREFIX = "RECYCLE_"
+_TRUTHS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+_NOUNS = {"": "", "s": "a time in seconds, ", "GiB": "a size in GiB, ", "iterations": "a number of iterations, "}
 AUTO = "auto"
 """Word for `None` in flags and variables (in JSON: `null` or `"auto"`)."""
 
@@ -60,8 +64,9 @@ class Option:
     choices: tuple[str, ...]
     """The allowed values; of an integer, words for 0."""
     unit: str
+    """"s", "GiB", "iterations" or none."""
     least: int | None = None
-    """The smallest allowed number."""
+    """The smallest allowed number; None: seconds and sizes are above 0."""
 
     def parse(self, text: Any, source: str) -> Any:
         """The value of a flag's or variable's text. Raises ConfigError, which names `source`."""
@@ -70,36 +75,38 @@ class Option:
         word = text.strip()
         if self.optional and word.lower() in (AUTO, "none", ""):
             return None
-        if self.kind is bool:
-            if word.lower() in ("true", "1", "yes", "on"):
-                return True
-            if word.lower() in ("false", "0", "no", "off"):
-                return False
-        elif self.kind is str or word in self.choices:
-            return self.check(word, source)
+        value: Any = text
+        if self.kind is str or word in self.choices:
+            value = word
+        elif self.kind is bool:
+            value = _TRUTHS.get(word.lower(), text)
         else:
-            try:
-                return self.kind(word)
-            except ValueError:
-                pass  # refused below with the allowed values
-        raise ConfigError(f"{source} is {text!r}; give {self._wanted()}")
+            with suppress(ValueError):  # refused below with the allowed values
+                value = self.kind(word)
+        return self.check(value, source)
 
     def check(self, value: Any, source: str) -> Any:
-        """`value`, an integer widened where a float is wanted. Raises ConfigError for a wrong type or choice."""
+        """`value`, an integer widened where a float is wanted. Raises ConfigError for a wrong type, choice or range."""
         if self.optional and (value is None or value == AUTO):
             return None
         if self.kind is int and value in self.choices:
             return 0
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            value = float(value)
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if fits and self.choices and self.kind is str and value not in self.choices:
+        if not fits or (self.choices and self.kind is str and value not in self.choices):
             near = difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{source} is {value!r}; give {self._wanted()}{hint}")
-        if not fits:
-            raise ConfigError(f"{source} is {value!r}; give {self._wanted()}")
+        if self.kind in (int, float) and not self._in_range(value):
+            limit = "above 0" if self.least is None else f"{self.least} or more"
+            raise ConfigError(f"{source} is {value:g}; give {_NOUNS[self.unit]}{limit}")
         return value
+
+    def _in_range(self, value: float) -> bool:
+        if self.least is not None:
+            return self.least <= value < math.inf
+        return not self.unit or 0 < value < math.inf
 
     def values(self) -> str:
         """The allowed values in one word, as `--help` and the documentation show them."""
