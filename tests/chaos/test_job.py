@@ -125,6 +125,19 @@ def test_workers_of_which_one_cannot_be_slowed_are_all_let_go(tmp_path: Path, st
         assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("slow ")]
 
 
+def test_a_slowed_workers_end_leaves_no_other_one_slow(tmp_path: Path, stranger):
+    with sleeping(tmp_path, 2) as other:
+        target = job(tmp_path, 0, ranks={"1:0": 1, "1:1": 2}, pids={"1:0": stranger.pid, "1:1": other.pid})
+        (order,) = read_script(["slow 1:0 1:1 50"], "here")
+        act = Act(order, target, lambda act, **fields: None)
+        act.poll()
+        stranger.kill()
+        stranger.wait()
+        act.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("slow ")]
+        assert Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T"
+
+
 def test_a_worker_that_came_back_is_the_one_that_is_meant(tmp_path: Path, stranger: subprocess.Popen):
     joined = {"t": time.time(), "event": "joined", "worker": "1:0", "pid": stranger.pid, "rank": 1}
     target = job(tmp_path, os.getpid(), {"t": 0.0, "event": "suspected", "worker": "1:0"}, joined)

@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,6 @@ class Act:
         self._armed: dict[str, tuple[Path, str]] = {}
         self._undo: Callable[[], None] | None = None
         self._undo_at: float | None = None
-        self._pacers: list[Pacer] = []
         for worker in order.workers:
             with job.held(worker):
                 if order.observed:
@@ -180,14 +179,11 @@ class Act:
             self._tell("thaw", worker=worker, pid=process.pid, rank=process.rank)
 
     def _slow(self) -> None:
-        self._lasts(self._end_pacers)  # from the first one on: if only half are slowed, they are released as well
+        pacers = ExitStack()
+        self._lasts(pacers.close)  # from the first one on: if only half are slowed, they are released as well
         for worker in self.order.workers:
-            self._pacers.append(Pacer(self._job, worker, self.order.factor))
+            pacers.enter_context(slowed(self._job, worker, self.order.factor))
             self._report(self._job.process(worker), factor=self.order.factor)
-
-    def _end_pacers(self) -> None:
-        for pacer in self._pacers:
-            pacer.end()
 
     def _coordinator(self) -> None:
         pid = self._job.coordinator()
@@ -220,38 +216,31 @@ class Act:
         self._lasts(undo)
 
 
-class Pacer:
-    """Slows a process by stopping and continuing it many times a second, so that all its work takes longer.
-
-    `worker` takes `factor` times as long, until `end`. It always runs again afterwards.
+@contextmanager
+def slowed(job: TargetJob, worker: str, factor: float) -> Iterator[None]:
+    """A block in which `worker` takes `factor` times as long for all its work: its process is stopped and continued
+    many times a second. It always runs again afterwards.
 
     Raises ChaosError if the process is not a live worker of the job.
     """
+    with job.held(worker) as descriptor:
+        process = os.dup(descriptor)
+    over = threading.Event()
 
-    def __init__(self, job: TargetJob, worker: str, factor: float) -> None:
-        with job.held(worker) as descriptor:
-            self._process = os.dup(descriptor)
-        self._stopped = _RUNS * (factor - 1.0)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"slow {worker}", daemon=True)
-        self._thread.start()
+    def pace() -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            while not over.wait(_RUNS):
+                signal.pidfd_send_signal(process, signal.SIGSTOP)
+                over.wait(_RUNS * (factor - 1.0))
+                signal.pidfd_send_signal(process, signal.SIGCONT)
 
-    def _run(self) -> None:
-        try:
-            while not self._over.wait(_RUNS):
-                signal.pidfd_send_signal(self._process, signal.SIGSTOP)
-                self._over.wait(self._stopped)
-                signal.pidfd_send_signal(self._process, signal.SIGCONT)
-        except ProcessLookupError:
-            return  # it has ended
-
-    def end(self) -> None:
-        """Let the process run at its own pace."""
-        self._over.set()
-        self._thread.join()
-        try:
-            signal.pidfd_send_signal(self._process, signal.SIGCONT)
-        except ProcessLookupError as error:
-            raise ChaosError("the slowed worker has ended") from error
-        finally:
-            os.close(self._process)
+    thread = threading.Thread(target=pace, name=f"slow {worker}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGCONT)
+        os.close(process)
