@@ -255,7 +255,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     """The plan before and after the first failure, both timed with the costs that were known after it."""
     from megatron_recycle.control.plan_folder import PlanFolder
     from megatron_recycle.plan import Plan, lower_bound, replay
-    from megatron_recycle.tools.timeline import draw_pair
+    from megatron_recycle.tools import timeline as pictures
 
     def in_use(generation: int) -> Plan:
         """The plan that this generation followed in the end."""
@@ -273,7 +273,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     problem = replace(before.problem, costs=after.problem.costs)
     timeline, bound = replay(replace(before, problem=problem)), lower_bound(problem)
     before = replace(before, problem=problem, period=timeline.period, makespan=timeline.makespan, lower_bound=bound)
-    draw_pair(before, after, path, ("all workers", f"after worker {first['worker']} was killed"))
+    pictures.draw(path, (before, "all workers"), (after, f"after worker {first['worker']} was killed"))
 
 
 def show(report: dict[str, Any], console: Console) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, replay
 from megatron_recycle.planner import improve, quick
-from megatron_recycle.tools.timeline import PAGE, draw_pair
+from megatron_recycle.tools.timeline import PAGE, draw
 
 PIPELINES, STAGES, MICROBATCHES, CAP, BUDGET = 3, 4, 6, 6, 5.0
 
@@ -26,7 +26,7 @@ def planned(*failed: Worker) -> Plan:
 if __name__ == "__main__":
     target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/plan.svg")
     whole, hit = planned(), planned(Worker(1, 2))
-    titles = (f"Planned: an iteration of 12 workers takes {replay(whole).period:g} units of time",
-              f"Planned: without worker 1:2 it takes {replay(hit).period:g}; its peers run its micro-batches (hatched)")
-    draw_pair(whole, hit, target, titles, PAGE)
+    before = f"Planned: an iteration of 12 workers takes {replay(whole).period:g} units of time"
+    after = f"Planned: without worker 1:2 it takes {replay(hit).period:g}; its peers run its micro-batches (hatched)"
+    draw(target, (whole, before), (hit, after), style=PAGE)
     print(target)

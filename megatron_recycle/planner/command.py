@@ -115,7 +115,7 @@ def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:
     if args.picture:
         from megatron_recycle.tools.timeline import draw
 
-        draw(plan, args.picture)
+        draw(args.picture, (plan, ""))
     if args.json:
         print(json.dumps(plan.to_json()))
         return

@@ -58,9 +58,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--iteration is of a run, and {args.plan} is no folder of one")
     output = args.output or Path(args.after or args.plan).with_suffix(".png").name
     if args.after is None:
-        draw(_legal(args.plan), output)
+        draw(output, (_legal(args.plan), ""))
     else:
-        draw_pair(_legal(args.plan), _legal(args.after), output, (args.plan, args.after))
+        draw(output, *((_legal(path), path) for path in (args.plan, args.after)))
     print(output)
     return 0
 
@@ -160,25 +160,19 @@ class Panel:
         return len(self.workers) * (0.13 if self.large else 0.27)
 
 
-def draw(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
-    """Draw `plan` into `path` (.png, .svg or .pdf).
+def draw(path: str | os.PathLike[str], *plans: tuple[Plan, str], style: Style | None = None) -> None:
+    """Draw plans, each with its title, into `path` (.png, .svg or .pdf), one above the other on the same time axis.
 
     Raises:
-        DeadlockError: the plan's orders can never finish.
+        DeadlockError: a plan's orders can never finish.
         ConfigError: the file name has another ending, or the file cannot be written.
     """
-    _draw_plans([(plan, title)], path, Style())
-
-
-def draw_pair(
-    before: Plan,
-    after: Plan,
-    path: str | os.PathLike[str],
-    titles: tuple[str, str] = ("before", "after"),
-    style: Style | None = None,
-) -> None:
-    """Draw two plans one above the other on the same time axis; errors as for `draw`."""
-    _draw_plans([(before, titles[0]), (after, titles[1])], path, style or Style())
+    style, panels = style or Style(), []
+    for plan, title in plans:
+        timeline = replay(plan)
+        panels.append(Panel(_headline(plan, timeline, title) if style.facts else title, boxes(plan, timeline),
+                            plan.problem.grid.workers(), plan.problem.failed))
+    _draw(panels, Path(path), style, "time from a cold start, in the unit of the plan's costs")
 
 
 def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
@@ -192,15 +186,6 @@ def _box(worker: Worker, kind: str, action: str, start: float, end: float) -> Bo
     pipeline, _, number = action.lstrip("FBW").partition(".")
     guest = kind != "S" and pipeline != str(worker.pipeline)
     return Box(worker, kind, start, end, guest, "" if kind == "S" else f"{pipeline}.{number}" if guest else number)
-
-
-def _draw_plans(plans: Sequence[tuple[Plan, str]], path: str | os.PathLike[str], style: Style) -> None:
-    panels = []
-    for plan, title in plans:
-        timeline = replay(plan)
-        panels.append(Panel(_headline(plan, timeline, title) if style.facts else title, boxes(plan, timeline),
-                            plan.problem.grid.workers(), plan.problem.failed))
-    _draw(panels, Path(path), style, "time from a cold start, in the unit of the plan's costs")
 
 
 def _draw(panels: Sequence[Panel], target: Path, style: Style, unit: str) -> None:

@@ -13,7 +13,7 @@ from megatron_recycle import cli
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Action, DeadlockError, Worker, lower_bound, replay
 from megatron_recycle.planner.merge_bw import merged
-from megatron_recycle.tools.timeline import COLOURS, FAILED, boxes, draw, draw_pair
+from megatron_recycle.tools.timeline import COLOURS, FAILED, boxes, draw
 from tests.observe.plans import simple_plan
 
 
@@ -48,7 +48,7 @@ def test_a_picture_shows_all_kinds_the_failed_worker_its_guests_and_a_legend(tmp
     problem = dataclasses.replace(plan.problem, full_backward=(0,))
     orders = {worker: merged(problem, worker, sorted(actions[:-1], key=back_to_back)) + actions[-1:]
               for worker, actions in plan.workers.items()}
-    draw(dataclasses.replace(plan, problem=problem, workers=orders), tmp_path / "plan.svg", title="after the kill")
+    draw(tmp_path / "plan.svg", (dataclasses.replace(plan, problem=problem, workers=orders), "after the kill"))
     picture = (tmp_path / "plan.svg").read_text()
     for colour in (*COLOURS.values(), FAILED):
         assert colour in picture
@@ -72,16 +72,16 @@ def test_a_picture_shows_all_kinds_the_failed_worker_its_guests_and_a_legend(tmp
 
 
 def test_without_failures_no_guest_and_no_failed_worker_are_promised(tmp_path: Path):
-    draw(simple_plan(2, 2, 2), tmp_path / "plan.svg")
+    draw(tmp_path / "plan.svg", (simple_plan(2, 2, 2), ""))
     picture = (tmp_path / "plan.svg").read_text()
     assert "guest" not in picture and "failed" not in picture and "<pattern" not in picture
 
 
 def test_two_plans_share_one_time_axis(tmp_path: Path):
     before, after = simple_plan(3, 4, 6), simple_plan(3, 4, 6, failed=("1:2",))
-    draw_pair(before, after, tmp_path / "timeline.png")
+    draw(tmp_path / "timeline.png", (before, "before"), (after, "after"))
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    draw_pair(before, after, tmp_path / "pair.svg", ("healthy", "degraded"))
+    draw(tmp_path / "pair.svg", (before, "healthy"), (after, "degraded"))
     picture = (tmp_path / "pair.svg").read_text()
     assert "healthy: 3 pipelines" in picture and "degraded: 3 pipelines" in picture
 
@@ -89,7 +89,7 @@ def test_two_plans_share_one_time_axis(tmp_path: Path):
 def test_a_step_without_cost_and_an_idle_worker_are_drawn(tmp_path: Path):
     plan = simple_plan(2, 2, (2, 0), step=0)
     assert [str(action) for action in plan.actions(Worker(1, 0))] == ["S"]
-    draw(plan, tmp_path / "plan.svg")
+    draw(tmp_path / "plan.svg", (plan, ""))
     picture = (tmp_path / "plan.svg").read_text()
     assert picture.count(COLOURS["S"]) == 4 + 1  # a line for each worker's step, and the legend
     assert "2 pipelines x 2 stages x 0 to 2 micro-batches" in picture
@@ -98,7 +98,7 @@ def test_a_step_without_cost_and_an_idle_worker_are_drawn(tmp_path: Path):
 def test_128_workers_are_drawn_in_seconds(tmp_path: Path):
     plan = simple_plan(16, 8, 16, failed=("1:2", "5:5"), unit=1000)
     begin = time.perf_counter()
-    draw(plan, tmp_path / "plan.png")
+    draw(tmp_path / "plan.png", (plan, ""))
     assert time.perf_counter() - begin < 60
     assert (tmp_path / "plan.png").stat().st_size < 1_000_000
 
@@ -106,7 +106,7 @@ def test_128_workers_are_drawn_in_seconds(tmp_path: Path):
 def test_the_same_plan_gives_the_same_bytes(tmp_path: Path):
     plan = simple_plan(2, 2, 2)
     for name in ("a.svg", "b.svg"):
-        draw(plan, tmp_path / name)
+        draw(tmp_path / name, (plan, ""))
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
@@ -114,11 +114,11 @@ def test_a_plan_that_deadlocks_and_an_unknown_ending_are_refused(tmp_path: Path)
     plan = simple_plan(2, 2, 2)
     turned = {worker: (*reversed(actions[:-1]), actions[-1]) for worker, actions in plan.workers.items()}
     with pytest.raises(DeadlockError):
-        draw(dataclasses.replace(plan, workers=turned), tmp_path / "plan.png")
+        draw(tmp_path / "plan.png", (dataclasses.replace(plan, workers=turned), ""))
     with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
-        draw(plan, tmp_path / "plan.jpeg")
+        draw(tmp_path / "plan.jpeg", (plan, ""))
     with pytest.raises(ConfigError, match="cannot be written"):
-        draw(plan, tmp_path / "missing" / "plan.png")
+        draw(tmp_path / "missing" / "plan.png", (plan, ""))
     assert not (tmp_path / "missing").exists()
 
 
