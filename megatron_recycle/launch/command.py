@@ -89,7 +89,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     config = RecycleConfig.resolve()
     translate(args)
     if args.chaos is not None:
-        from megatron_recycle.tools.chaos.script import check_acts
+        from megatron_recycle.tools.chaos.command import check_acts
 
         check_acts(args.chaos)
     check(args)
@@ -138,7 +138,7 @@ def _hurting(chaos: str | None, run_dir: Path) -> AbstractContextManager[None]:
     """Block in which the acts of --chaos happen, if there are any."""
     if chaos is None:
         return nullcontext()
-    from megatron_recycle.tools.chaos.script import hurting
+    from megatron_recycle.tools.chaos.command import hurting
 
     return hurting(chaos, run_dir)
 

@@ -71,7 +71,7 @@ def test_a_worker_that_has_left_is_none(job: TargetJob, tmp_path: Path) -> None:
 def test_the_first_stages_are_held_at_weight_gradients_that_surely_come(job: TargetJob) -> None:
     """Its later backwards may be full ones, which have none."""
     moments = [Dice(seed, 60.0, ("kill",), observed=True).order(job) for seed in range(300)]
-    found = {(order.workers[0][-1], order.moment.nth) for order in moments if order and order.moment.phase == "weight"}
+    found = {(order.workers[0][-1], order.nth) for order in moments if order and order.phase == "weight"}
     assert {nth for stage, nth in found if stage == "0"} == {0}
     assert {nth for stage, nth in found if stage == "1"} > {0}
 

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.runtime.phases import Phase
-from megatron_recycle.tools.chaos.orders import PHASES, Moment, Order, read_script
+from megatron_recycle.tools.chaos.orders import PHASES, Order, read_script
 
 
 def test_a_script_is_the_acts_of_the_command_line_one_a_line():
@@ -19,9 +19,9 @@ def test_a_script_is_the_acts_of_the_command_line_one_a_line():
     partition h2 --from h1 --one-way
     """
     assert read_script(text.splitlines(), "x.chaos") == [
-        Order("kill", ("1:2", "0:1.3"), Moment(20, "backward", 1)),
+        Order("kill", ("1:2", "0:1.3"), 20, "backward", 1),
         Order("freeze", ("0:0",), seconds=0.5),
-        Order("slow", ("1:0",), Moment(after=2.0), factor=1.5),
+        Order("slow", ("1:0",), after=2.0, factor=1.5),
         Order("coordinator", frozen=True, seconds=3.0),
         Order("partition", hosts=("h2",), others=("h1",), one_way=True),
     ]

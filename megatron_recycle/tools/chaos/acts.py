@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from megatron_recycle.membership.names import Process
 from megatron_recycle.observe import holds
@@ -44,7 +46,7 @@ class Act:
         self.done = False
         self._job = job
         self._tell = tell
-        self._not_before = time.monotonic() + order.moment.after
+        self._not_before = time.monotonic() + order.after
         self._armed: dict[str, tuple[Path, str]] = {}
         self._undo: Callable[[], None] | None = None
         self._undo_at: float | None = None
@@ -77,7 +79,7 @@ class Act:
     # The moment
 
     def _is_in_flight(self) -> bool:
-        wanted = self.order.moment.iteration
+        wanted = self.order.iteration
         if wanted is None:
             return True
         if self._job.committed >= wanted:
@@ -111,9 +113,8 @@ class Act:
         return True
 
     def _hold(self) -> Hold:
-        moment = self.order.moment
-        stalls = self.order.act == STALL
-        return Hold(moment.phase, moment.iteration, moment.nth, self.order.seconds if stalls else None,
+        order, stalls = self.order, self.order.act == STALL
+        return Hold(order.phase, order.iteration, order.nth, order.seconds if stalls else None,
                     None if stalls else holds.this_process())
 
     def _meeting_place(self, worker: str) -> Path:
@@ -151,9 +152,9 @@ class Act:
             self._network()
 
     def _report(self, process: TargetProcess, **fields: Any) -> None:
-        moment = self.order.moment
-        self._tell(self.order.act, worker=process.worker, pid=process.pid, rank=process.rank, phase=moment.phase,
-                   iteration=self._job.committed + 1 if moment.iteration is None else moment.iteration, **fields)
+        order = self.order
+        self._tell(order.act, worker=process.worker, pid=process.pid, rank=process.rank, phase=order.phase,
+                   iteration=self._job.committed + 1 if order.iteration is None else order.iteration, **fields)
 
     def _release(self) -> None:
         for path, _ in self._armed.values():

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from megatron_recycle.control import tokens
 from megatron_recycle.environment import Launched
-from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch.child import Child
 from megatron_recycle.observe import holds
 from megatron_recycle.tools.chaos.dice import KINDS, Dice
 from megatron_recycle.tools.chaos.director import Director
-from megatron_recycle.tools.chaos.orders import Order, add_acts, order_of, read_script
+from megatron_recycle.tools.chaos.orders import add_acts, order_of, read_file
 from megatron_recycle.tools.chaos.target_job import ChaosError
 from megatron_recycle.tools.operate.runs import latest
 from megatron_recycle.usage import number
+
+ALLOW = "allow"
+"""In place of a script: workers listen for precise moments, and no act is planned yet."""
+_PATIENCE = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,22 +56,13 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: orders that make no sense.
     """
     run_dir = _run_dir(args.run_dir)
-    orders = [] if args.act == "random" else _orders(args)
+    orders = [] if args.act == "random" else read_file(args.file) if args.act == "script" else [order_of(args)]
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with Director(run_dir, partial(print, file=sys.stderr, flush=True)) as director:
             return _random(director, args) if args.act == "random" else director.run(orders)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-
-
-def _orders(args: argparse.Namespace) -> list[Order]:
-    if args.act != "script":
-        return [order_of(args)]
-    try:
-        return read_script(args.file.read_text(errors="replace").splitlines(), str(args.file))
-    except OSError as error:
-        raise ConfigError(f"{args.file}: {error.strerror}") from error
 
 
 def _random(director: Director, args: argparse.Namespace) -> int:
@@ -90,3 +88,28 @@ def _kinds(text: str) -> Sequence[str]:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {','.join(KINDS)}")
     return kinds
+
+
+def check_acts(chaos: str) -> None:
+    """Raises ConfigError if `chaos`, of `recycle run --chaos`, is neither ALLOW nor a script."""
+    if chaos != ALLOW:
+        read_file(Path(chaos))
+
+
+@contextmanager
+def hurting(chaos: str, run_dir: Path) -> Iterator[None]:
+    """Block of `recycle run --chaos` in which a process beside the job hurts it as the script says; `chaos.log` and
+    `chaos.jsonl` record the acts."""
+    if chaos == ALLOW:
+        yield
+        return
+    command = [sys.executable, "-m", "megatron_recycle.cli", "chaos", "--run-dir", str(run_dir), "script", chaos]
+    child = Child(command, tokens.without(os.environ), run_dir / "chaos.log")
+    try:
+        yield
+    finally:
+        child.signal(signal.SIGINT)
+        if child.wait(_PATIENCE) is None:
+            child.signal(signal.SIGKILL)
+            child.wait(_PATIENCE)
+        child.release()

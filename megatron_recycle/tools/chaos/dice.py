@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from megatron_recycle.membership.names import Process, workers_of
-from megatron_recycle.tools.chaos.orders import Moment, Order
+from megatron_recycle.tools.chaos.orders import Order
 from megatron_recycle.tools.chaos.target_job import TargetJob
 
 KINDS = ("kill", "freeze", "stall", "coordinator")
@@ -53,7 +53,8 @@ class Dice:
         if not brief:
             self._hit.add((worker, job.workers[worker].pid))
         seconds = round(self._draw.uniform(0.1, 1.0), 2) if brief else None
-        return Order(kind, (worker,), self._moment(worker), seconds=seconds)
+        phase, nth = self._moment(worker)
+        return Order(kind, (worker,), phase=phase, nth=nth, seconds=seconds)
 
     def victims(self, job: TargetJob) -> list[str]:
         """Workers that may be hit, each by its processes."""
@@ -68,11 +69,11 @@ class Dice:
         """Undo the hit: the moment of the order never came."""
         self._hit = {(worker, pid) for worker, pid in self._hit if worker not in order.workers}
 
-    def _moment(self, worker: str) -> Moment:
+    def _moment(self, worker: str) -> tuple[str | None, int]:
         if not self._observed:
-            return Moment()
+            return None, 0
         phase = self._draw.choice(_PHASES)
         times = _TIMES.get(phase, 1)
         if phase == "weight" and Process.parse(worker).worker.stage == 0:
             times = 1  # the backwards that follow may be full ones
-        return Moment(phase=phase, nth=self._draw.randrange(times))
+        return phase, self._draw.randrange(times)

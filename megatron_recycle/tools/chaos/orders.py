@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.names import Process
+from megatron_recycle.plan.value import Value
 from megatron_recycle.usage import count, number, seconds, some_seconds
 
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "save", "saved",
@@ -18,27 +19,11 @@ PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped
 HEAL, STALL = "heal", "stall"
 
 
-@dataclass(frozen=True)
-class Moment:
-    """When to act: at the `nth` (from 0) beginning of `phase` in `iteration`, `after` seconds from now.
-
-    Without a phase, `iteration` means: while it is in flight. Without any of these: at once.
-    """
-
-    iteration: int | None = None
-    phase: str | None = None
-    nth: int = 0
-    after: float = 0.0
-
-    def __str__(self) -> str:
-        parts = [f"in iteration {self.iteration}"] if self.iteration is not None else []
-        parts += [f"at {self.phase}" + (f" number {self.nth}" if self.nth else "")] if self.phase else []
-        return " ".join(parts + ([f"after {self.after:g} s"] if self.after else [])) or "at once"
-
-
-@dataclass(frozen=True)
-class Order:
+class Order(Value, frozen=True):
     """One act. `workers` ("d:s"; "d:s.p" is one of a worker's parts) are hit together; `hosts` are network namespaces.
+
+    Its moment is the `nth` (from 0) beginning of `phase` in `iteration`, `after` seconds from now. Without a phase,
+    `iteration` means: while it is in flight. Without any of these: at once.
 
     Attributes:
         factor: of `slow`: how many times as long all work takes.
@@ -51,7 +36,10 @@ class Order:
 
     act: str
     workers: tuple[str, ...] = ()
-    moment: Moment = Moment()
+    iteration: int | None = None
+    phase: str | None = None
+    nth: int = 0
+    after: float = 0.0
     factor: float = 1.0
     seconds: float | None = None
     frozen: bool = False
@@ -63,11 +51,13 @@ class Order:
     @property
     def observed(self) -> bool:
         """Whether it needs the workers' observers, which alone can detect its moment or carry it out."""
-        return self.moment.phase is not None or self.act == STALL
+        return self.phase is not None or self.act == STALL
 
     def __str__(self) -> str:
-        targets = " ".join((*self.workers, *self.hosts))
-        return " ".join(part for part in (self.act, targets, str(self.moment)) if part)
+        moment = [f"in iteration {self.iteration}"] if self.iteration is not None else []
+        moment += [f"at {self.phase}" + (f" number {self.nth}" if self.nth else "")] if self.phase else []
+        moment += [f"after {self.after:g} s"] if self.after else []
+        return " ".join((self.act, *self.workers, *self.hosts, *(moment or ["at once"])))
 
 
 class LineParser(argparse.ArgumentParser):
@@ -85,10 +75,14 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         made.add_argument("--after", type=seconds, default=0.0, metavar="SECONDS", help="wait so long first")
         return made
 
+    def at_iteration(made: argparse.ArgumentParser) -> None:
+        made.add_argument("--at-iteration", dest="iteration", type=count, metavar="K",
+                          help="when iteration K is in flight")
+
     def on_workers(name: str, help: str) -> argparse.ArgumentParser:
         made = act(name, help)
         made.add_argument("workers", nargs="+", type=_worker, metavar="D:S", help="all of them at the same moment")
-        made.add_argument("--at-iteration", type=count, metavar="K", help="when iteration K is in flight")
+        at_iteration(made)
         return made
 
     def with_phase(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -108,12 +102,12 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     slow.add_argument("factor", type=_factor, metavar="FACTOR", help="1.5: half as long again")
     lasting(slow, "the end of the job, or Ctrl-C")
     coordinator = act("coordinator", "kill the coordinator; the launcher starts it again")
-    coordinator.add_argument("--at-iteration", type=count, metavar="K", help="when iteration K is in flight")
+    at_iteration(coordinator)
     coordinator.add_argument("--freeze", dest="frozen", action="store_true", help="SIGSTOP instead")
     lasting(coordinator, "for ever, with --freeze")
     cut = act("partition", "cut hosts that are network namespaces of this machine off (needs root)")
     cut.add_argument("hosts", nargs="+", metavar="NAMESPACE")
-    cut.add_argument("--at-iteration", type=count, metavar="K", help="when iteration K is in flight")
+    at_iteration(cut)
     cut.add_argument("--from", dest="others", nargs="+", default=(), metavar="NAMESPACE", help="default: all others")
     cut.add_argument("--one-way", action="store_true", help="only what they send is lost")
     cut.add_argument("--link", action="store_true", help="take their link down")
@@ -123,18 +117,22 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def order_of(args: argparse.Namespace) -> Order:
     """The order parsed by a subparser of `add_acts`. Raises ConfigError where options do not go together."""
-    moment = Moment(getattr(args, "at_iteration", None), getattr(args, "phase", None), getattr(args, "nth", 0),
-                    args.after)
-    if args.act == "partition" and args.link and (args.others or args.one_way):
+    order = Order.from_json(vars(args))
+    if order.link and (order.others or order.one_way):
         raise ConfigError("partition: a link that is down cuts both ways to everybody; leave out --from and --one-way")
-    if args.act == "coordinator" and args.seconds is not None and not args.frozen:
+    if order.act == "coordinator" and order.seconds is not None and not order.frozen:
         raise ConfigError("coordinator: --for goes with --freeze; the launcher starts a killed one again")
-    if moment.nth and moment.phase is None:
-        raise ConfigError(f"{args.act}: --nth counts the times of a --phase")
-    fields = {name: getattr(args, name) for name in ("factor", "seconds", "frozen", "one_way", "link")
-              if hasattr(args, name)}
-    return Order(args.act, tuple(getattr(args, "workers", ())), moment, hosts=tuple(getattr(args, "hosts", ())),
-                 others=tuple(getattr(args, "others", ())), **fields)
+    if order.nth and order.phase is None:
+        raise ConfigError(f"{order.act}: --nth counts the times of a --phase")
+    return order
+
+
+def read_file(path: Path) -> list[Order]:
+    """The orders of the script in a file. Raises ConfigError."""
+    try:
+        return read_script(path.read_text(errors="replace").splitlines(), str(path))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a script of acts") from error
 
 
 def read_script(lines: Iterable[str], where: str) -> list[Order]:
