@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from megatron_recycle.observe.log import get_logger
 
 Event = Mapping[str, Any]
-EventName = Literal["lost", "joined", "resumed", "last_copy", "whole", "ended"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,11 +72,3 @@ def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
         at = max(value, at + least)
         axes.annotate(name, (1.01, at), xycoords=("axes fraction", "data"), color=colour, va="center", fontsize="small",
                       annotation_clip=False)
-
-
-def explain(made: Any, panels: Sequence[Any], ylabel: str, cut: bool = False) -> None:
-    """The label of the vertical axis, with a note if it does not begin at 0, and one legend of all panels."""
-    panels[0].set_ylabel(f"{ylabel}\n(axis does not begin at 0)" if cut else ylabel)
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        made.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, labelcolor=INK)

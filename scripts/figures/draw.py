@@ -23,7 +23,6 @@ from megatron_recycle.tools.picture_style import (
     PURPLE,
     SKY,
     VERMILION,
-    explain,
     figure,
     name_ends,
     save,
@@ -42,6 +41,14 @@ LENT_GRIDS, LENT_LOST = ("8x8x16", "16x8x32", "32x8x32"), ("none", "one", "5 %",
 TECHNIQUES = (("staggered", "+ staggered step", BLUE), ("decoupled", "+ split backward", SKY),
               ("adaptive", "re-routing alone", ORANGE), ("dropped", "hit pipelines dropped", PURPLE))
 ABLATED = ("3x4x6", "8x4x16", "16x12x32")
+
+
+def explain(made: Any, panels: Sequence[Any], ylabel: str, cut: bool = False) -> None:
+    """The label of the vertical axis, with a note if it does not begin at 0, and one legend of all panels."""
+    panels[0].set_ylabel(f"{ylabel}\n(axis does not begin at 0)" if cut else ylabel)
+    handles, labels = panels[0].get_legend_handles_labels()
+    if handles:
+        made.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, labelcolor=INK)
 
 
 def draw(name: str, folder: Path = FOLDER) -> Path:

@@ -119,7 +119,7 @@ def test_a_worker_that_comes_back_ends_the_degradation() -> None:
 
 
 def test_without_a_coordinator_the_files_say_how_old_they_are() -> None:
-    found = looked(DEGRADED, silent="nobody answers at h:1: refused", event_age=70.0)
+    found = looked(DEGRADED, DEGRADED[-1]["t"] + 70.0, silent="nobody answers at h:1: refused")
     assert (found.word, found.level) == ("UNREACHABLE", Level.OVER) and "70 s old" in found.line
 
 

@@ -21,6 +21,7 @@ from megatron_recycle.environment import COORDINATORS_MODULE, Launched
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.events import EventReader
+from megatron_recycle.observe.holds import started_ticks
 
 _PROC = Path("/proc")
 _CLOCK_SLACK = 1.0
@@ -124,7 +125,7 @@ class TargetJob:
             started, launched = started_at(process.pid), launched_as(process.pid)
         except PermissionError:
             return "it belongs to another user"
-        except (OSError, IndexError):
+        except OSError:
             return "it has ended"
         if started > process.t + _CLOCK_SLACK:
             return f"it started {started - process.t:.0f} s after the job's worker had been there"
@@ -172,12 +173,10 @@ def _host_of(pid: int) -> str | None:
 
 
 def started_at(pid: int) -> float:
-    """Start time of a process (Unix seconds). Raises OSError, or IndexError if it ends meanwhile."""
-    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    if fields[0] in "ZX":
+    """Start time of a process (Unix seconds). Raises OSError if there is none."""
+    if (ticks := started_ticks(pid)) is None:
         raise ProcessLookupError(pid)
-    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def launched_as(pid: int) -> Launched:

@@ -42,7 +42,6 @@ class Facts:
         run: the run's folder, as commands name it.
         state: from the journal; None where it cannot be read.
         told: the coordinator's answer; None if it has not answered, and then `silent` says why.
-        event_age: seconds since the last event; None: there is none.
         gpus: of each rank, as far as the hosts have written it down.
         problems: unreadable sources, one line each.
     """
@@ -54,7 +53,6 @@ class Facts:
     told: Mapping[str, Any] | None = None
     silent: str = ""
     meeting: Meeting | None = None
-    event_age: float | None = None
     gpus: Mapping[int, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
@@ -79,6 +77,11 @@ class Facts:
     def commit_age(self) -> float | None:
         """Seconds since the last commit; None: there was none."""
         return None if self.seen.last_commit is None else max(0.0, self.now - self.seen.last_commit)
+
+    @property
+    def event_age(self) -> float | None:
+        """Seconds since the last event; None: there is none."""
+        return max(0.0, self.now - float(self.seen.last["t"])) if self.seen.last else None
 
     @property
     def against_whole(self) -> float | None:

@@ -127,7 +127,5 @@ def read(folder: Path) -> Facts:
         problems.append(str(error))
     if not events and state is None and found is None:
         raise ConfigError(f"{folder}: {'; '.join(problems) or 'nothing has happened yet'}")
-    now = time.time()
-    age = None if not seen.last else max(0.0, now - float(seen.last["t"]))
-    return Facts(seen, now, str(folder), state, meeting=found, event_age=age, gpus=devices.read(folder),
+    return Facts(seen, time.time(), str(folder), state, meeting=found, gpus=devices.read(folder),
                  problems=tuple(problems))

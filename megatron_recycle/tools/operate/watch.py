@@ -213,9 +213,7 @@ class Watcher:
             self._silent = str(error) if self._unanswered >= _UNANSWERED else ""
 
     def _facts(self) -> Facts:
-        now = time.time()
-        age = max(0.0, now - float(self._seen.last["t"])) if self._seen.last else None
-        return Facts(self._seen, now, str(self._folder), silent=self._silent, meeting=self._meeting, event_age=age)
+        return Facts(self._seen, time.time(), str(self._folder), silent=self._silent, meeting=self._meeting)
 
     def _watched(self) -> Watched:
         with self._lock:
