@@ -28,14 +28,14 @@ from .errors import DeadlockError, PlanError
 from .grid import Grid, Microbatch, Worker
 from .plan import Plan
 from .problem import AHEAD, Crossing, Problem
-from .replay import Timeline, replay
+from .replay import Timeline, figured, peak, replay
 from .validate import check, overfull, violations
 
 __all__ = [
     "AHEAD", "PASSES_ON", "STEP", "Action", "Costs", "Crossing", "DeadlockError", "Grid", "Lent", "Message",
     "Microbatch", "Pair", "Piece", "Plan", "PlanError", "Problem", "Timeline", "Transfer", "Worker", "borrowed",
-    "borrowings", "bound_of", "channels", "check", "comes_first", "is_read", "last_reads", "lent", "lower_bound",
-    "needs", "of_place", "overfull", "pair_of", "pairs", "passes_on", "pieces", "postings", "read_by", "readers",
-    "reads", "receives", "replay", "results_in", "rounds", "surplus", "tied_givers", "tied_pairs", "transfers",
-    "violations",
+    "borrowings", "bound_of", "channels", "check", "comes_first", "figured", "is_read", "last_reads", "lent",
+    "lower_bound", "needs", "of_place", "overfull", "pair_of", "pairs", "passes_on", "peak", "pieces", "postings",
+    "read_by", "readers", "reads", "receives", "replay", "results_in", "rounds", "surplus", "tied_givers",
+    "tied_pairs", "transfers", "violations",
 ]

@@ -210,14 +210,16 @@ class Problem:
                 after += count * self.layer_held[other][1]
         return max(0, before), max(0, after) if self.split_backward else 0
 
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that step together: those of tied chunks; every other stage alone; ordered by their first stage."""
-        groups: list[set[int]] = [{stage} for stage in range(self.grid.stages)]
+    @cached_property
+    def group(self) -> tuple[int, ...]:
+        """By stage, the number of its group: stages of tied chunks step together, every other stage steps alone. Groups
+        are numbered in the order of their first stages."""
+        found = list(range(self.grid.stages))
         for tied in self.tied:
-            stages = {self.stage_of(chunk) for chunk in tied}
-            groups = [group for group in groups if not group & stages] + (
-                [set().union(*(group for group in groups if group & stages))] if stages else [])
-        return tuple(sorted(tuple(sorted(group)) for group in groups))
+            joined = {found[self.stage_of(chunk)] for chunk in tied}
+            found = [min(joined) if first in joined else first for first in found]
+        numbers = {first: number for number, first in enumerate(sorted(set(found)))}
+        return tuple(numbers[first] for first in found)
 
     def require_live(self) -> None:
         """Raise PlanError, naming the stage, if a stage has no live worker, or none whose cap holds a micro-batch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_recycle.plan.crossings import borrowings
 from megatron_recycle.plan.messages import surplus
 
 from .action import Action
@@ -13,7 +12,7 @@ from .errors import DeadlockError, PlanError
 from .grid import Worker
 from .plan import Plan
 from .problem import Problem
-from .replay import replay
+from .replay import borrowed_units, memory, replay
 
 #: most violations of one rule that are spelled out
 SHOWN = 20
@@ -25,18 +24,10 @@ def violations(plan: Plan) -> list[str]:
 
     Also checks the figures that the file states: period, makespan, bound and digest.
     """
-    found: list[str] = list(_chunks(plan)) or list(_membership(plan))
-    if found:
-        return found[:SHOWN]  # actions of unknown chunks and workers cannot be checked
-    for rule in (_once, _full, _steps, _local_order, _crossings, _memory, _blocks):
-        count = 0
-        for count, text in enumerate(rule(plan), 1):
-            if count <= SHOWN:
-                found.append(text)
-        if count > SHOWN:
-            found.append(f"{found[-1].split(':')[0]}: {count - SHOWN} more")
-    if found:
-        return found
+    # Actions of unknown chunks and workers cannot be checked, nor the memory of messages that nobody sends.
+    for rules in ((_chunks,), (_membership,), (_once, _full, _steps, _local_order, _crossings, _blocks), (_memory,)):
+        if found := [text for rule in rules for text in _shown([*rule(plan)])]:
+            return found
     try:
         timeline = replay(plan)
     except DeadlockError as error:
@@ -52,6 +43,12 @@ def violations(plan: Plan) -> list[str]:
     if plan.stated and plan.stated != plan.digest:
         found.append(f"digest: the plan says {plan.stated}, its content is {plan.digest}")
     return found
+
+
+def _shown(found: list[str]) -> list[str]:
+    """The violations of one rule, if there are too many then only the first ones and how many more there are."""
+    more = len(found) - SHOWN
+    return [*found[:SHOWN], f"{found[0].split(':')[0]}: {more} more"] if more > 0 else found
 
 
 def check(plan: Plan) -> Plan:
@@ -201,28 +198,16 @@ def overfull(plan: Plan) -> bool:
 def _memory(plan: Plan) -> Iterator[str]:
     problem = plan.problem
     more = surplus(plan) if any(problem.message) else {}
-    holdings = borrowings(plan) if plan.crossings else {}
-    for worker, actions in sorted(plan.workers.items()):
-        cap = problem.cap.get(worker)
-        if cap is None or worker not in problem.grid:
+    for worker, cap in sorted(problem.cap.items()):
+        if worker not in plan.workers:
             continue
-        held: dict[tuple[int, int, int], int] = {}
         messages = more.get(worker, 0) * problem.message_weight(worker.stage)
-        lent = sum(count * problem.layer_parameters[chunk]
-                   for (chunk, _), count in holdings.get(worker, {}).items())
-        total = messages + lent
-        for place, action in enumerate(actions):
-            if action.kind == "S":
-                continue
-            item = action[1:]
-            before, after = problem.held(plan.chunk(worker, action), plan.crossing(*action[1:3]))
-            weight = {"F": before, "B": after}.get(action.kind, 0)
-            total += weight - held.get(item, 0)
-            held[item] = weight
-            if total > cap and place >= plan.done.get(worker, 0):
+        for place, (action, held) in enumerate(zip(plan.actions(worker), memory(plan, worker))):
+            if messages + held > cap and place >= plan.done.get(worker, 0) and action.kind != "S":
+                lent = borrowed_units(plan, worker)
                 beside = f", {messages} of it for messages that are sent early" if messages else ""
                 beside += f", {lent} of it for parameters of lent layers" if lent else ""
-                yield f"memory: worker {worker} holds {total} at {action}{beside}, its cap is {cap}"
+                yield f"memory: worker {worker} holds {messages + held} at {action}{beside}, its cap is {cap}"
                 break
 
 

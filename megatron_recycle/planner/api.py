@@ -13,7 +13,7 @@ from megatron_recycle.planner.alignment import aligned
 from megatron_recycle.planner.routing import route
 from megatron_recycle.planner.timing import timed
 
-from ..plan import Plan, PlanError, Problem, Worker, lower_bound, overfull, surplus, violations
+from ..plan import Plan, PlanError, Problem, Worker, figured, lower_bound, overfull, surplus, violations
 from .adjoin import adjoined
 from .cache import Cache
 from .canonical import canonical
@@ -160,10 +160,7 @@ def recosted(problem: Problem, plan: Plan) -> Plan:
     measured = ("costs", "cap", "before_b", "after_b", "message", "layer_held", "layer_parameters")
     if all(getattr(problem, name) == getattr(plan.problem, name) for name in measured):
         return plan
-    instance = build(problem)
-    table, trace = schedule_of(instance, plan)
-    found = timed(instance, table, trace, crossings_of(instance, plan))
-    return plan_of(instance, found, lower_bound(problem), plan.source)
+    return figured(replace(plan, problem=problem, done={}, stats={}))
 
 
 def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:

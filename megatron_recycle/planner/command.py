@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megatron_recycle.planner.baselines import TECHNIQUES, planned, shaped
 
-from ..plan import Costs, Grid, Plan, PlanError, Problem, Worker, check, replay
+from ..plan import Costs, Grid, Plan, PlanError, Problem, Worker, check
 from . import terminal
 from .normalise import Prices, moved, normalise
 
@@ -119,7 +119,7 @@ def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(plan.to_json()))
         return
-    print(terminal.table(plan, replay(plan), extra))
+    print(terminal.table(plan, extra))
     picture = terminal.drawing(plan, shutil.get_terminal_size((120, 40)).columns, sys.stdout.isatty())
     if picture:
         print("\n" + picture)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megatron_recycle.planner.timing import Clock
+from megatron_recycle.planner.timing import clock, objective
 
 from .instance import NO_CAP, Instance
 from .simultaneous import trace_of
@@ -51,7 +51,7 @@ def available() -> bool:
 
 def solve(instance: Instance, route: list[int], hint: list[int], bound: int, limits: Limits,
           found: Found) -> Outcome:
-    """Search for better orders than ``hint``'s for the same routes; ``bound`` is a known lower bound.
+    """Search for better orders than ``hint``'s on the same routes; ``bound`` is a known lower bound. No layer is lent.
 
     With ``limits.merge_only`` every worker keeps the hint's sequences of F, of B and of W, and the search only
     interleaves the three: far smaller, solved in a moment, and a good polish.
@@ -99,12 +99,13 @@ class _Model:
         self.count = len(instance.jobs)
         self.nodes, self.lag = self.count * instance.chunks, instance.lags(route)
         self.period = problem.objective == "period"
-        clock = Clock(instance, route, hint)
-        self.top = -int(-clock.objective() // 1)
-        self.ends, self.done = clock.times(clock.phases(self.top) if self.period else [0] * instance.stages)
-        if self.period:  # room on both sides of the anchored stage, see _objective
-            low = max(self.done) - 2 * self.top
-            self.ends, self.done = [e - low for e in self.ends], [e - low for e in self.done]
+        self.top = -int(-objective(instance, route, hint) // 1)
+        timed = clock(instance, route, hint)
+        begin = timed.phases(self.top) if self.period else [0] * timed.groups
+        self.ends, self.ready = timed.times(begin, cold=not self.period)
+        if self.period:  # room on both sides of the anchored group of stages, see _objective
+            low = max(self.ready) - 2 * self.top
+            self.ends, self.ready = [e - low for e in self.ends], [e - low for e in self.ready]
         longest = max(problem.costs.step)
         self.horizon = 3 * self.top + longest if self.period else self.top
         self.starts: list[Any] = [None] * (3 * self.nodes)
@@ -113,7 +114,7 @@ class _Model:
         self._flow()
         self.sequences = self._sequences(hint) if merge_only else {}
         self._workers()
-        self._objective(bound, hint)
+        self._objective(bound)
 
     def length(self, code: int) -> int:
         """Duration of an action."""
@@ -146,9 +147,8 @@ class _Model:
         instance, count = self.instance, self.count
         pairs = set()
         last: dict[tuple[int, ...], int] = {}
-        crossings = instance.spans.crossings if instance.spans else ()
         for j in range(count):
-            way = *(self.route[s * count + j] for s in range(instance.chunks)), *(row[j] for row in crossings)
+            way = tuple(self.route[s * count + j] for s in range(instance.chunks))
             if way in last:
                 pairs |= {(s * count + last[way], s * count + j) for s in range(instance.chunks)}
             last[way] = j
@@ -215,46 +215,34 @@ class _Model:
                 weights.append(weight)
         model.add_cumulative(intervals, weights, cap)
 
-    def _ready(self, group: int) -> int:
-        """End of a group of stages' last work in the hint."""
-        return max(self.done[s] for s, g in enumerate(self.instance.group) if g == group)
-
-    def _objective(self, bound: int, hint: list[int]) -> None:
+    def _objective(self, bound: int) -> None:
         instance, model, nodes = self.instance, self.model, self.nodes
-        step = instance.problem.costs.step
+        step, of_stage = instance.problem.costs.step, instance.problem.group
         goal = model.new_int_var(min(bound, self.top), self.top, "")
         model.add_hint(goal, self.top)
-        ready = [model.new_int_var(0, self.horizon, "") for _ in range(instance.groups)]
-        for g, variable in enumerate(ready):
-            model.add_hint(variable, self._ready(g))
+        ready = [model.new_int_var(0, self.horizon, "") for _ in self.ready]
+        for variable, time in zip(ready, self.ready):
+            model.add_hint(variable, time)
         release = self.kinds[-1]
         for node in range(nodes):
-            group = instance.group[instance.problem.stage_of(node // self.count)]
+            group = of_stage[instance.problem.stage_of(node // self.count)]
             model.add(ready[group] >= self.end(release * nodes + node))
-        gates, (given, summed) = instance.spans.gates if instance.spans else {}, instance.problem.costs.lent
-        for w, g in sorted({(self.route[node], g) for node, groups in gates.items() for g in groups}):
-            for node in self.mine[w]:  # a helper's sums leave after all its actions
-                model.add(ready[g] >= self.end(release * nodes + node) + summed)
         if not self.period:
-            for s, g in enumerate(instance.group):
+            for s, g in enumerate(of_stage):
                 model.add(goal >= ready[g] + step[s])
         else:
             # only time differences matter: the busiest stage is anchored, which narrows every window
-            busiest = max(range(instance.groups), key=lambda g: max(
+            busiest = max(range(len(ready)), key=lambda g: max(
                 sum(self.length(kind * nodes + node) for kind in self.kinds for node in own)
-                for w, own in self.mine.items() if instance.group[instance.stage[w]] == g))
-            model.add(ready[busiest] == self._ready(busiest))
+                for w, own in self.mine.items() if of_stage[instance.stage[w]] == g))
+            model.add(ready[busiest] == self.ready[busiest])
             for w, own in self.mine.items():
                 s = instance.stage[w]
                 begin = model.new_int_var(0, self.horizon, "")
                 model.add_hint(begin, min(self.ends[node] - self.length(node) for node in own))
                 for node in own:
                     model.add(begin <= self.starts[node])
-                model.add(goal >= ready[instance.group[s]] + step[s] - begin)
-            for node, groups in gates.items():
-                for g in groups:
-                    longest = max(step[s] for s, other in enumerate(instance.group) if other == g)
-                    model.add(goal >= ready[g] + longest + given - self.starts[node])
+                model.add(goal >= ready[of_stage[s]] + step[s] - begin)
         model.minimize(goal)
 
     def trace(self, value: Callable[[Any], int]) -> list[int] | None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from megatron_recycle.planner.merge_bw import merged
 
 from ..plan import STEP, Action, Plan, Problem, Worker
+from ..plan.replay import in_order_of_ends
 from .crossing_flow import Crossings
 
 KINDS = "FBW"
@@ -50,8 +51,6 @@ class Instance:
     hold: list[int]  # units from F's start to B's end, enough that no later action needs more
     at: list[list[int]]  # usable workers of each stage
     home: list[list[int]]  # per stage and pipeline the home worker, -1 if it is out
-    group: list[int]  # per stage, which stages step together
-    groups: int
     ordered: bool  # B and W of one pipeline in micro-batch order on every worker
     spans: Spans | None = None  # None: every micro-batch crosses every boundary at home
     known: dict[tuple[int, int, int, int], tuple[int, int, int, int, int]] = field(default_factory=dict)  # see spanned
@@ -143,11 +142,6 @@ def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Inst
     workers = list(problem.live_workers())
     usable = {worker: w for w, worker in enumerate(workers) if problem.fits(worker)}
     home = [[usable.get(Worker(d, s), -1) for d in range(grid.pipelines)] for s in range(grid.stages)]
-    groups = problem.groups()
-    group = [0] * grid.stages
-    for g, stages in enumerate(groups):
-        for s in stages:
-            group[s] = g
 
     def durations(kind: str) -> list[int]:
         return [sum(problem.duration(kind, worker, place) for place in range(len(problem.chunks_of[worker.stage])))
@@ -159,7 +153,6 @@ def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Inst
         cap=[_room(problem, worker, (surplus or {}).get(worker, 0)) for worker in workers],
         hold=[problem.weight(worker.stage) for worker in workers],
         at=[[w for worker, w in usable.items() if worker.stage == s] for s in range(grid.stages)], home=home,
-        group=group, groups=len(groups),
         # without guests a job keeps the stock engine's order, and with it its bits
         ordered=problem.block > 0 or not (problem.failed or problem.costs.speed
                                           or len(set(grid.microbatches)) > 1))
@@ -188,7 +181,7 @@ def spanned(instance: Instance, route: Sequence[int], crossings: Crossings) -> I
             forward[node], backward[node], weight[node], before[node], keep[node] = known[key]
             for borrows, other, layers in ((first < 0, chunk - 1, -first), (last > 0, chunk + 1, last)):
                 if borrows:
-                    gates.setdefault(node, set()).add(instance.group[problem.stage_of(other)])
+                    gates.setdefault(node, set()).add(problem.group[problem.stage_of(other)])
                     held[w, other, other < chunk] = max(layers, held.get((w, other, other < chunk), 0))
     cap = list(instance.cap)
     for (w, other, _), layers in held.items():
@@ -265,18 +258,12 @@ def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
     """Route and trace of a legal plan for the same problem."""
     count = len(instance.jobs)
     nodes = count * instance.chunks
-    route = [-1] * nodes
-    queue: list[list[int]] = []
-    for w, worker in enumerate(instance.workers):
-        codes = []
-        chunks = instance.problem.chunks_of[worker.stage]
-        for kind, d, m, place in plan.workers[worker]:
-            if kind != "S":
-                node = chunks[place] * count + instance.job[d, m]
-                route[node] = w
-                codes += [number * nodes + node for number in _NUMBERS[kind]]
-        queue.append(codes)
-    return route, merge(instance, queue)
+    route, trace = [-1] * nodes, []
+    for worker, action in in_order_of_ends(plan):
+        node = plan.chunk(worker, action) * count + instance.job[action[1:3]]
+        route[node] = instance.number[worker]
+        trace += [number * nodes + node for number in _NUMBERS[action.kind]]
+    return route, trace
 
 
 def crossings_of(instance: Instance, plan: Plan) -> Crossings:
@@ -291,29 +278,3 @@ def needed(code: int, count: int, nodes: int) -> int:
     if kind == 1:
         return code + count if node + count < nodes else node
     return node - count if kind == 0 else code - nodes
-
-
-def merge(instance: Instance, queue: list[list[int]]) -> list[int]:
-    """One trace from the orders of all workers; shorter than their sum if they deadlock."""
-    count = len(instance.jobs)
-    nodes = count * instance.chunks
-    trace: list[int] = []
-    done = bytearray(3 * nodes)
-    waiting: dict[int, int] = {}
-    pointer = [0] * len(queue)
-    work = list(range(len(queue) - 1, -1, -1))
-    while work:
-        w = work.pop()
-        codes = queue[w]
-        while pointer[w] < len(codes):
-            code = codes[pointer[w]]
-            need = needed(code, count, nodes)
-            if need >= 0 and not done[need]:
-                waiting[need] = w
-                break
-            done[code] = 1
-            trace.append(code)
-            pointer[w] += 1
-            if code in waiting:
-                work.append(waiting.pop(code))
-    return trace

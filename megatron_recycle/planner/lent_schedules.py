@@ -16,7 +16,7 @@ from itertools import islice, product
 from megatron_recycle.planner.alignment import Alignment, aligned
 from megatron_recycle.planner.crossing_flow import Crossings, Flow, Lendable
 from megatron_recycle.planner.routing import route
-from megatron_recycle.planner.timing import Clock, timed
+from megatron_recycle.planner.timing import objective, timed
 
 from ..plan import Problem
 from .greedy import Rules, guests, leading, schedule
@@ -244,7 +244,7 @@ class _Search:
         away = self.away[choice.table]
         trace = schedule(instance, table, choice.rules,
                          (leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)))
-        outcome = Clock(instance, table, trace).objective()
+        outcome = objective(instance, table, trace)
         if outcome < self.target:
             self.target = outcome
             self.best = timed(self.instance, table, trace, choice.crossings)

@@ -14,7 +14,7 @@ from itertools import chain, pairwise
 
 from megatron_recycle.planner.alignment import Alignment, aligned, natural
 from megatron_recycle.planner.routing import DEALS, PICKS, cost, route
-from megatron_recycle.planner.timing import Clock, timed
+from megatron_recycle.planner.timing import objective, timed
 
 from ..plan import Problem, lower_bound
 from .greedy import Rules, guests, leading, schedule
@@ -237,7 +237,7 @@ class _Climb:
         table, away = self._route(choice.alignment, choice.deal, choice.fewer, choice.pick)
         keys = leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)
         trace = schedule(instance, table, choice.rules, keys)
-        return Clock(instance, table, trace).objective(), (table, trace)
+        return objective(instance, table, trace), (table, trace)
 
 
 def mutated(rules: Sequence[Rules], draw: random.Random, alike: bool, unit: int = 2) -> tuple[Rules, ...]:

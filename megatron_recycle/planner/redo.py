@@ -12,12 +12,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..plan import Action, Plan, Problem, Worker, bound_of, overfull, replay, surplus
+from ..plan import Action, Plan, Problem, Worker, figured, overfull, surplus
 from .alignment import Unit, aligned, units
 from .greedy import Begun, Rules, leading, schedule
 from .instance import KINDS, Instance, build, crossings_of, orders_of, roomy, spanned
 from .portfolio import filled, templates
-from .timing import Clock
+from .timing import clock
 
 #: templates are tried until they have scheduled so many actions, and two schedules are made in any case
 MOST = 10_000
@@ -132,7 +132,7 @@ def _listed(base: Plan, done: Mapping[Worker, tuple[Action, ...]], kept: Mapping
             return []
     traces = [trace for rules, keys in _ways(instance, route, standing)
               if len(trace := schedule(instance, route, rules, keys, begun=standing.begun)) == standing.left]
-    traces.sort(key=lambda trace: _makespan(instance, route, trace))
+    traces.sort(key=lambda trace: clock(instance, route, trace).makespan())
     count = len(traces) if any(base.problem.message) else 1  # without early messages they differ in time alone
     return [Plan(problem=base.problem, workers=orders_of(instance, route, trace, done), period=0, makespan=0,
                  lower_bound=0, source="greedy", crossings=base.crossings,
@@ -149,10 +149,7 @@ def _to_itself(instance: Instance, route: Sequence[int]) -> bool:
 
 
 def _timed(plan: Plan, begin: float) -> Plan:
-    """The plan with its own figures."""
-    timeline = replay(plan)
-    return replace(plan, period=timeline.period, makespan=timeline.makespan, lower_bound=bound_of(plan), stated="",
-                   stats={"first_seconds": round(time.perf_counter() - begin, 6)})
+    return replace(figured(plan), stats={"first_seconds": round(time.perf_counter() - begin, 6)})
 
 
 @dataclass(frozen=True)
@@ -318,14 +315,3 @@ def _late(instance: Instance, standing: _Standing) -> tuple[list[int], list[int]
     for node in range(nodes):
         then[node] += last * back[node]
     return first, then
-
-
-def _makespan(instance: Instance, route: Sequence[int], trace: Sequence[int]) -> int:
-    """End of the last step, if all actions outside the trace were done before, and sums of lent layers take no time to
-    travel."""
-    end, _ = Clock(instance, route, trace).times([0] * instance.stages, cold=True)
-    ready = [0] * instance.groups
-    for code in trace:
-        g = instance.group[instance.stage[route[code % len(route)]]]
-        ready[g] = max(ready[g], end[code])
-    return max(ready[g] + step for g, step in zip(instance.group, instance.problem.costs.step))

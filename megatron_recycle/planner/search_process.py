@@ -22,7 +22,7 @@ from typing import Any
 from ..plan import Problem, lower_bound
 from . import cpsat, lent_schedules
 from .crossing_flow import Crossings
-from .instance import Instance, Schedule, build, spanned
+from .instance import Instance, Schedule, build
 from .portfolio import Found, goal, search
 from .timing import timed
 
@@ -142,9 +142,8 @@ class _Search:
         for chosen in (polish, limits):
             if self.best <= self.floor or self._over():
                 break
-            instance = spanned(self.instance, self.route, self.crossings)
-            outcome = cpsat.solve(instance, self.route, self.trace, self.floor, chosen,
-                                  lambda trace: self._offer(self.route, trace, self.crossings, "cpsat"))
+            outcome = cpsat.solve(self.instance, self.route, self.trace, self.floor, chosen,
+                                  lambda trace: self._offer(self.route, trace, (), "cpsat"))
             self.stats["cpsat_work"] = round(self.stats.get("cpsat_work", 0.0) + outcome.work, 3)
             self.stats["cut"] = self.stats["cut"] or outcome.cut
             if not chosen.merge_only:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..plan import Plan, Timeline, Worker, replay
+from ..plan import Plan, Worker, peak, replay
 from .lending_gain import lent_layers
 
 _LETTERS = {"FB": "D"}
@@ -16,10 +16,10 @@ _COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "D": "46;30", "S": "45;97"
 ROWS = 40
 
 
-def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
+def table(plan: Plan, extra: Mapping[str, str]) -> str:
     """The figures of a plan, one per line; ``extra`` lines come last."""
     stages, moves = range(plan.problem.grid.stages), _moves(plan)
-    peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.problem.live(s)), default=0)}" for s in stages)
+    peaks = ", ".join(f"{s}: {max((peak(plan, w) for w in plan.problem.live(s)), default=0)}" for s in stages)
     if plan.problem.placement:
         peaks += ", those of each chunk counted apart"
     rows = {

@@ -129,7 +129,7 @@ def profile(site: Site, plan: Plan, undo: int) -> Budget:
                       after_b=tuple(held.after_b for held in each))
     kept = _kept(site, plan, undo)
     return Budget([memory.held(chunk) for chunk in range(len(site.place.chunks))], memory.peak,
-                  peak(weighed, me, plan.actions(me)), kept,
+                  peak(replace(plan, problem=weighed, crossings={}), me), kept,
                   room_on(site.meters.device, site.config.memory, kept, memory.now))
 
 

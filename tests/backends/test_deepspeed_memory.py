@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.plan import Plan, Worker, replay
+from megatron_recycle.plan import Plan, Worker, peak
 from tests.backends import memory_job
 from tests.harness import Hold, Job
 
@@ -68,4 +68,4 @@ def test_workers_that_are_told_to_use_less_memory_hold_less():
         room = limit * 2**30
         assert plan.problem.before_b != (1, 1) and result.value["counted"] < room
         worker = Worker.parse(result.value["worker"])
-        assert replay(plan).peak[worker] <= plan.problem.cap[worker]
+        assert peak(plan, worker) <= plan.problem.cap[worker]

@@ -80,7 +80,7 @@ def test_activations_take_what_the_plan_says_also_of_guests(victim):
     for process in job.processes.values():
         plan, me = process.worker.plan, process.worker.site.place.me
         if process.name != victim:
-            assert peak(plan.problem, me, plan.actions(me)) <= cap
+            assert peak(plan, me) <= cap
 
 
 def test_what_is_kept_to_undo_a_step_is_one_copy():

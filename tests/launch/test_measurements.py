@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from megatron_recycle.control.planning import Planning, problem_of
 from megatron_recycle.membership.description import Job
-from megatron_recycle.plan import Grid, Plan, Worker, replay, violations
+from megatron_recycle.plan import Grid, Plan, Worker, peak, violations
 
 DESCRIPTION = Job(grid=Grid(2, (6, 6, 6)), planner_budget=0.2)
 NAMES = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
@@ -43,7 +43,7 @@ def test_the_plan_in_use_is_replaced_if_it_holds_more_than_there_is(failed, budg
     found = Plan.from_file(better)
     assert violations(found) == []
     unit = 8 * MIB // 8
-    assert all(peak * unit <= room for peak in replay(found).peak.values())
+    assert all(peak(found, worker) * unit <= room for worker in found.workers)
     assert set(map(str, found.problem.failed)) == failed
 
 

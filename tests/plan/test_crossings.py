@@ -21,6 +21,7 @@ from megatron_recycle.plan import (
     channels,
     lent,
     lower_bound,
+    peak,
     pieces,
     read_by,
     reads,
@@ -86,7 +87,7 @@ def test_a_helper_has_parameters_after_the_step_and_is_done_with_its_actions_bef
 def test_memory_counts_spans_and_lent_parameters():
     problem = lending()
     plan = timed(problem, ORDERS, {(0, 1): (2,)})
-    assert replay(plan).peak == {ABOVE: 2 * 3 + 4 + 6, BELOW: 4}
+    assert (peak(plan, ABOVE), peak(plan, BELOW)) == (2 * 3 + 4 + 6, 4)
     tight = replace(plan, problem=replace(problem, cap={ABOVE: 15}), lower_bound=0)
     assert [text for text in violations(tight) if text.startswith("memory")] == [
         "memory: worker 0:0 holds 16 at F0.1, 6 of it for parameters of lent layers, its cap is 15"]
@@ -209,9 +210,9 @@ def test_rules_name_the_chunk():
 
 def test_tied_chunks_of_one_stage_need_no_exchange():
     plan = timed(vee(tied=((0, 3),)), {**orders(0), **orders(1)})
-    assert tied_pairs(plan) == frozenset() and plan.problem.groups() == ((0,), (1,))
+    assert tied_pairs(plan) == frozenset() and plan.problem.group == (0, 1)
     plan = timed(vee(tied=((0, 2), (1, 3))), {**orders(0), **orders(1)})
-    assert plan.problem.groups() == ((0, 1),) and len(tied_pairs(plan)) == 2
+    assert plan.problem.group == (0, 0) and len(tied_pairs(plan)) == 2
 
 
 def test_the_usual_placement_has_one_spelling():

@@ -18,6 +18,7 @@ from megatron_recycle.plan import (
     bound_of,
     channels,
     check,
+    peak,
     pieces,
     reads,
     replay,
@@ -103,7 +104,7 @@ def test_memory_above_the_cap_is_named(plan):
 def test_held_units_count_before_and_after_the_backward():
     plan = quick(problem(before_b=(3, 3), after_b=(1, 1), cap=4))
     assert violations(plan) == []
-    assert max(replay(plan).peak.values()) <= 4
+    assert max(peak(plan, worker) for worker in plan.workers) <= 4
 
 
 def test_messages_that_are_sent_early_need_room_too():
@@ -163,12 +164,12 @@ def test_a_full_backward_is_its_b_and_its_w():
         return [Action("FB", 0, 3) if action == b else action for action in actions if action != w]
 
     changed = rewritten(plan, "0:1", full)
-    split, merged = replay(plan), replay(changed)
+    merged = replay(changed)
     last, first = Worker(0, 1), Worker(0, 0)
     begun, ended = start(changed, last, Action("FB", 0, 3)), end(changed, last, Action("FB", 0, 3))
     assert ended - begun == plan.problem.duration("B", last) + plan.problem.duration("W", last)
     assert start(changed, first, b) >= ended + plan.problem.costs.hop, "its message leaves at its end"
-    assert merged.peak[last] <= split.peak[last]
+    assert peak(changed, last) <= peak(plan, last)
     figures = replace(changed, period=merged.period, makespan=merged.makespan)
     assert violations(figures) == [] and channels(figures) == channels(plan)
 
@@ -255,8 +256,7 @@ def test_a_done_action_waits_for_nothing_and_its_result_is_there():
 
 def test_memory_is_checked_from_where_a_worker_stands():
     plan = begun({"0:0": 3})
-    peak = replay(plan).peak[Worker(0, 0)]
-    tight = replace(plan, problem=replace(plan.problem, cap={Worker(0, 0): peak - 1}))
+    tight = replace(plan, problem=replace(plan.problem, cap={Worker(0, 0): peak(plan, Worker(0, 0)) - 1}))
     assert "memory: worker 0:0" in names(replace(tight, done={}))
     full = replace(tight, done={Worker(0, 0): len(tight.workers[Worker(0, 0)]) - 1})
     assert "memory" not in names(full)
@@ -266,3 +266,8 @@ def test_a_worker_outside_the_grid_is_named_also_where_messages_weigh_something(
     plan = quick(problem(message=(1, 1)))
     strange = replace(plan, workers={**plan.workers, Worker(9, 9): (Action("F", 0, 0), Action("S"))})
     assert names(strange) == "listed: worker 9:9 is outside the grid but has orders"
+
+
+def test_a_message_that_nobody_sends_is_named_also_where_messages_weigh_something():
+    plan = rewritten(quick(problem(message=(1, 1))), "0:0", lambda a: [x for x in a if str(x) != "F0.1"])
+    assert "F0.1 is missing at stage 0" in names(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from megatron_recycle.plan import Plan, bound_of, replay
+from megatron_recycle.plan import Plan, figured
 
 
 def crossing(plan: Plan, draw: random.Random) -> Plan:
@@ -20,6 +20,4 @@ def crossing(plan: Plan, draw: random.Random) -> Plan:
                 each = tuple(by - (by > 0) + (by < 0) for by in each)
             of_unit[unit] = each
         found[d, m] = of_unit[unit]
-    plan = replace(plan, crossings=found, stated="")
-    timeline = replay(plan)
-    return replace(plan, period=timeline.period, makespan=timeline.makespan, lower_bound=bound_of(plan))
+    return figured(replace(plan, crossings=found))

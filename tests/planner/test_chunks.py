@@ -24,7 +24,7 @@ def slow(plan: Plan, iterations: int = 1) -> dict[tuple[int, Worker, int], tuple
     for, by recursion."""
     problem, helps = plan.problem, list(lent(plan))
     given, summed = problem.costs.lent
-    group = {stage: g for g in problem.groups() for stage in g}
+    group = {stage: [s for s, g in enumerate(problem.group) if g == of] for stage, of in enumerate(problem.group)}
     last = {worker: len(actions) - 1 for worker, actions in plan.workers.items()}
     place = {(half, action.pipeline, action.microbatch, plan.chunk(worker, action)): (worker, i)
              for worker, actions in plan.workers.items() for i, action in enumerate(actions) if action.kind != "S"

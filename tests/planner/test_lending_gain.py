@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_recycle.plan import Worker, borrowings, replay
+from megatron_recycle.plan import Worker, borrowings
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.lending_gain import CopyPrice, worth
 from megatron_recycle.planner.terminal import table
@@ -52,5 +52,5 @@ def test_the_peers_of_a_hurt_stage_share_the_sending():
 
 
 def test_the_table_of_a_plan_says_what_it_lends():
-    assert "up to 2 layers at boundaries 1-2 and 2-3, for" in table(LENT, replay(LENT), {})
-    assert "boundaries" not in table(REROUTED, replay(REROUTED), {})
+    assert "up to 2 layers at boundaries 1-2 and 2-3, for" in table(LENT, {})
+    assert "boundaries" not in table(REROUTED, {})

@@ -24,6 +24,7 @@ from megatron_recycle.plan import (
     channels,
     needs,
     passes_on,
+    peak,
     pieces,
     reads,
     replay,
@@ -278,7 +279,7 @@ def test_memory_is_kept_for_messages_that_wait_in_a_log_in_another_order():
     rest = redo(quick(grid_of(2, 2, 4, ("1:1",), **changes)), sent)
     assert surplus(rest) and violations(rest) == []
     free = redo(quick(grid_of(2, 2, 4, ("1:1",), cap={Worker(0, 1): 4})), sent)
-    assert replay(rest).peak[Worker(0, 1)] < replay(free).peak[Worker(0, 1)]
+    assert peak(rest, Worker(0, 1)) < peak(free, Worker(0, 1))
 
 
 def test_what_nobody_waits_for_comes_last():
@@ -336,7 +337,7 @@ def test_the_table_and_the_drawing_are_of_what_is_left():
     done = {Worker(0, 0): actions("F0.0 F0.1 B0.0 W0.0"), Worker(0, 1): actions("F0.0 B0.0 W0.0")}
     costs = Costs.uniform(2, 1, 1, 1)
     rest = redo(quick(grid_of(2, 2, 2, ("1:1",), costs=costs)), done)
-    assert "done before       7 actions; the figures are of the rest" in table(rest, replay(rest), {})
+    assert "done before       7 actions; the figures are of the rest" in table(rest, {})
     row = next(line for line in drawing(rest, 80, False).splitlines() if line.startswith("   0:1"))
     assert sorted(row[8:].replace("·", "")) == sorted("FBWffbbww")
     assert bubbles(rest) == 1 - (2 + 6 + 9) / (3 * rest.makespan)

@@ -187,12 +187,12 @@ def test_cpsat_proves_a_small_optimum_and_finds_legal_orders():
     instance = build(problem)
     start = quick(problem)
     from megatron_recycle.planner.instance import schedule_of
-    from megatron_recycle.planner.timing import Clock
+    from megatron_recycle.planner.timing import clock
 
     route, trace = schedule_of(instance, start)
     found = [trace]
     outcome = cpsat.solve(instance, route, trace, start.lower_bound, cpsat.Limits(90, 90), found.append)
-    assert outcome.proven and Clock(instance, route, found[-1]).makespan() == outcome.bound
+    assert outcome.proven and clock(instance, route, found[-1]).makespan() == outcome.bound
 
 
 def at_once(split: bool) -> Problem:
