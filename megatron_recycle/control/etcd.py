@@ -22,10 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.plan.value import Value
+from megatron_recycle.plan.value import Value, read_as
 
 PORT = 2379
 CACERT, CERT, KEY, USER, PASSWORD = (f"ETCDCTL_{name}" for name in ("CACERT", "CERT", "KEY", "USER", "PASSWORD"))
@@ -242,7 +240,7 @@ class Etcd:
             raise StoreRefused(f"etcd at {where} has users, and takes no client's certificate with a CommonName beside "
                                "them: give one without")
         try:
-            reply = msgspec.json.decode(data, type=_Answer, strict=False)
+            reply: _Answer = read_as(_Answer, json.loads(data), strict=False)
         except ValueError:
             raise ValueError(f"what answers there is no etcd (status {answer.status})") from None
         if answer.status == 200:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, TypeVar
 
-import msgspec
 from msgspec import Meta, field
 
 from megatron_recycle.membership.failure_kinds import FailureKind
@@ -16,7 +15,7 @@ from megatron_recycle.membership.next_life import NextLife
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.worker_events import WorkerEvent
 from megatron_recycle.plan.plan_file import PlanFile
-from megatron_recycle.plan.value import Value
+from megatron_recycle.plan.value import Value, read_as
 
 MOST_BYTES = 128 * 1024 * 1024
 """Limit of an unpacked message with a plan: some 14 million actions."""
@@ -63,7 +62,7 @@ class Kinds(Generic[Kind]):
     def read(self, data: Any) -> Kind:
         """The message in this decoded JSON. Raises WireError."""
         try:
-            found: Kind = msgspec.convert(data, self._union, str_keys=True)
+            found: Kind = read_as(self._union, data)
         except (ValueError, RecursionError) as error:  # also text that is not Unicode
             named = _Named.from_json(data).type if isinstance(data, Mapping) else type(data).__name__
             raise WireError(f"{named!r:.60}: {error}") from error

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from typing import Any, TypeVar
 
 import msgspec
 
 Read = TypeVar("Read", bound="Value")
+
+_learnt: set[Any] = set()
+_learning = threading.Lock()
+os.register_at_fork(before=_learning.acquire, after_in_parent=_learning.release, after_in_child=_learning.release)
 
 
 class Value(msgspec.Struct, frozen=True):
@@ -21,7 +28,24 @@ class Value(msgspec.Struct, frozen=True):
     def from_json(cls: type[Read], data: Any) -> Read:
         """Read `to_json`'s output, of this version or an earlier one. Raises ValueError, which names the wrong field.
         Undeclared fields are dropped, unless the type forbids them."""
-        return msgspec.convert(data, cls, str_keys=True)
+        found: Read = read_as(cls, data)
+        return found
+
+
+def read_as(kind: Any, data: Any, strict: bool = True) -> Any:
+    """Decoded JSON as a value of any type; without `strict`, numbers may be text. Raises ValueError."""
+    if kind not in _learnt:
+        _learn(kind)
+    return msgspec.convert(data, kind, strict=strict, str_keys=True)
+
+
+def _learn(kind: Any) -> None:
+    """The library notes a type's fields when it first reads one, without a lock. A second thread that read the type
+    meanwhile, or a process forked meanwhile, would crash on half of them: threads and forks wait for the first."""
+    with _learning:
+        with contextlib.suppress(msgspec.ValidationError):
+            msgspec.convert(None, kind, str_keys=True)
+        _learnt.add(kind)
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,7 @@ import copy
 import functools
 import gc
 import io
+import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -52,6 +53,7 @@ from megatron_recycle.backends.patching import replaced
 from megatron_recycle.config import SECTION
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan.value import read_as
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.setup_record import SetUp
 
@@ -101,7 +103,7 @@ def lay_out(module: PipelineModule, optimizer: Any, model_parameters: Any,
     with setup.apart() if setup is not None else contextlib.nullcontext():
         found = setup.note("the layout of chunks", find) if setup is not None else find()
         chunks = Chunks(tuple(found["parts"]), v_placement(module.num_stages), tuple(map(int, module.parts)))
-        moves = msgspec.convert(found["moves"], list[Move])
+        moves: list[Move] = read_as(list[Move], found["moves"])
         wrong: list[str] = []
         held = _carry_out(module, moves, own, wrong, joins)
         if not joins:
@@ -180,7 +182,7 @@ def _gather(module: PipelineModule, description: Told) -> list[Told]:
     group = module._grid.get_pipe_parallel_group()
     found: list[Any] = [None] * module.num_stages
     dist.all_gather_object(found, msgspec.json.encode(description), group=group)
-    return [msgspec.json.decode(one, type=Told) for one in found]
+    return [read_as(Told, json.loads(one)) for one in found]
 
 
 def _agree(module: PipelineModule, wrong: Sequence[str], parts: Sequence[int]) -> None:
