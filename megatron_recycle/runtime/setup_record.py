@@ -276,14 +276,12 @@ class SetUpReplay(_Apart):
         return str(self._record[self._next]) if self._next < len(self._record) else "nothing of the kind any more"
 
 
-class Alone(dist.ProcessGroup):
-    """A group whose other members, if it has any, are training: collectives are answered by ``replay``, barriers pass,
-    sends go nowhere."""
+class Unconnected(dist.ProcessGroup):
+    """A group that torch knows, and that has no connections."""
 
-    def __init__(self, replay: SetUpReplay, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, name: str = "") -> None:
         super().__init__(rank, size)
-        self.replay = replay
-        self._called = ""
+        self._called = name
 
     def _set_group_name(self, name: str) -> None:
         self._called = name
@@ -293,11 +291,28 @@ class Alone(dist.ProcessGroup):
         """torch's name of the group, by which device meshes find it."""
         return self._called
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """As torch's own groups have them, for its functions that branch on them."""
+        return [torch.device(kind.partition(":")[0]) for kind in dist.get_backend_config(self).split(",")]
+
+
+class Alone(Unconnected):
+    """A group whose other members, if it has any, are training: collectives are answered by ``replay``, barriers pass,
+    sends go nowhere."""
+
+    def __init__(self, replay: SetUpReplay, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.replay = replay
+
     def getBackendName(self) -> str:
         return ALONE
 
     def barrier(self, *arguments: Any, **keywords: Any) -> dist.Work:
         return done()
+
+    def monitored_barrier(self, *arguments: Any, **keywords: Any) -> None:
+        pass
 
     def send(self, *arguments: Any, **keywords: Any) -> dist.Work:
         return done()

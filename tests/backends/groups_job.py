@@ -53,12 +53,15 @@ class Script:
         dist.all_gather_object(everybody, (self._stage, iteration))
         later = dist.new_group(list(range(self._size)))
         dist.all_reduce(again, group=later)
+        dist.monitored_barrier()
+        dist.monitored_barrier(later)
         piece = torch.zeros(2)
         dist.reduce_scatter_tensor(piece, whole, group=None)
         self._send()
         tensors = (total, mean, biggest, line, *gathered, whole, told, again, piece)
         numbers = [each.numpy().tobytes() for each in tensors]
-        return [*numbers, objects, everybody, dist.get_world_size(), dist.get_rank()]
+        names = [(dist.get_backend(group), dist.get_backend_config(group)) for group in (None, self._line, later)]
+        return [*numbers, objects, everybody, dist.get_world_size(), dist.get_rank(), names]
 
     def _send(self) -> None:
         """From rank to rank, among those that nobody kills."""

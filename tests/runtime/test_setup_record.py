@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_recycle.errors import SetUpError
@@ -47,9 +48,13 @@ def script(rank: int, run: str) -> Any:
     copy = torch.zeros(2)
     dist.all_gather_into_tensor(copy, own, group=alone)
     ranks = torch.tensor([rank + 1])
-    dist.all_reduce(ranks, group=init_device_mesh("cpu", (RANKS,)).get_group())
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("data", "pipe"))
+    dist.all_reduce(ranks, group=mesh.get_group("data"))
     later.wait()
-    return flags.tolist(), name, everybody, total.item(), mine, received.item(), copy.tolist(), ranks.item()
+    dist.monitored_barrier()
+    libraries = [(dist.get_backend(group), dist.get_backend_config(group), c10d._get_object_coll_device(group),
+                  sorted(c10d._device_capability(group))) for group in (None, alone, mesh.get_group("data"))]
+    return flags.tolist(), name, everybody, total.item(), mine, received.item(), copy.tolist(), ranks.item(), libraries
 
 
 def another_course(rank: int, run: str) -> None:

@@ -23,7 +23,7 @@ from torch import nn
 from megatron_recycle.backends.megatron.te import quantizers_of
 from megatron_recycle.backends.patching import replaced
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.rendezvous import new_group
+from megatron_recycle.runtime.comm.rendezvous import OWN, new_group
 
 
 def _of(*names: str) -> tuple[str, ...]:
@@ -83,7 +83,7 @@ class Kept:
         """Call it once, before training: it keeps Megatron's sizes and ranks nominal, and makes a group of this
         worker's own for `alone`, which communicates by ``backend``."""
         state: Any = parallel_state
-        self._alone = new_group(f"recycle/alone/{uuid.uuid4().hex}", [dist.get_rank()], dist.HashStore(),
+        self._alone = new_group(f"{OWN}alone/{uuid.uuid4().hex}", [dist.get_rank()], dist.HashStore(),
                                 backend=backend, timeout=60.0, connect_timeout=60.0)
         state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
         state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()

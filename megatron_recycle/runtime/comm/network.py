@@ -18,7 +18,7 @@ from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends
 from megatron_recycle.runtime.comm.default_group import World
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.comm.rendezvous import heard, job_store, meet, new_group, unless_interrupted
+from megatron_recycle.runtime.comm.rendezvous import OWN, heard, job_store, meet, new_group, unless_interrupted
 from megatron_recycle.runtime.comm.reuse import BuildAttempt, ReusableGroups, Words
 from megatron_recycle.runtime.comm.tags import CONTROL, FRAMEWORK, STAGE, WORLD, Table
 from megatron_recycle.runtime.comm.threads import Threads
@@ -142,7 +142,7 @@ def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker]
     built: list[Comm] = []
 
     def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
-        of, own, identity = f"generation {generation}", [names[rank] for rank in ranks], f"recycle/{prefix}/{name}"
+        of, own, identity = f"generation {generation}", [names[rank] for rank in ranks], f"{OWN}{prefix}/{name}"
         had = reusable.take(turn, name, of, own, lambda: heard(store, ranks))
         if had is not None:
             if name not in turn.kept:

@@ -20,6 +20,8 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.job_store import JobStore, open_store
 from megatron_recycle.runtime.comm.threads import Threads
 
+OWN = "recycle/"
+"""Prefix of the names of the runtime's own groups."""
 CONNECTING = "recycle-connect"
 """Name of the threads that connect inside a library, and can be abandoned."""
 _POLL_SECONDS = 0.002

@@ -14,6 +14,7 @@ from megatron_recycle.control import ask_record
 from megatron_recycle.environment import JOINING, Launched
 from megatron_recycle.errors import ConfigError, UnsupportedError
 from megatron_recycle.runtime.comm.backend import BACKENDS
+from megatron_recycle.runtime.comm.rendezvous import OWN
 from megatron_recycle.runtime.setup_record import ALONE, Alone, SetUp, SetUpReplay, answer_from, recorder
 
 
@@ -31,10 +32,10 @@ def set_up() -> SetUp:
 def stand_alone() -> SetUpReplay:
     """Let this process build its model and its engine without peers, which are in the middle of training.
 
-    torch's default group becomes one without communication, and so do all groups made from it. The script's own
-    `init_process_group()` then only turns `is_initialized()` to true. The record of the job's start, which the
-    coordinator keeps, answers their collectives. The training's groups are made in another way. Needs `recycle run` as
-    launcher, and RANK and WORLD_SIZE in the environment.
+    torch's default group becomes one without communication, and so do all groups of the script. They have the names of
+    the backends that it asks for, on which scripts and libraries branch. The script's own `init_process_group()` only
+    gives that name, and turns `is_initialized()` to true. The record of the job's start, which the coordinator keeps,
+    answers their collectives. Needs `recycle run` as launcher, and RANK and WORLD_SIZE in the environment.
 
     Raises:
         JobEnded: the job is over, or its coordinator does not answer.
@@ -51,7 +52,7 @@ def stand_alone() -> SetUpReplay:
     dist.init_process_group(ALONE, store=dist.HashStore(), rank=launched.rank, world_size=launched.size)
     dist.init_process_group = begun = _AlreadyThere(replay)
     dist.is_initialized = begun.is_initialized  # a script may branch on it, before and after its own call
-    dist.new_group = functools.partial(_stand_in, dist.new_group)
+    c10d._new_process_group_helper = functools.partial(_stand_in, c10d._new_process_group_helper)
     dist.broadcast_object_list = c10d.broadcast_object_list = functools.partial(_receive_objects,
                                                                                dist.broadcast_object_list)
     return replay
@@ -69,29 +70,41 @@ def came_to_nothing() -> str | None:
 
 
 class _AlreadyThere:
-    """In place of `torch.distributed.init_process_group`; remembers the requested backend."""
-
-    asked: str | None = None
+    """In place of `torch.distributed.init_process_group`."""
 
     def __init__(self, replay: SetUpReplay) -> None:
         self.replay = replay
         self._called = False
 
-    def __call__(self, backend: str | None = None, *args: Any, **keywords: Any) -> None:
-        self.asked, self._called = backend, True
+    def __call__(self, backend: str | None = None, *args: Any, device_id: torch.device | int | None = None,
+                 **keywords: Any) -> None:
+        if backend is None and isinstance(device_id, torch.device):
+            backend = c10d.Backend.default_device_backend_map.get(device_id.type)
+        _name(c10d._get_default_group(), backend or c10d.Backend.UNDEFINED)
+        self._called = True
 
     def is_initialized(self) -> bool:
         """In place of `torch.distributed.is_initialized`."""
         return self._called and c10d.is_initialized()
 
 
-def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,
-              pg_options: Any = None, *rest: Any, **keywords: Any) -> Any:
-    """In place of `torch.distributed.new_group`: a real backend would look for peers, which come only once this process
+def _stand_in(stock: Callable[..., Any], size: int, rank: int, ranks: Any, backend: str, store: dist.Store,
+              group_name: Any, **keywords: Any) -> Any:
+    """In place of torch's own maker of groups: a real backend would look for peers, which come only once this process
     has been admitted."""
-    if dist.get_backend() != ALONE:
-        return stock(ranks, timeout, backend, pg_options, *rest, **keywords)
-    return stock(ranks, timeout, ALONE, None, *rest, **keywords)
+    if str(group_name).startswith(OWN):
+        return stock(size, rank, ranks, backend, store, group_name, **keywords)
+    group, store = stock(size, rank, ranks, ALONE, store, group_name, **{**keywords, "backend_options": None})
+    if isinstance(group, Alone):
+        _name(group, backend)
+    return group, store
+
+
+def _name(group: dist.ProcessGroup, backend: str) -> None:
+    """Let torch know ``group`` by the name of this ``backend``."""
+    name = c10d.Backend(backend)
+    c10d._world.pg_map[group] = (name, c10d._world.pg_map[group][1])
+    c10d._world.pg_backend_config[group] = str(c10d.BackendConfig(name))
 
 
 def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int | None = None, group: Any = None,
@@ -106,22 +119,11 @@ def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int
 
 
 def backend_for(device: torch.device) -> str:
-    """Name of the library of the training's groups: that of torch's default group for ``device``, or, where that group
-    is a stand-in, the one requested by the script, or the usual one.
-
-    Raises UnsupportedError if this plugin cannot speak to it.
-    """
+    """Name of the library of the training's groups: that of torch's default group for ``device``. Raises
+    UnsupportedError if this plugin cannot speak to it."""
     backend = dist.get_backend()
-    if backend in BACKENDS:
-        return backend
-    if backend == ALONE:
-        asked: str | None = getattr(dist.init_process_group, "asked", None)
-        if asked is not None and asked in BACKENDS:
-            return asked
-        return "nccl" if device.type == "cuda" else "gloo"
     # A default group made without a backend name, or with several, has one for each kind of device.
-    default = c10d._get_default_group()
-    name = default._get_backend(device).name() if device.type in map(str, default._device_types) else ""
+    name = backend if backend in BACKENDS else c10d.BackendConfig(backend).get_device_backend_map().get(device.type)
     if name not in BACKENDS:
         raise UnsupportedError(f"torch's default group has {name or 'no library'} for tensors on a {device.type} "
                                f"device ({backend}); this plugin can talk to {' and '.join(BACKENDS)}: name one of "

@@ -23,13 +23,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.rendezvous import OWN
 from megatron_recycle.runtime.comm.user_collectives.calls import Call, Objects
 from megatron_recycle.runtime.comm.user_collectives.exchange import Group
 from megatron_recycle.runtime.comm.user_collectives.torch_calls import METHODS
-from megatron_recycle.runtime.setup_record import Alone, done
-
-_OWN = "recycle/"
-"""Prefix of the names of the runtime's own groups."""
+from megatron_recycle.runtime.setup_record import Alone, Unconnected, done
 
 
 class Groups:
@@ -42,7 +40,7 @@ class Groups:
     def note(self) -> None:
         """Register the groups made since the last call."""
         for group, name in c10d._world.pg_names.items():
-            if group not in self._seen and not name.startswith(_OWN):
+            if group not in self._seen and not name.startswith(OWN):
                 places = c10d._world.pg_group_ranks[group]
                 ranks = tuple(sorted(places, key=places.__getitem__))
                 self._seen[group] = Group(ranks, group.rank(), self._counts[ranks])
@@ -102,20 +100,8 @@ class Job(Protocol):
         """Wait for ``message``. Raises as `transfer`."""
 
 
-class Hollow(dist.ProcessGroup):
-    """A group that the script has made while the job trains; it is connected to no process."""
-
-    def __init__(self, rank: int, size: int, name: str) -> None:
-        super().__init__(rank, size)
-        self._called = name
-
-    def _set_group_name(self, name: str) -> None:
-        self._called = name
-
-    @property
-    def group_name(self) -> str:
-        """torch's."""
-        return self._called
+class Hollow(Unconnected):
+    """A group that the script has made while the job trains."""
 
     def getBackendName(self) -> str:
         return "living"
