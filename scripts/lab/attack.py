@@ -35,7 +35,8 @@ from typing import Any, get_args
 import msgspec
 
 from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, SecureChannel, for_joining, seal
-from megatron_recycle.membership.inputs import FromLauncher, FromWorker
+from megatron_recycle.membership.inputs import FROM_LAUNCHER, FROM_WORKER, FromLauncher, FromWorker
+from megatron_recycle.membership.protocol import Kinds, WireError
 
 ROOT = Path(__file__).resolve().parents[2]
 HELLO = {"type": "hello", "role": "launcher", "host": "attacker/0", "ranks": [], "places": 0}
@@ -145,7 +146,7 @@ def malformed(target: Target, greeted: bytes) -> bytes:
     session.feed(greeted)
     kind = target.dice.choice(("hello", "field", "second", "deep", "unknown", "order"))
     if kind == "hello":
-        return session.seal(broken(target.dice, {**target.dice.choice((HELLO, WORKER))}))
+        return session.seal(broken(target.dice, *target.dice.choice(((HELLO, FROM_LAUNCHER), (WORKER, FROM_WORKER)))))
     hello = session.seal(HELLO)
     if kind == "second":
         return hello + session.seal(HELLO)
@@ -157,10 +158,15 @@ def malformed(target: Target, greeted: bytes) -> bytes:
         return hello + session.seal({"type": target.dice.choice((*sorted(foreign), "x"))})
     if kind == "order":
         return session.seal({"type": "heartbeat", "progress": None})
-    name = target.dice.choice([name for name in _tags(FromLauncher) if name not in ("hello", "heartbeat")])
+    return hello + session.seal(wrong_field(target.dice))
+
+
+def wrong_field(dice: random.Random) -> dict[str, Any]:
+    """A launcher's message that is none."""
+    name = dice.choice([name for name in _tags(FromLauncher) if name not in ("hello", "heartbeat")])
     whole = {field.encode_name: "x" if field.type is str else 1
              for field in msgspec.structs.fields(_tags(FromLauncher)[name]) if field.required}
-    return hello + session.seal(broken(target.dice, {"type": name, **whole}))
+    return broken(dice, {"type": name, **whole}, FROM_LAUNCHER)
 
 
 def _tags(union: Any) -> dict[str, Any]:
@@ -168,14 +174,16 @@ def _tags(union: Any) -> dict[str, Any]:
     return {str(each.__struct_config__.tag): each for each in get_args(union)}
 
 
-def broken(dice: random.Random, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with one field missing, or of a type that it never has."""
-    name = dice.choice([field for field in message if field not in ("type", "role")] or ["type"])
-    strange = dice.choice([value for value in STRANGE if type(value) is not type(message[name])
-                           and not (isinstance(message[name], (int, float)) and isinstance(value, (int, float))
-                                    and not isinstance(value, bool)) and value is not None])
-    return {key: value for key, value in message.items() if key != name} | (
-        {} if dice.random() < 0.3 else {name: strange})
+def broken(dice: random.Random, message: dict[str, Any], kinds: Kinds[Any]) -> dict[str, Any]:
+    """The message with one field missing or strange, such that it is none of ``kinds``."""
+    while True:
+        name = dice.choice([field for field in message if field not in ("type", "role")] or ["type"])
+        found = {key: value for key, value in message.items() if key != name} | (
+            {} if dice.random() < 0.3 else {name: dice.choice(STRANGE)})
+        try:
+            kinds.read(found)
+        except WireError:
+            return found
 
 
 def guest(target: Target, greeted: bytes) -> bytes:

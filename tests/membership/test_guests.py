@@ -171,6 +171,12 @@ def test_where_guests_meet_the_others() -> None:
         keys.add(key)
 
 
+def test_attackers_draw_no_message_that_is_right_by_chance() -> None:
+    for seed in range(3000):
+        with pytest.raises(WireError):
+            inputs.FROM_LAUNCHER.read(attack.wrong_field(random.Random(seed)))
+
+
 def test_attackers_from_outside_get_nothing_in_and_nothing_down(tmp_path: Path) -> None:
     """scripts/lab/attack.py in small: 400 messages of ten kinds and 100 idle connections beside a job."""
     with service(tmp_path) as running:
