@@ -147,8 +147,8 @@ def not_asked_for(state: State) -> str:
 
 
 def goes_back(state: State) -> bool:
-    """Whether all must go back, now that they have reported: a stage or a shard is lost; or they were on their way back
-    for a shard, and may not all have arrived."""
+    """Whether all must go back, now that they have reported: a stage or a shard is lost; or they were on their way back,
+    and may not all have arrived."""
     return bool(empty_stages(state, [*state.proven]) or lost_shards(state)
                 or any(report.guard.midway for report in state.round.reports.values()))
 
@@ -164,7 +164,8 @@ def resume(state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd:
     stages, shards = empty_stages(state, [*state.proven]), lost_shards(state)
     before = () if state.resume is None else state.resume.shards
     copies = wanted(state) and not closed
-    found = source(state.round.reports, stages, checkpoint(state), copies) if state.closing is None else ""
+    found = (source(state.round.reports, stages, checkpoint(state), copies) if state.closing is None else
+             "the job ends")
     if isinstance(found, str):
         if closed:
             return DeadEnd(f"{found or 'there is no checkpoint of this run to go back to'}.{unread(state)}")
@@ -186,10 +187,10 @@ def _without_source(stages: Sequence[int], shards: str, committed: int, why: str
     if stages:
         return (f"stage {', '.join(map(str, stages))} has no worker left and cannot come back: "
                 f"{'; '.join(one for one in (why, shards) if one)}. {RESTART}")
-    return (f"{shards or 'a shard of the optimizer state is lost'}: nobody who is left has it, and "
-            f"{why or 'there is no checkpoint of this run to go back to'}; last committed iteration: "
-            f"{committed if committed >= 0 else 'none'}.{unread} {RESTART} A larger state_copies keeps each shard more "
-            "often")
+    lost = f"{shards}: nobody who is left has it" if shards else "a failure has cut off the way back to a checkpoint"
+    advice = " A larger state_copies keeps each shard more often" if shards else ""
+    return (f"{lost}, and {why or 'there is no checkpoint of this run to go back to'}; last committed iteration: "
+            f"{committed if committed >= 0 else 'none'}.{unread} {RESTART}{advice}")
 
 
 class LastCopies(Extension):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from megatron_recycle.membership import guarding, job_end, messages, records
+from megatron_recycle.membership import job_end, messages, records
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, Step, Tell
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.inputs import Saved
@@ -21,24 +21,23 @@ from megatron_recycle.plan.plan_file import PlanFile
 
 
 def _possible(state: State) -> bool:
-    """Whether the survivors have something to save, and the job wants it. Half loaded state is not saved."""
-    if guarding.unread(state):
-        return False
+    """Whether the survivors have something to save, and the job wants it."""
     wanted = state.job.survivors
     return wanted and state.closing is None and state.progress.committed >= 0 and bool(state.proven) and (
         state.phase is Phase.RECOVERING)
 
 
 def _begin(state: State, now: float) -> Step:
-    """All have reported: choose the writers and announce the go."""
+    """All have reported: choose the writers and announce the go. Half loaded state is not saved."""
     assert state.closing is not None
     reports = {name: state.round.reports[name] for name in state.proven if name in state.round.reports}
-    target = max(report.final for report in reports.values())
-    verdict = next((verdict for report in reports.values()
+    whole = {name: report for name, report in reports.items() if not report.guard.midway}
+    target = max((report.final for report in whole.values()), default=-1)
+    verdict = next((verdict for report in whole.values()
                     if (verdict := report.verdict) is not None and verdict.iteration == target), None)
     writers: dict[tuple[int, int], str] = {}
-    for name in in_order(reports):
-        report, process = reports[name], Process.parse(name)
+    for name in in_order(whole):
+        report, process = whole[name], Process.parse(name)
         done = report.final == target
         if done or (verdict is not None and report.holds >= target):
             writers.setdefault((process.worker.stage, process.part or 0), name)

@@ -52,7 +52,7 @@ class GuardReport(Value, frozen=True, omit_defaults=True):
         of: the same by other stage that it keeps copies of.
         back: the earliest iteration after which it can go on; None: it never goes back.
         read: the last iteration whose samples cannot be read again.
-        midway: whether it is on its way back to a checkpoint.
+        midway: whether it is on its way back to a checkpoint, which it may have half loaded.
     """
 
     own: tuple[int, ...] = ()

@@ -36,7 +36,7 @@ def take_in(meeting: Meeting, source: Source) -> None:
         forget(site.stage)
     if resume.restored:  # the others' scripts are further than their state
         stepper.standing.joined_after = resume.regained
-    site.trainable.guard.watched = site.framework.restore is not None
+    site.trainable.guard.watched, site.trainable.guard.midway = site.framework.restore is not None, False
     site.trainable.guard.saved = tuple(facts.saved)
     site.trainable.initial_state = tensors, facts.counters
     site.framework.registered.lacks = True

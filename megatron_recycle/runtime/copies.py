@@ -74,7 +74,8 @@ class Guard:
         back: the iteration before which the script made its last edit: to go back further than to the end of the
             previous one would lose that.
         first: the first iteration of this generation that all workers begin.
-        midway: all are on their way back to a checkpoint, and this worker does not know yet that they have arrived.
+        midway: all are on their way back to a checkpoint, and this worker does not know yet that they have arrived:
+            its state may be half loaded.
     """
 
     def __init__(self) -> None:

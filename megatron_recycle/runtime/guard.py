@@ -111,7 +111,7 @@ class _WayBack(Source):
         if checkpoint is None:
             self._from_copies(meeting)
         else:
-            guard.midway = site.stage.shards is not None  # without shards a lost stage is seen by itself
+            guard.midway = True
             begin_anew(site.stage, groups, resume)
             (tensors, facts), past = load(site, meeting.go.generation, checkpoint), site.past
             meeting.stepper.enter(tensors, facts(past))

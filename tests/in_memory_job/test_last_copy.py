@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership.report import GuardReport
 from megatron_recycle.runtime.copies import Guard, StateCopy
 from megatron_recycle.runtime.saving import Save, Written
@@ -404,6 +405,30 @@ def test_with_nothing_to_go_back_to_the_survivors_save_what_they_hold(tmp_path, 
     ended = replace(shape, iterations=event["iteration"] + 1, folder="").with_settings(step="barrier")
     for name, tensor in undisturbed(ended)[0].state.items():
         assert torch.equal(held["tensors"][name], tensor), name
+
+
+def test_survivors_that_were_cut_off_while_they_loaded_a_checkpoint_save_nothing(tmp_path, monkeypatch):
+    """The process that came for the stage dies each time."""
+    load = Disk.load
+
+    def half(self: Disk, place: str, name: str, stage: SmallStage) -> None:
+        if stage.stage == 1:
+            return load(self, place, name, stage)
+        stage.parameters[0].data.fill_(7.0)
+        worker = next(one.worker for one in job.processes.values() if one.thread is threading.current_thread())
+        job.wait_for(worker.interrupted, "the next failure")
+        raise GenerationOver("1:1 is gone")
+
+    monkeypatch.setattr(Disk, "load", half)
+    kills = [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]
+    job = Job(replace(CHECKPOINTS, folder=str(tmp_path)), kills,
+              at=lambda job, at: job.kills.add(at) if (at.worker, at.phase) == ("1:1", "joining") else None)
+    with job:
+        job.wait_event("finished")
+        job.wait()
+    message = told(job, "finished")[-1]["message"]
+    assert "3 processes for it have failed" in message and "none of those that are left holds a whole" in message
+    assert not [*tmp_path.iterdir()]
 
 
 def test_survivors_whose_optimizer_is_cut_into_shards_save_nothing(tmp_path):

@@ -31,6 +31,7 @@ from megatron_recycle.runtime.stage import Tie
 from megatron_recycle.runtime.stepper import Stepper
 from tests.in_memory_job.job import Job, Killed, Result, Shape, check, differences
 from tests.in_memory_job.scenes import SHAPES
+from tests.in_memory_job.test_last_copy import loading_fails
 from tests.moments import Moment
 from tests.seeds import by_day, rows
 
@@ -427,8 +428,8 @@ def test_another_failure_while_a_closed_stage_is_to_begin_its_iteration_anew(und
     assert repeated == ([2, 3] if undone else [2]) and bool(job.after_leaving) == undone
 
 
-def both_ends_die(shape: Shape) -> Job:
-    """1:1 made the gradient that 1:0 used; the last stage has left iteration 1."""
+def both_ends_die(shape: Shape, *more: Moment) -> Job:
+    """1:1 made the gradient that 1:0 used; the last stage has left iteration 1. ``more``: who dies then."""
     held = Moment("1:0", "reduce", 1)
     job = Job(shape, holds=[held])
     with job:
@@ -436,6 +437,7 @@ def both_ends_die(shape: Shape) -> Job:
         job.wait_left(1, 1)
         job.kills.add(Moment("1:1", "recovering", 1))
         job.kills.add(Moment("1:1", "recovering", 2))
+        job.kills |= {*more}
         job.release(held, die=True)
         job.wait()
     return job
@@ -458,6 +460,23 @@ def test_with_exact_the_job_goes_back_to_a_checkpoint_then():
     (event,) = [event for event in job.control.events if event["event"] == "restored"]
     assert event["iteration"] == 0 and event["from"] == {"1": "checkpoint"}
     assert not [event for event in job.control.events if event["event"] == "repeated"]
+
+
+@pytest.mark.parametrize("dies", ["0:0", "2:1"])
+def test_with_exact_another_death_on_the_way_to_a_checkpoint_does_not_end_the_job(dies):
+    """Some have its state already, and some are where they were."""
+    job = both_ends_die(replace(ANNEALS, anneals=False, save=(1,)), Moment(dies, "joining", 1))
+    check(job, results(job), {"1:0", "1:1", dies}, again=True)
+    assert [event["iteration"] for event in job.control.events if event["event"] == "restored"] == [0, 0]
+
+
+def test_with_exact_a_checkpoint_half_loaded_is_not_trained_from(monkeypatch):
+    """Nor saved: it was the only one, and cannot be read."""
+    loading_fails(monkeypatch, {"0:0"}, 1)
+    job = both_ends_die(replace(ANNEALS, anneals=False, save=(1,)))
+    (end,) = {result.error for result in results(job).values() if result.status == 1}
+    assert "cut off the way back to a checkpoint" in end and "cannot be read (OSError: [Errno 5]" in end
+    assert job.control.state.ended[2], "the script may be started again"
 
 
 def test_with_exact_the_job_ends_then_if_there_is_no_checkpoint():
