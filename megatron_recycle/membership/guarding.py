@@ -147,8 +147,8 @@ def not_asked_for(state: State) -> str:
 
 
 def goes_back(state: State) -> bool:
-    """Whether all must go back, now that they have reported: a stage or a shard is lost; or they were on their way back,
-    and may not all have arrived."""
+    """Whether all must go back, now that they have reported: a stage or a shard is lost; or they were on their way
+    back, and may not all have arrived."""
     return bool(empty_stages(state, [*state.proven]) or lost_shards(state)
                 or any(report.guard.midway for report in state.round.reports.values()))
 
