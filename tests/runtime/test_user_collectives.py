@@ -248,6 +248,9 @@ def test_who_tells_in_the_place_of_one_that_is_gone_says_that_it_may_know_less()
     assert "broadcast_object_list() from rank 0 (worker 0:0), which is gone: 1:0 tells" in said
     assert roll.stands_in(flag, 1) is None, "one that does not tell"
     assert roll.stands_in(Broadcast([torch.zeros(1)], 1), 0) is None, "one that is there"
+    told = [roll.stands_in(Objects("scatter_object_list", [b""] * 4, source=1), process) for process in range(3)]
+    assert told.count(None) == 2 and told[roll.answers[1]] == (
+        "the script calls scatter_object_list() while rank 0 (worker 0:0) is gone: nobody gets what is for that rank")
 
 
 def test_in_a_group_of_one_pipeline_the_lowest_peer_answers_from_its_own():

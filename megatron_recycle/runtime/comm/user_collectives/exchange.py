@@ -115,10 +115,16 @@ class Roll:
         return position not in self.living.values()
 
     def stands_in(self, call: Call, process: int) -> str | None:
-        """A warning for the user if ``process`` sends its own values in place of a lost source; None otherwise."""
+        """A warning for the user if ``process`` sends its own values in place of a lost source, or is the source of
+        values for lost members alone; None otherwise."""
         root = call.source
-        if root is None or not self.is_empty(root) or self.answers[root] != process:
+        if root is None or self.answers[root] != process:
             return None
+        if not self.is_empty(root):
+            gone = [f"{rank} (worker {self.names[position]})" for position, rank in enumerate(self.group.ranks)
+                    if self.is_empty(position)]
+            return (f"the script calls {call.what}() while rank {', '.join(gone)} is gone: nobody gets what is for "
+                    "that rank" if call.by_itself and gone else None)
         sender = self.names[self.living[process]] if process in self.living else "another worker"
         return (f"the script calls {call.what}() from rank {self.group.ranks[root]} (worker {self.names[root]}), which "
                 f"is gone: {sender} tells what it has itself. Let all ranks compute what one of them tells: what "
