@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_recycle.membership import boundary, failing, job_end, messages
-from megatron_recycle.membership.decisions import AwaitSaved, Decision, Emit, Step, Tell
+from megatron_recycle.membership.decisions import Decision, Emit, Step, Tell
 from megatron_recycle.membership.extension import IN_FORCE
 from megatron_recycle.membership.inputs import Hello, Restarted
 from megatron_recycle.membership.state import Phase, State
@@ -38,7 +38,7 @@ def coordinator(state: State, happened: Restarted, now: float) -> Step:
     if text is not None:  # decided, but the end was not recorded
         state, ending = job_end.end(state, 1, text, now, again=True)
         return state, (restarted, *ending)
-    return state, (restarted,) if state.closing is None else (restarted, AwaitSaved(state.generation))
+    return state, (restarted, *job_end.limit(state, now))
 
 
 def _returned(state: State, happened: Hello, now: float) -> Step:

@@ -27,7 +27,6 @@ from megatron_recycle.membership import (
 )
 from megatron_recycle.membership.decisions import (
     Await,
-    AwaitSaved,
     Command,
     Decision,
     Emit,
@@ -157,9 +156,9 @@ def next_generation(
     """
     joined = joined or {}
     if state.closing is not None:
-        if not job_end.goes_on(state, lost):
+        if not job_end.goes_on(state, lost, reason):
             return _closed_without(state, lost, since, reason, now)
-        to_close = Closing(state.closing.message, state.closing.status)
+        to_close = replace(state.closing, saved={})
     removed = [state.members[name] for name in in_order(lost)]
     planned = {member for member in removed if _as_asked(state, member, lost[member.worker])}
     of_each = [
@@ -187,7 +186,7 @@ def next_generation(
     announce: list[Decision] = [Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state))]
     if not any(each.waits(state) for each in IN_FORCE):
         announce.append(_make_plan(state))
-    announce.append(Await(state.generation))
+    announce += (Await(state.generation), *job_end.limit(state, now))
     notices: list[Decision] = [*map(Command, outs), *map(Emit, events)]
     notices += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
                 else messages.fence(state, member) for member in removed]
@@ -379,8 +378,7 @@ def _go(state: State, now: float) -> Step:
     events = (*events, training.reconciled_event(state, resume, now)) if state.generation > 1 else ()
     record = records.went(state, resume, plan.digest, events)
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
-    limit = () if state.closing is None else (AwaitSaved(state.generation),)
-    return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)
+    return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events))
 
 
 def _make_plan(state: State) -> MakePlan:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import signal
 
+from msgspec.structs import replace
+
 from megatron_recycle.membership import commands, failing, faults, job_end
-from megatron_recycle.membership.decisions import AwaitEnd, AwaitSaved, Emit, Step
+from megatron_recycle.membership.decisions import AwaitEnd, Emit, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import EndLate, Finished, Interrupted
 from megatron_recycle.membership.state import Closing, Phase, State
@@ -53,5 +55,6 @@ def late(state: State, happened: EndLate, now: float) -> Step:
 
 def leave(state: State, to_close: Closing, now: float) -> Step:
     """The whole job leaves, and saves first."""
-    state, decisions = failing.next_generation(state, {}, now, now, reason=job_end.LAST, to_close=to_close)
-    return state, (*decisions, AwaitSaved(state.generation, state.job.leave_timeout))
+    limit = state.job.leave_timeout
+    to_close = replace(to_close, until=None if limit is None else now + limit)
+    return failing.next_generation(state, {}, now, now, reason=job_end.LAST, to_close=to_close)

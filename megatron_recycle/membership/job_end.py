@@ -2,8 +2,8 @@
 
 A last generation is decided, recorded and announced like any other. Its members bring themselves to the last committed
 iteration, each writes its part of a checkpoint and reports its place, and then the job ends with the original message.
-A member that is lost meanwhile is left out, and the generation is begun again. Any other error ends the job at once: a
-checkpoint must not stand in the way of the original failure.
+A member that is lost meanwhile is left out, and the generation is begun again, as it is where the coordinator is lost.
+Any other error ends the job at once: a checkpoint must not stand in the way of the original failure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from megatron_recycle.membership import messages, records
-from megatron_recycle.membership.decisions import Emit, End, Step, Tell
+from megatron_recycle.membership.decisions import AwaitSaved, Emit, End, Step, Tell
 from megatron_recycle.membership.inputs import Saved, SavedLate
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.membership.persistent_map import put
@@ -75,8 +75,6 @@ def why_not(state: State, lost: Collection[str]) -> str | None:
         return ""
     if wanted is None:
         return "the plugin has none to write from this script (it has with DeepSpeed and Megatron-LM's own loop)"
-    if state.phase not in (Phase.TRAINING, Phase.RECOVERING):
-        return "the coordinator has just come back"
     alone = lost_with(state, lost)
     empty = [str(one.stage) for one in alone if one.shard is None]
     if empty:
@@ -84,14 +82,23 @@ def why_not(state: State, lost: Collection[str]) -> str | None:
     return f"nobody is left who has {alone[0]}" if alone else None
 
 
-def goes_on(state: State, lost: Collection[str]) -> bool:
-    """Whether a last generation can be begun again without these."""
-    return state.closing is not None and bool(lost) and not lost_with(state, lost)
+def goes_on(state: State, lost: Collection[str], reason: str | None) -> bool:
+    """Whether a last generation can be begun again: without these, or, with neither them nor another ``reason``, as the
+    coordinator was lost."""
+    return (bool(lost) or reason is None) and not lost_with(state, lost)
 
 
 def wanted(state: State) -> bool:
     """Whether a job that is asked to leave saves first, and can."""
     return state.job.on_leave == "checkpoint" and possible(state, ())
+
+
+def limit(state: State, now: float) -> tuple[AwaitSaved, ...]:
+    """The limit of a last generation, which further losses and another coordinator keep; none for other generations."""
+    if state.closing is None:
+        return ()
+    until = state.closing.until
+    return (AwaitSaved(state.generation, None if until is None else max(0.0, round(until - now, 3))),)
 
 
 def answer(member: Member, number: int) -> Tell:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 from megatron_recycle.membership import job_end, messages, records
-from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, Step, Tell
+from megatron_recycle.membership.decisions import Await, Decision, Emit, Step, Tell
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.inputs import Saved
 from megatron_recycle.membership.names import Process, in_order
@@ -53,7 +53,7 @@ def _begin(state: State, now: float) -> Step:
     record = records.went(state, resume, None, [event])
     state = state.with_(phase=Phase.TRAINING, go=go, resume=resume)
     decisions: tuple[Decision, ...] = (
-        record, Tell(tuple(members.values()), go), Emit(event), AwaitSaved(state.generation))
+        record, Tell(tuple(members.values()), go), Emit(event), *job_end.limit(state, now))
     return state, decisions
 
 

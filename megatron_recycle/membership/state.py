@@ -69,6 +69,8 @@ class Closing(Value, frozen=True, omit_defaults=True):
     status: int = 1
     again: bool = False
     """Whether a restart of the script may do better."""
+    until: float | None = None
+    """When the time to save is over, if the job was asked to leave."""
     missing: tuple[int, ...] = ()
     """Stages that no member holds: the others save their state, and no checkpoint."""
     saved: Mapping[str, tuple[str, str]] = msgspec.field(default_factory=dict)

@@ -185,10 +185,16 @@ def test_a_restarted_coordinator_knows_what_the_generation_is_for():
     assert told(raised(cluster, "2:0"), "answer"), "it may not have heard"
     (end,) = endings(saves(cluster))
     assert "sample 31 is corrupt" in end.message and "is saved in" in end.message
-    cluster.state = restore(6, records[:-1])
+
+
+def test_a_last_generation_whose_coordinator_was_lost_before_all_had_its_go_is_begun_again():
+    cluster = closing()
+    cluster.state = restore(6, cluster.journal)
     cluster.feed(inputs.Restarted())
-    (end,) = endings(cluster.feed(inputs.Hello(cluster.member("0:0"), 2)))
-    assert "sample 31 is corrupt" in end.message and "the coordinator was lost meanwhile" in end.message
+    assert not endings(cluster.feed(inputs.Hello(cluster.member("0:0"), 2)))
+    assert cluster.state.generation == 4 and cluster.state.closing is not None
+    (end,) = endings(saves(gone(cluster)))
+    assert "sample 31 is corrupt" in end.message and "is saved in" in end.message
 
 
 # ---- the whole job is told to go
@@ -241,6 +247,17 @@ def test_a_checkpoint_that_is_asked_for_comes_before_what_a_script_would_do_itse
     assert do.AwaitSaved(2, 45.0) in decisions
 
 
+def test_a_coordinator_that_is_told_to_go_before_all_are_back_saves_too():
+    cluster = leaving()
+    cluster.state = restore(6, cluster.journal)
+    cluster.feed(inputs.Restarted())
+    assert not endings(cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM")))
+    ((to, _),) = told(cluster.feed(inputs.Hello(cluster.member("0:0"), 1)), "stop")
+    assert to == {"0:0"}
+    (end,) = endings(saves(gone(cluster)))
+    assert end.status == 143 and "is saved in" in end.message
+
+
 def test_ctrl_c_ends_scripts_that_handle_sigterm_themselves():
     assert endings(leaving(on_leave="end").feed(inputs.Interrupted(130, "interrupted by SIGINT", handled=True)))
 
@@ -262,14 +279,28 @@ def test_who_is_too_slow_to_save_is_named_and_the_status_is_the_signals():
     assert end.status == 143 and "No checkpoint was written: it took too long (2:1)" in end.message
 
 
-def test_the_status_survives_the_coordinator_and_a_worker():
+def test_the_status_and_the_time_to_save_survive_the_coordinator_and_a_worker():
     cluster = leaving()
     cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM"))
-    assert restore(6, cluster.journal).closing == st.Closing("interrupted by SIGTERM", 143)
-    cluster.exit("1:1")
+    until = cluster.now + 45.0
+    cluster.state = restore(6, cluster.journal)
+    assert cluster.state.closing == st.Closing("interrupted by SIGTERM", 143, until=until)
+    assert do.AwaitSaved(2, 35.0) in cluster.feed(inputs.Restarted(), after=10.0)
+    assert do.AwaitSaved(3, 30.0) in cluster.feed(inputs.Hello(cluster.member("0:0"), 1), after=5.0)
+    assert do.AwaitSaved(4, 10.0) in cluster.feed(inputs.Exited(3, 1003, -9, cluster.now), after=20.0)
     gone(cluster)
     (end,) = endings(saves(cluster))
     assert end.status == 143 and "The state after iteration 5 is saved" in end.message
+
+
+def test_a_worker_that_is_lost_in_the_last_generation_does_not_cost_the_job_its_restart():
+    cluster = training(2)
+    raised(cluster, "1:0", Fault("KeyError", "'x'", 5), 0)
+    raised(cluster, "0:0")
+    cluster.exit("0:1")
+    gone(cluster)
+    (end,) = endings(saves(cluster))
+    assert end.again and end.message.startswith("0:0, the last worker of stage 0, has failed")
 
 
 def test_workers_that_are_all_told_to_leave_one_by_one_save_at_the_boundary():
