@@ -10,7 +10,7 @@ from megatron_recycle.membership.decisions import Step
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.inputs import Raised
-from megatron_recycle.membership.state import Member, Phase, State
+from megatron_recycle.membership.state import Member, State
 
 _MOST, _WITHIN = 10, 100
 """Limit of left out micro-batches within so many iterations: more are no accident of the data."""
@@ -45,5 +45,5 @@ class BadMicrobatches(Extension):
 
 def _possible(state: State, fault: Fault) -> bool:
     """Whether the job wants to go on without this fault's micro-batch, and can."""
-    return (state.job.poison == "skip" and state.phase in (Phase.TRAINING, Phase.RECOVERING) and fault.whole
-            and not fault.refused and fault.iteration is not None and fault.microbatch is not None)
+    return (state.job.poison == "skip" and fault.whole and not fault.refused
+            and fault.iteration is not None and fault.microbatch is not None)

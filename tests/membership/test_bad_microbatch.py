@@ -303,6 +303,20 @@ def test_only_ten_are_left_out_within_a_hundred_iterations():
     assert len(events(later.log, "skipped")) == 12 and len(later.state.script.left_out) <= 10
 
 
+def test_the_second_failure_may_come_while_the_coordinator_comes_back():
+    cluster = skipping()
+    fails(cluster, "1:0", CORRUPT)
+    cluster.plan(), cluster.reports(iteration=6, holds=5), cluster.resume_all()
+    cluster.state = restore(6, cluster.journal)
+    cluster.feed(inputs.Restarted())
+    cluster.feed(inputs.Hello(cluster.member("2:0"), 2))
+    decisions = fails(cluster, "2:0", CORRUPT, 4)
+    assert events(decisions, "skipped") and told(decisions, "answer") == [({"2:0"}, Answer(4))]
+    cluster.plan()
+    ((_, go),) = told(cluster.reports(iteration=6, holds=5), "go")
+    assert go.left_out == ((6, "1.3"),) and not endings(cluster.log)
+
+
 def test_a_restarted_coordinator_leaves_out_the_same():
     cluster = skipping()
     fails(cluster, "1:0", CORRUPT)
