@@ -103,8 +103,7 @@ def _unasked(state: State) -> dict[str, FailureKind]:
 def _stands(state: State, happened: Boundary) -> State:
     """A member waits at the boundary. It repeats this to a restarted coordinator."""
     member = state.member(happened.incarnation)
-    current = state.phase in (Phase.TRAINING, Phase.RETURNING) and happened.generation == state.generation
-    if member is None or not current:
+    if member is None or not state.in_force or happened.generation != state.generation:
         return state
     return state.with_(standing=put(state.round.standing, member.worker, happened.t))
 

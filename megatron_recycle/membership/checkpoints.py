@@ -23,7 +23,7 @@ def written(state: State, happened: Written, now: float) -> Step:
         return state, ()
     goes_on = Tell((member.incarnation,), Noted(state.generation, happened.place))
     checkpoint = Checkpoint(happened.iteration, happened.place, happened.facts)
-    if checkpoint in state.checkpoints[-1:]:  # repeated after a reconnect
+    if checkpoint in state.checkpoints:  # repeated after a reconnect
         return state, (goes_on,)
     event = {"event": "checkpoint", "t": now, "generation": state.generation,
              "iteration": happened.iteration, "place": happened.place}

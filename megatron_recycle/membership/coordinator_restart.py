@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_recycle.membership import boundary, failing, job_end, messages
+from megatron_recycle.membership import boundary, failing, job_end, messages, training
 from megatron_recycle.membership.decisions import Decision, Emit, Step, Tell
 from megatron_recycle.membership.extension import IN_FORCE
 from megatron_recycle.membership.inputs import Hello, Restarted
@@ -49,5 +49,6 @@ def _returned(state: State, happened: Hello, now: float) -> Step:
     state = state.with_(returned=state.round.returned | {happened.member.worker})
     if len(state.round.returned) < len(state.members):
         return state, ()
-    state, decisions = boundary.switch(state.with_(phase=Phase.TRAINING), now)
-    return state, (*decisions, *(one for each in IN_FORCE for one in each.seek(state)))
+    state, resumed = training.all_resumed(state.with_(phase=Phase.TRAINING), now)
+    state, decisions = boundary.switch(state, now)
+    return state, (*resumed, *decisions, *(one for each in IN_FORCE for one in each.seek(state)))

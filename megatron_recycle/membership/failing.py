@@ -275,11 +275,12 @@ def end_without(state: State, text: str, now: float) -> Step:
 
 
 def reported(state: State, happened: Reported, now: float) -> Step:
-    """A member stands still and reports what it holds. A process that came in holds nothing and is not awaited."""
+    """A member stands still and reports what it holds, once per generation. A process that came in holds nothing and is
+    not awaited."""
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
-    if member.worker in state.arrivals.unproven:
+    if member.worker in state.arrivals.unproven or member.worker in state.round.reports:
         return state, ()
     state = state.with_(reports=put(state.round.reports, member.worker, happened.report))
     if not _all_reported(state):

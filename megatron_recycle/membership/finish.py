@@ -25,6 +25,8 @@ def finished(state: State, happened: Finished, now: float) -> Step:
         member = state.known.get(happened.incarnation)
     if member is None or state.phase is Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
+    if member.worker in state.round.finished:
+        return state, ()
     state = state.with_(finished=state.round.finished | {member.worker})
     event = {"event": "left", "t": now, "generation": state.generation, "worker": member.worker}
     left = Emit({**event, "kind": FailureKind.LEAVE})

@@ -25,7 +25,7 @@ built: that may be slow, and gets more time each time."""
 def hinted(state: State, happened: Hinted, now: float) -> Step:
     """A hint is remembered; the first one of a generation starts the wait for a failure that explains it."""
     member = state.member(happened.incarnation)
-    if member is None or happened.generation != state.generation or not _in_force(state):
+    if member is None or happened.generation != state.generation or not state.in_force:
         return state, ()
     first = not state.round.hints
     state = state.with_(hints={**state.round.hints, member.worker: happened.error})
@@ -34,7 +34,7 @@ def hinted(state: State, happened: Hinted, now: float) -> Step:
 
 def no_loss(state: State, happened: NoLoss, now: float) -> Step:
     """The detection time of any failure is over: the communication errors have no failure behind them."""
-    if happened.generation != state.generation or not _in_force(state):
+    if happened.generation != state.generation or not state.in_force:
         return state, ()
     return _again(state, _errors(state.round.hints), happened.since, now)
 
@@ -57,11 +57,6 @@ def _again(state: State, reason: str, since: float, now: float, ended: Sequence[
     if _worn_out(state):
         return job_end.end(state, 1, _given_up(state, reason, ended), now, again=True)
     return failing.next_generation(state.with_(mended=state.tries.mended + 1), {}, since, now, reason=reason)
-
-
-def _in_force(state: State) -> bool:
-    """Whether the members have a go, as far as this coordinator knows."""
-    return state.phase in (Phase.TRAINING, Phase.RETURNING)
 
 
 def _worn_out(state: State) -> bool:

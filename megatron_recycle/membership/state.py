@@ -280,6 +280,11 @@ class State:
         return 0 if self.description is None else self.description.grid.stages
 
     @property
+    def in_force(self) -> bool:
+        """Whether the members have this generation's go, as far as this coordinator knows."""
+        return self.phase in (Phase.TRAINING, Phase.RETURNING)
+
+    @property
     def latest(self) -> PlanFile | None:
         """The plan on offer, or else the one in force."""
         return self.round.plan if self.round.offered is None else self.round.offered.plan

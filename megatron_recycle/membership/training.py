@@ -64,13 +64,16 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
     """A member has begun its first action. With the last one the recovery is over and the search for a better plan
     begins: not before, because it would take processor time from the recovery."""
     member = state.member(happened.incarnation)
-    if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
+    current = state.in_force and happened.generation == state.generation
+    if member is None or not current or member.worker in state.round.resumed:
         return state, ()
+    return all_resumed(state.with_(resumed=put(state.round.resumed, member.worker, happened.t)), now)
+
+
+def all_resumed(state: State, now: float) -> Step:
+    """The end of the recovery, once the last member has begun and the coordinator knows where all members are."""
     resume, plan = state.resume, state.round.plan
-    if resume is None or member.worker in state.round.resumed:
-        return state, ()
-    state = state.with_(resumed=put(state.round.resumed, member.worker, happened.t))
-    if len(state.round.resumed) < len(state.members):
+    if resume is None or state.phase is not Phase.TRAINING or len(state.round.resumed) < len(state.members):
         return state, ()
     last = max(state.round.resumed.values())
     decisions: list[Decision] = []
@@ -156,7 +159,9 @@ def _offer(state: State, plan: PlanFile, plan_ms: float, now: float) -> Step:
 def adopted(state: State, happened: Adopted, now: float) -> Step:
     """A member uses the offered plan. Once all do, one event; then the next offer, if a plan was found meanwhile."""
     member = state.member(happened.incarnation)
-    if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
+    if member is None or not state.in_force or happened.generation != state.generation:
+        return state, ()
+    if not _counts(state, happened.digest) or state.round.adopted.get(member.worker) == happened.digest:
         return state, ()
     by = put(state.round.adopted, member.worker, happened.digest)
     state = state.with_(adopted=by)
@@ -169,11 +174,15 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
         "iteration": happened.iteration,
         "digest": happened.digest,
     }
-    offered = state.round.offered.plan if state.round.offered is not None else None
-    if offered is not None and offered.digest == happened.digest:
-        state = state.with_(plan=offered)
-    state = state.with_(offered=None)
+    if state.round.offered is not None:
+        state = state.with_(plan=state.round.offered.plan, offered=None)
     record = records.adopted(state, happened.digest, event)
     better = state.round.better
     state, more = (state, ()) if better is None or state.round.switch else _offer(state, *better, now)
     return state, (record, Emit(event), *more)
+
+
+def _counts(state: State, digest: str) -> bool:
+    """Whether an adoption is of the offered plan, or, with none on offer, of an earlier coordinator's."""
+    latest = state.latest
+    return latest is None or (digest == latest.digest) is (state.round.offered is not None)
