@@ -258,7 +258,7 @@ class Agent:
 
     def committed(self, iteration: int, loss: float | None = None) -> None:
         """`iteration` is validated and stepped here."""
-        self._send_kept(inputs.Committed(self.incarnation, iteration, loss))
+        self._send_kept(inputs.Committed(self.incarnation, self.generation, iteration, loss))
 
     def event(self, event: WorkerEvent) -> None:
         """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""

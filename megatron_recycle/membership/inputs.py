@@ -202,6 +202,10 @@ class Resumed(Heard, frozen=True, tag="resumed"):
 
 
 class Committed(Heard, frozen=True, tag="committed"):
+    """A member has stepped `iteration` for good, in this generation: before its go, all may go back to an earlier
+    state."""
+
+    generation: int
     iteration: int
     loss: float | None = None
 

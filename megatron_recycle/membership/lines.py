@@ -113,9 +113,11 @@ class Learnt(Line, frozen=True, tag="learnt"):
 
 
 class Committed(Line, frozen=True, tag="committed"):
-    """The last iteration that all have committed: a note, overwritten each time."""
+    """The last iteration that all have committed since the way `back` (`Progress.back`): a note, overwritten each time.
+    It may stand behind later lines."""
 
     iteration: int
+    back: int = 0
 
 
 class Ended(Line, frozen=True, tag="end"):

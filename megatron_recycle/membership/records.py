@@ -50,6 +50,7 @@ OTHERWISE: Mapping[str, str] = {
     "acknowledged": "the records of those that hold their stage's state",
     "learnt": "a record of its own, at the start",
     "resume": "the record of the last go",
+    "back": "the records of goes",
     "plan": "the digest in the record of the last go or adoption, and the plan's own file (`taken_up`)",
     "since": "the record of the generation, unless training has resumed since (`taken_up`)",
     "offers": "the records of offers: no number is used twice",
@@ -153,9 +154,9 @@ def learnt(state: State) -> Record:
     return Record(Learnt({rank: tuple(map(dict, record)) for rank, record in state.forming.learnt.items()}))
 
 
-def committed(iteration: int) -> Note:
+def committed(state: State) -> Note:
     """The last iteration that all have committed; one line, overwritten each time."""
-    return Note(Committed(iteration))
+    return Note(Committed(state.progress.committed, state.progress.back))
 
 
 def ended(status: int, message: str, again: bool, event: Event) -> Record:
@@ -177,10 +178,9 @@ def restore(size: int, records: Sequence[Json]) -> State:
     if (decided := _last(lines, Decided)) is not None:
         state = _of_decided(state, decided, lines)
     if (gone := _last(lines, Went)) is not None:
-        before = gone.resume.target if gone.generation == 1 else -1  # a checkpoint's iterations are not of this run
-        state = state.with_(resume=gone.resume, committed=max(state.progress.committed, before))
-    if any(isinstance(one, Went) and one.resume.restored for one in lines):
-        state = state.with_(committed=_committed_again(lines))
+        state = state.with_(resume=gone.resume)
+    back, last = _progress(lines)
+    state = state.with_(back=back, committed=last)
     for one in lines:
         if isinstance(one, CheckpointNoted):
             state = state.with_(checkpoints=noted(state.checkpoints, one.checkpoint))
@@ -202,20 +202,22 @@ def _of_decided(state: State, decided: Decided, lines: Sequence[Line]) -> State:
         unproven=unproven,
         acknowledged=frozenset(proven & unproven.keys()),
         learnt={} if learnt is None else learnt.learnt,
-        committed=max(state.progress.committed, _committed(lines)),
     )
 
 
-def _committed(lines: Sequence[Line]) -> int:
-    return max((one.iteration for one in lines if isinstance(one, Committed)), default=-1)
-
-
-def _committed_again(lines: Sequence[Line]) -> int:
-    """The last committed iteration after the latest go that went back to an earlier state."""
-    at, target = max((number, one.resume.target) for number, one in enumerate(lines)
-                     if isinstance(one, Went) and one.resume.restored)
-    since = lines[at + 1:]
-    return max(target, *(one.committed for one in since if isinstance(one, Decided)), _committed(since))
+def _progress(lines: Sequence[Line]) -> tuple[int, int]:
+    """The last generation that went back to an earlier state (0: none), and the last iteration committed since."""
+    back, last = 0, -1
+    for one in lines:
+        if isinstance(one, Went) and one.resume.restored:
+            back, last = one.generation, one.resume.target
+        elif isinstance(one, Went) and one.generation == 1:  # the iterations of a checkpoint
+            last = max(last, one.resume.target)
+        elif isinstance(one, Decided):
+            last = max(last, one.committed)
+        elif isinstance(one, Committed) and one.back == back:
+            last = max(last, one.iteration)
+    return back, last
 
 
 def _last(lines: Sequence[Line], kind: type[Known]) -> Known | None:

@@ -132,7 +132,8 @@ class LostStages(Extension):
         if lost := shards.told(guarding.lost_shards(state), () if state.resume is None else state.resume.shards):
             event["shards"] = lost
         by = dict.fromkeys(state.members, resume.target)
-        return state.with_(committed=resume.target, committed_by=by, losses={}, behind=0, restoring={}), (event,)
+        return state.with_(committed=resume.target, back=state.generation, committed_by=by, losses={}, behind=0,
+                           restoring={}), (event,)
 
     def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
         """Start the next process, or take in the waiting ones."""

@@ -162,6 +162,8 @@ class Progress:
 
     committed: int = -1
     """The last iteration that all members have committed."""
+    back: int = 0
+    """The last generation that went back to an earlier state; commits of generations before it are void."""
     committed_by: Mapping[str, int] = field(default_factory=dict)
     behind: int = 0
     """Members that have not committed the iteration after `committed` yet; 0: to be counted again."""

@@ -97,9 +97,11 @@ def all_resumed(state: State, now: float) -> Step:
 
 
 def committed(state: State, happened: Committed, now: float) -> Step:
-    """A member has committed an iteration. Commits are never undone, so the message's generation does not matter."""
+    """A member has committed an iteration. Only a way back undoes that, so it counts in later generations, too."""
     member = state.member(happened.incarnation)
-    if member is None or happened.iteration <= state.progress.committed_by.get(member.worker, -1):
+    if member is None or happened.generation < state.progress.back:
+        return state, ()
+    if happened.iteration <= state.progress.committed_by.get(member.worker, -1):
         return state, ()
     losses = state.progress.losses
     if happened.loss is not None and happened.iteration > state.progress.committed:
@@ -121,7 +123,7 @@ def committed_by_all(state: State, now: float) -> Step:
         return state, ()
     losses = {iteration: by for iteration, by in state.progress.losses.items() if iteration > slowest}
     state = state.with_(committed=slowest, losses=losses, mended=0, restores=0, retries=0)
-    return state, (*events, records.committed(slowest), commands.progress())
+    return state, (*events, records.committed(state), commands.progress())
 
 
 def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]:

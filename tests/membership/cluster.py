@@ -109,7 +109,7 @@ class Cluster:
     def commit_all(self, iteration: int, loss: float = 2.5) -> list[do.Decision]:
         decisions: list[do.Decision] = []
         for name in tuple(self.state.members):
-            decisions += self.feed(inputs.Committed(f"{name}/0", iteration, loss))
+            decisions += self.feed(inputs.Committed(f"{name}/0", self.state.generation, iteration, loss))
         return decisions
 
     def train(self) -> Cluster:

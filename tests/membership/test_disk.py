@@ -124,7 +124,7 @@ def _a_life(job: Job) -> None:
     job.feed(inputs.Holds("1:1/1", job.state.generation, inputs.Received()))
     for member in tuple(job.state.members.values()):
         job.feed(inputs.Resumed(member.incarnation, job.state.generation, 1.0))
-        job.feed(inputs.Committed(member.incarnation, 5, 1.0))
+        job.feed(inputs.Committed(member.incarnation, job.state.generation, 5, 1.0))
     for member in tuple(job.state.members.values()):
         job.feed(inputs.Finished(member.incarnation, job.state.generation))
 

@@ -243,6 +243,21 @@ def test_a_lost_stage_comes_back_from_the_checkpoint_and_the_log_says_how_many_i
     assert again.checkpoints == cluster.state.checkpoints and again.progress.committed == 3
 
 
+def test_commits_that_all_have_gone_back_on_do_not_count_when_they_are_said_again():
+    cluster, _ = back_from({"verdict": 1})
+    kept = {"iteration": 6, "holds": 5, "asked": 6, "guard": {"own": [], "of": {}, "back": -1}}
+    cluster.reports(**kept)
+    cluster.hello("1:1", life=1)
+    cluster.feed(inputs.Ready("1:1/1", cluster.state.job.told(Model()), report(attempt=0)))
+    cluster.plan(), cluster.reports("0:0", "1:0", **kept)
+    generation = cluster.state.generation
+    again = [inputs.Committed(f"{name}/0", 2, 5, 1.0) for name in ("0:0", "1:0")]
+    own = [inputs.Committed(one, generation, 4, 1.0) for one in ("0:0/0", "1:0/0", "1:1/1")]
+    decisions = [one for happened in (*again, *own, *again) for one in cluster.feed(happened)]
+    assert [event["iteration"] for event in events(decisions, "committed")] == [4]
+    assert cluster.state.progress.committed == records.restore(4, cluster.journal).progress.committed == 4
+
+
 def test_survivors_save_at_the_newest_iteration_that_somebody_has_committed():
     cluster, decisions = back_from(None, survivors=True)
     assert not endings(decisions) and told(decisions, "stop")

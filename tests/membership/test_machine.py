@@ -198,7 +198,7 @@ def test_nothing_that_a_fenced_worker_says_has_an_effect() -> None:
     for happened in (
         inputs.Reported("1:1/0", 2, report(holds=40)),
         inputs.Resumed("1:1/0", 2, cluster.now),
-        inputs.Committed("1:1/0", 40, 0.0),
+        inputs.Committed("1:1/0", 2, 40, 0.0),
         inputs.Adopted("1:1/0", 2, 3, "sha256:1"),
         inputs.Finished("1:1/0", 2),
         inputs.Ready("1:1/0", described({"grid": cluster.grid}), report()),
@@ -238,7 +238,7 @@ def test_an_iteration_is_committed_once_when_all_live_members_say_so() -> None:
     cluster = Cluster().train()
     assert cluster.state.progress.committed == -1
     for name in cluster.names[:-1]:
-        assert cluster.feed(inputs.Committed(f"{name}/0", 0, 2.0)) == []
+        assert cluster.feed(inputs.Committed(f"{name}/0", 1, 0, 2.0)) == []
     decisions = cluster.exit("2:1")  # the only one that had not
     (committed,) = events(decisions, "committed")
     assert committed["iteration"] == 0 and committed["loss"] == 2.0
@@ -249,7 +249,7 @@ def test_an_iteration_is_committed_once_when_all_live_members_say_so() -> None:
 
 def test_an_iteration_finished_by_the_recovery_is_committed_too() -> None:
     cluster = Cluster().train()
-    cluster.feed(inputs.Committed("0:0/0", 0, 1.5))
+    cluster.feed(inputs.Committed("0:0/0", 1, 0, 1.5))
     cluster.exit("1:1")
     cluster.plan()
     cluster.reports(holds=0, stepped=-1)
@@ -259,8 +259,8 @@ def test_an_iteration_finished_by_the_recovery_is_committed_too() -> None:
 
 def test_losses_that_differ_between_workers_are_shown() -> None:
     cluster = Cluster(pipelines=2, stages=1).train()
-    cluster.feed(inputs.Committed("0:0/0", 0, 1.5))
-    (committed,) = events(cluster.feed(inputs.Committed("1:0/0", 0, 1.25)), "committed")
+    cluster.feed(inputs.Committed("0:0/0", 1, 0, 1.5))
+    (committed,) = events(cluster.feed(inputs.Committed("1:0/0", 1, 0, 1.25)), "committed")
     assert committed["loss"] == 1.5 and committed["losses"] == {"0:0": 1.5, "1:0": 1.25}
 
 

@@ -377,7 +377,7 @@ class Protocol(RuleBasedStateMachine):
         assert held is not None and process.go is not None
         promised = {self.processes[name].told.get(held, 0) for name in process.go.members}
         wrong = process.paper.settle(self._verdict(held))
-        process.committed = inputs.Committed(process.member.incarnation, held, 1.0)
+        process.committed = inputs.Committed(process.member.incarnation, process.generation, held, 1.0)
         process.outbox.append(process.committed)
         if go_on and promised != {0} and len(promised) == 1:
             standing.promises.agreed(held)
@@ -481,7 +481,7 @@ class Protocol(RuleBasedStateMachine):
         elif standing.committed < target:
             assert todo.anew or todo.verdict is not None
             process.paper.settle(todo.verdict or self._verdict(target))
-            process.committed = inputs.Committed(process.member.incarnation, target)
+            process.committed = inputs.Committed(process.member.incarnation, process.generation, target)
             process.outbox.append(process.committed)
         standing.go_on(resume)
         process.level, process.todo, process.running = process.generation, None, True

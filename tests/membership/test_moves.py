@@ -76,7 +76,7 @@ class Moves(Cluster):
     def commit(self, iteration: int) -> list[do.Decision]:
         decisions: list[do.Decision] = []
         for who in self.who():
-            decisions += self.feed(inputs.Committed(who, iteration, 2.5))
+            decisions += self.feed(inputs.Committed(who, self.state.generation, iteration, 2.5))
         return decisions
 
 

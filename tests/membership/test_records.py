@@ -80,7 +80,8 @@ def test_what_follows_from_other_records() -> None:
     after = records.taken_up(records.restore(2, journal), journal, {"sha256:1": ONE_PLAN}.get)
     assert (after.resume, after.offers, after.arrivals.unproven, after.moving.move) == (resume, 9, {}, 5)
     assert (after.forming.learnt, after.round.plan, after.since) == ({"1": ({"what": "broadcast"},)}, ONE_PLAN, 5.0)
-    more = [records.adopted(state, "sha256:2", event), records.resumed(state, event), records.committed(14),
+    more = [records.adopted(state, "sha256:2", event), records.resumed(state, event),
+            records.committed(state.with_(committed=14)),
             records.checkpoint(state, Checkpoint(13, "/here", None), event),
             records.ended(1, "over", True, event)]
     journal += json.loads(json.dumps([one.record.to_json() for one in more]))
@@ -94,13 +95,16 @@ def test_what_was_committed_before_all_went_back_is_not_committed_after_another_
     """And not where the record of that failure is missing, or what came after it."""
     went, before = State(size=2).with_(generation=7, committed=3), State(size=2).with_(generation=7, committed=12)
     resume, restored = Resume(target=3, next=4, attempt=2, restored={"1": "0:0"}), {"event": "restored", "t": 5.0}
-    late = State(size=2).with_(generation=8, committed=4)
-    written = [records.committed(12), records.decided(before, ()), records.went(went, resume, None, (restored,)),
+    late = State(size=2).with_(generation=8, committed=4, back=7)
+    written = [records.committed(before), records.decided(before, ()), records.went(went, resume, None, (restored,)),
                records.decided(late, ()), records.went(late, Resume(target=4, next=5, attempt=3), None, ())]
     journal = json.loads(json.dumps([one.record.to_json() for one in written]))
     assert [records.restore(2, journal[:number]).progress.committed for number in (2, 3, 4, 5)] == [12, 3, 4, 4]
-    assert records.restore(2, [*journal[:3], records.committed(4).record.to_json()]).progress.committed == 4
-    assert records.restore(2, [*journal, records.committed(6).record.to_json()]).progress.committed == 6
+    notes = [records.committed(late.with_(committed=number)).record.to_json() for number in (4, 6)]
+    assert records.restore(2, [*journal[:3], notes[0]]).progress.committed == 4
+    assert records.restore(2, [*journal, notes[1]]).progress.committed == 6
+    assert records.restore(2, [*journal[1:3], journal[0]]).progress.committed == 3, "a store has the note behind all"
+    assert records.restore(2, journal[:3]).progress.back == 7
 
 
 def test_a_generation_begins_without_what_was_of_the_last_one_alone() -> None:

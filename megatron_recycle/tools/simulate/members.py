@@ -181,7 +181,7 @@ class Members:
             return
         self.state = self.state.with_(committed=last - 1, behind=1,
                                       committed_by={**dict.fromkeys(most, last), final: last - 1})
-        self._feed(inputs.Committed(self.state.members[final].incarnation, last))
+        self._feed(inputs.Committed(self.state.members[final].incarnation, self.state.generation, last))
 
     def _feed(self, happened: inputs.Input) -> None:
         self.state, decided = step(self.state, happened, self._now)
