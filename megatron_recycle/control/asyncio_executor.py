@@ -64,7 +64,7 @@ class AsyncioExecutor:
         self._clocks.after(self._clocks.timeouts.detection, NoLoss(decision.generation, decision.since))
 
     def await_place(self, decision: do.AwaitPlace) -> None:
-        self._clocks.after(self._clocks.timeouts.start_timeout, PlaceLate(decision.generation))
+        self._clocks.after(self._clocks.timeouts.start_timeout, PlaceLate(decision.generation, decision.move))
 
     def await_saved(self, decision: do.AwaitSaved) -> None:
         limit = self._clocks.timeouts.save_timeout if decision.limit is None else decision.limit

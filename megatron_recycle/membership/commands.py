@@ -37,9 +37,9 @@ def joined(member: Member) -> Command:
     return Command(Joined(member.rank, member.pid))
 
 
-def start(state: State, to: str, mover: Member) -> Command:
-    """Start a process for the rank of ``to`` on the device of the mover."""
-    return Command(Start(state.forming.ranks[to], mover.rank, mover.pid, state.moving.move))
+def start(state: State, to: str, beside: Member, number: int) -> Command:
+    """Start a process for the rank of ``to`` on the device of this one; ``number`` is that of the move."""
+    return Command(Start(state.forming.ranks[to], beside.rank, beside.pid, number))
 
 
 def drop(rank: int, move: int) -> Command:
@@ -57,10 +57,11 @@ def in_force(state: State, host: str) -> list[Command]:
     if state.description is None:
         return []
     members = [member for member in state.proven.values() if member.host == host]
-    under_way = [start(state, to, mover) for to, incarnation in state.moving.moves.items()
-                 if to not in state.arrivals.joiners and to not in state.members
-                 and (mover := state.member(incarnation)) is not None]
-    return [begun(state), *map(Command, state.absent.outs.values()), *map(joined, members), *under_way,
+    moving = [start(state, to, mover, state.moving.move) for to, incarnation in state.moving.moves.items()
+              if to not in state.arrivals.joiners and to not in state.members
+              and (mover := state.member(incarnation)) is not None]
+    restoring = [start(state, to, one.beside, one.number) for to, one in state.tries.restoring.items() if one.number]
+    return [begun(state), *map(Command, state.absent.outs.values()), *map(joined, members), *moving, *restoring,
             *(drop(int(rank), move) for rank, move in state.moving.dropped.items())]
 
 

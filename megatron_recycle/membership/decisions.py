@@ -91,9 +91,11 @@ class AwaitEnd:
 
 @dataclass(frozen=True)
 class AwaitPlace:
-    """Feed `PlaceLate(generation)` when the time for the processes of a lost stage is over."""
+    """Feed `PlaceLate` when the time is over for processes of a lost stage, the last of them started as number
+    `move`."""
 
     generation: int
+    move: int
 
 
 @dataclass(frozen=True)

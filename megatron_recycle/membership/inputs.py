@@ -354,9 +354,10 @@ class Restarted:
 
 @dataclass(frozen=True)
 class PlaceLate:
-    """The time for the processes of a lost stage is over."""
+    """The time is over for processes of a lost stage, the last of them started as number `move`."""
 
     generation: int
+    move: int
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def hello(state: State, member: Member) -> Step:
     if text is not None:
         return state, (messages.refuse(member, text),)
     joiners = {**state.arrivals.joiners, member.worker: member}
-    restoring = {name: number for name, number in state.tries.restoring.items() if name != member.worker}
+    restoring = {name: one for name, one in state.tries.restoring.items() if name != member.worker}
     state = state.with_(joiners=joiners, restoring=restoring, known={**state.known, member.incarnation: member})
     # It may believe that it is in: the coordinator that took it in died before it could announce the end of that.
     return state, (Tell((member.incarnation,), messages.stop(state)),)

@@ -72,7 +72,7 @@ def begin(state: State, happened: MovesFound, now: float) -> Step:
     dropped = {rank: move for rank, move in state.moving.dropped.items() if rank not in again}
     state = state.with_(moves=moves, move=state.moving.move + 1, moves_due=False, dropped=dropped)
     begun = [_moving(state, to, mover, now) for to, mover in found.items()]
-    starts = [commands.start(state, to, mover) for to, mover in found.items()]
+    starts = [commands.start(state, to, mover, state.moving.move) for to, mover in found.items()]
     return state, (records.moves(state, begun, needed=True), *starts, *map(Emit, begun))
 
 

@@ -2,12 +2,14 @@
 
 The survivors have reported and wait. A process is started for one position of the stage: where the last worker has
 died, or, if that host is gone, beside a healthy worker, on its device. It builds its model and waits to come in; then a
-generation with it is decided, which goes on from the keeper's copy.
+generation with it is decided, which goes on from the keeper's copy. Every wait has a limit, after which another process
+is started elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,20 +19,28 @@ from megatron_recycle.membership import boundary, commands, failing, guarding, r
 from megatron_recycle.membership.decisions import AwaitPlace, Decision, Emit, Step
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.inputs import Exited, PlaceLate, Unreadable
+from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlaceLate, Unreadable
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, noted
-from megatron_recycle.membership.state import Event, Member, Phase, State
+from megatron_recycle.membership.state import Event, Member, Phase, Restoring, State
 
 _TRIES = 3
-"""Limit of processes that end before their stage trains again."""
+"""Limit of processes, for each lost stage, that fail before an iteration is committed."""
 
 
 def late(state: State, happened: PlaceLate, now: float) -> Step:
-    """No process has come for the stage."""
-    if happened.generation != state.generation or not _waits(state):
+    """The processes that have not come, or are not ready, are given up: others are started in their place."""
+    if (happened.generation, happened.move) != _wait(state):
         return state, ()
-    return _given_up(state, (), "no process came for it in time", now)
+    started, lost = state.tries.restoring, guarding.empty_stages(state)
+    drops = [commands.drop(state.forming.ranks[name], one.number) for name, one in started.items() if one.number]
+    by_itself = {name for name, one in started.items() if not one.number}
+    state = state.with_(restoring={}, given_up=state.absent.given_up | by_itself)
+    there = {**state.absent.stranded, **state.arrivals.joiners}
+    slow = tuple(Loss(member.incarnation, FailureKind.STALLED) for name, member in there.items()
+                 if Process.parse(name).worker.stage in lost and member.incarnation not in state.arrivals.prepared)
+    state, decisions = failing.lost(state, Lost(slow, now), now)
+    return state, (*drops, *decisions)
 
 
 def unreadable(state: State, happened: Unreadable, now: float) -> Step:
@@ -50,52 +60,105 @@ def unreadable(state: State, happened: Unreadable, now: float) -> Step:
     return state, (record, Emit(event), *decisions)
 
 
-def _given_up(state: State, decisions: tuple[Decision, ...], why: str, now: float) -> Step:
+def _given_up(state: State, why: str, now: float) -> Step:
     text = (failing.stage_gone(state) or "").removesuffix(RESTART)
-    state, ending = failing.end_without(state, f"{text}It could not be brought back: {why}. {RESTART}", now)
-    return state, (*decisions, *ending)
+    return failing.end_without(state, f"{text}It could not be brought back: {why}. {RESTART}", now)
 
 
-def _start(state: State, stage: int, now: float) -> Step:
-    """Start a process for each part of one worker of ``stage``, unless a launcher does so by itself."""
-    worker = _position(state, stage)
-    names = [name for name in in_order(state.forming.ranks) if str(Process.parse(name).worker) == worker]
-    names = [name for name in names if name not in state.absent.stranded and name not in state.arrivals.joiners]
-    state = state.with_(restores=state.tries.restores + 1, move=state.moving.move + 1,
-                        restoring={**state.tries.restoring, **dict.fromkeys(names, state.moving.move + 1)})
-    decisions: list[Decision] = []
-    for name in names:
-        kind = state.absent.out.get(name, FailureKind.EXIT)
-        by_itself = state.job.max_restarts and kind.refilled and name not in state.absent.given_up
-        beside = _beside(state, name, stage)
-        if not by_itself:
-            decisions.append(commands.start(state, name, beside))
+def _fill(state: State, now: float) -> Step:
+    """All survivors have reported: take in the waiting processes if they fill the lost stages, else start what is
+    missing."""
+    entering, lost = boundary.entering(state), guarding.empty_stages(state)
+    if not guarding.empty_stages(state, [*state.members, *entering]):
+        since = now if state.since is None else state.since
+        reason = f"stage {', '.join(map(str, lost))} comes back"
+        return failing.next_generation(state, {}, since, now, joined=entering, reason=reason)
+    coming = _coming(state)
+    whole = {Process.parse(names[0]).worker.stage for names in _workers(state).values() if coming.issuperset(names)}
+    missing = [stage for stage in lost if stage not in whole]
+    if not missing:
+        return state, ()
+    newest, copies = guarding.checkpoint(state), guarding.wanted(state)
+    if isinstance(why := guarding.source(state.round.reports, lost, newest, copies), str):
+        return _given_up(state, why, now)
+    decisions: tuple[Decision, ...] = ()
+    again = bool(state.tries.restores)
+    for stage in missing:
+        if state.tries.restores >= _TRIES * len(lost):
+            state, ending = _given_up(state, f"{state.tries.restores} processes for it have failed, or were not ready "
+                                      "in time", now)
+            return state, (*decisions, *ending)
+        state, more = _start(state, stage, again, now)
+        decisions += more
+    return state, decisions
+
+
+def _start(state: State, stage: int, again: bool, now: float) -> Step:
+    """Start a process for each part of one worker of ``stage`` that is not coming, unless a launcher does so by
+    itself. ``again``: others have failed."""
+    coming, number = _coming(state), state.moving.move + 1
+    names = [name for name in _workers(state)[_position(state, stage, again)] if name not in coming]
+    started = {name: Restoring(0 if _by_itself(state, name) else number, _beside(state, name, again)) for name in names}
+    state = state.with_(restores=state.tries.restores + 1, move=number,
+                        restoring={**state.tries.restoring, **started})
+    decisions: list[Decision] = [records.moves(state, ())]
+    for name, one in started.items():
+        if one.number:
+            decisions.append(commands.start(state, name, one.beside, one.number))
         decisions.append(Emit({"event": "restoring", "t": now, "generation": state.generation, "worker": name,
-                               "rank": state.forming.ranks[name], "host": beside.host}))
+                               "rank": state.forming.ranks[name], "host": one.beside.host}))
     return state, tuple(decisions)
 
 
-def _position(state: State, stage: int) -> str:
-    """The worker of the stage to come back: if possible the last one whose host is there."""
+def _workers(state: State) -> dict[str, list[str]]:
+    """All workers of the grid, and their processes."""
+    found: dict[str, list[str]] = {}
+    for name in in_order(state.forming.ranks):
+        found.setdefault(str(Process.parse(name).worker), []).append(name)
+    return found
+
+
+def _coming(state: State) -> set[str]:
+    """The positions whose processes wait to come in, or are being started."""
+    started = {name for name, one in state.tries.restoring.items() if one.number or name not in state.absent.given_up}
+    return {*state.arrivals.joiners, *state.absent.stranded, *started}
+
+
+def _position(state: State, stage: int, again: bool) -> str:
+    """The worker of the stage to come back: one with most parts coming, if possible the last one whose host is
+    there."""
     out = [name for name in state.absent.out if Process.parse(name).worker.stage == stage]
-    near = [name for name in out if state.absent.out[name] is not FailureKind.UNREACHABLE and not state.tries.restores]
-    return str(Process.parse((near or out)[-1]).worker)
+    near = [name for name in out if state.absent.out[name] is not FailureKind.UNREACHABLE and not again]
+    parts = Counter(str(Process.parse(name).worker) for name in _coming(state))
+    return max((str(Process.parse(name).worker) for name in reversed(near or out)), key=lambda worker: parts[worker])
 
 
-def _beside(state: State, name: str, stage: int) -> Member:
-    """The process whose device the new one gets: its predecessor, if that host is there and has not failed yet; else a
-    survivor of the stage with most workers."""
+def _by_itself(state: State, name: str) -> bool:
+    """Whether a launcher starts this process without a command."""
+    kind = state.absent.out.get(name, FailureKind.EXIT)
+    return bool(state.job.max_restarts) and kind.refilled and name not in state.absent.given_up
+
+
+def _beside(state: State, name: str, again: bool) -> Member:
+    """The process whose device the new one gets: its predecessor, if that host is there and nothing has failed there
+    since; else a survivor of the stage with most workers, each time on another host."""
     before = next((member for member in reversed([*state.known.values()]) if member.worker == name), None)
-    if before is not None and state.absent.out.get(name) is not FailureKind.UNREACHABLE and state.tries.restores <= 1:
+    gone = state.absent.out.get(name) is FailureKind.UNREACHABLE or name in state.absent.given_up
+    if before is not None and not gone and not again:
         return before
-    part = Process.parse(name).part
+    part, peers = Process.parse(name).part, by_stage(state.stages, state.proven)
     alike = [member for other, member in state.proven.items() if Process.parse(other).part == part]
-    peers = by_stage(state.stages, state.proven)
-    return max(alike, key=lambda member: len(peers[Process.parse(member.worker).worker.stage]))
+    places: dict[str, Member] = {}
+    for member in sorted(alike, key=lambda one: -len(peers[Process.parse(one.worker).worker.stage])):
+        places.setdefault(member.host, member)
+    return [*places.values()][state.tries.restores % len(places)]
 
 
-def _waits(state: State) -> bool:
-    return state.phase is Phase.RECOVERING and guarding.possible(state) and bool(guarding.empty_stages(state))
+def _wait(state: State) -> tuple[int, int] | None:
+    """The wait for processes of a lost stage, which has a limit: its generation, and the last start. None: there is
+    none."""
+    waits = state.phase is Phase.RECOVERING and guarding.possible(state) and guarding.empty_stages(state)
+    return (state.generation, state.moving.move) if waits else None
 
 
 class LostStages(Extension):
@@ -105,15 +168,22 @@ class LostStages(Extension):
 
     def not_started(self, state: State, happened: Exited, now: float) -> Step:
         """A process started for a lost stage has ended before it said hello."""
-        kept = {name: number for name, number in state.tries.restoring.items()
-                if (state.forming.ranks[name], number) != (happened.rank, happened.move)}
+        ended = happened.rank, happened.move
+        kept = {name: one for name, one in state.tries.restoring.items()
+                if not one.number or (state.forming.ranks[name], one.number) != ended}
         return (state if len(kept) == len(state.tries.restoring) else state.with_(restoring=kept)), ()
+
+    def of_generation(self, state: State, lost: Mapping[str, FailureKind],
+                      joined: Mapping[str, Member]) -> Mapping[str, Any]:
+        """A process that is being started is lost with its host."""
+        hosts = {state.members[name].host for name, kind in lost.items() if kind is FailureKind.UNREACHABLE}
+        return {"restoring": {name: one for name, one in state.tries.restoring.items() if one.beside.host not in hosts}}
 
     def may_return(self, state: State) -> bool:
         return guarding.possible(state)
 
     def waits(self, state: State) -> bool:
-        return _waits(state)
+        return _wait(state) is not None
 
     def about_loss(self, state: State) -> str:
         return guarding.not_asked_for(state) + guarding.unread(state)
@@ -136,26 +206,9 @@ class LostStages(Extension):
                            restoring={}), (event,)
 
     def after(self, before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
-        """Start the next process, or take in the waiting ones."""
-        if not _waits(state) or len(state.round.reports) < len(state.members) - len(state.arrivals.unproven):
-            return state, decisions
-        entering = boundary.entering(state)
-        lost = guarding.empty_stages(state)
-        if not guarding.empty_stages(state, [*state.members, *entering]):
-            since = now if state.since is None else state.since
-            reason = f"stage {', '.join(map(str, lost))} comes back"
-            state, more = failing.next_generation(state, {}, since, now, joined=entering, reason=reason)
-            return state, (*decisions, *more)
-        coming = by_stage(state.stages, {**state.arrivals.joiners, **state.tries.restoring})
-        missing = [stage for stage in lost if not coming[stage]]
-        if not missing:
-            return state, decisions
-        newest, copies = guarding.checkpoint(state), guarding.wanted(state)
-        if isinstance(why := guarding.source(state.round.reports, lost, newest, copies), str):
-            return _given_up(state, decisions, why, now)
-        for stage in missing:
-            if state.tries.restores >= _TRIES * max(1, len(lost)):
-                return _given_up(state, decisions, f"{state.tries.restores} processes for it have failed", now)
-            state, more = _start(state, stage, now)
+        """Begin what the wait needs, and its limit: a new one for each generation and for each start."""
+        if _wait(state) is not None and len(state.round.reports) == len(state.members) - len(state.arrivals.unproven):
+            state, more = _fill(state, now)
             decisions += more
-        return state, (*decisions, AwaitPlace(state.generation))
+        wait = _wait(state)
+        return state, decisions if wait in (None, _wait(before)) else (*decisions, AwaitPlace(*wait))

@@ -52,6 +52,14 @@ class Member(Value, frozen=True):
     host: str
 
 
+class Restoring(Value, frozen=True):
+    """The start of a process for a position of a lost stage, beside a process (dead or alive) whose device it gets."""
+
+    number: int
+    """As of a move. 0: a launcher starts it by itself."""
+    beside: Member
+
+
 class Said(Value, frozen=True):
     """An error that a process has failed with."""
 
@@ -180,8 +188,8 @@ class Tries:
     """Generations begun after a failed recovery, since an iteration was committed."""
     fallback: str | None = None
     """The policy for plans in place of the job's, since a recovery has failed."""
-    restoring: Mapping[str, int] = field(default_factory=dict)
-    """Positions of a lost stage whose processes are being started, and the number of that (as of a move)."""
+    restoring: Mapping[str, Restoring] = field(default_factory=dict)
+    """Positions of a lost stage whose processes are being started."""
     restores: int = 0
     """Processes that were started for lost stages since an iteration was committed."""
 

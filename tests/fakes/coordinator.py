@@ -207,7 +207,7 @@ class InMemory:
         self._in(self._timeouts.detection, NoLoss(decision.generation, decision.since))
 
     def await_place(self, decision: do.AwaitPlace) -> None:
-        self._in(self._timeouts.start_timeout, PlaceLate(decision.generation))
+        self._in(self._timeouts.start_timeout, PlaceLate(decision.generation, decision.move))
 
     def await_saved(self, decision: do.AwaitSaved) -> None:
         limit = self._timeouts.save_timeout if decision.limit is None else decision.limit

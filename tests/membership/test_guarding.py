@@ -167,11 +167,6 @@ def test_processes_that_do_not_come_up_end_the_job_in_the_end():
         decisions = cluster.feed(inputs.Exited(start.rank, 4711, 1, cluster.now, "log", start.move))
     (end,) = endings(decisions)
     assert end.again and "It could not be brought back: 3 processes for it have failed" in end.message
-    cluster = lost()
-    cluster.exit("1:1")
-    reports(cluster)
-    (end,) = endings(cluster.feed(inputs.PlaceLate(cluster.state.generation)))
-    assert end.again and "no process came for it in time" in end.message
 
 
 def test_without_a_copy_the_job_ends_and_says_so():
