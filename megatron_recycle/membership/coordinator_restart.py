@@ -34,9 +34,9 @@ def coordinator(state: State, happened: Restarted, now: float) -> Step:
     if state.phase is not Phase.RETURNING:
         return state, ()
     restarted = Emit({"event": "restarted", "t": now, "generation": state.generation})
-    text = None if any(each.may_return(state) for each in IN_FORCE) else failing.stage_gone(state)
-    if text is not None:  # decided, but the end was not recorded
-        state, ending = job_end.end(state, 1, text, now, again=True)
+    may_return = state.closing is not None or any(each.may_return(state) for each in IN_FORCE)
+    if not may_return and (text := failing.stage_gone(state)) is not None:  # decided, but the end was not recorded
+        state, ending = failing.end_without(state, text, now)
         return state, (restarted, *ending)
     return state, (restarted, *job_end.limit(state, now))
 

@@ -64,11 +64,12 @@ class OfGeneration(Line, frozen=True):
 
 
 class Went(OfGeneration, frozen=True, tag="go"):
-    """The go, and the digest of the plan in force."""
+    """The go, the digest of the plan in force, and the end that the generation prepares by now."""
 
     resume: Resume
     digest: str | None
     events: Events = ()
+    closing: Closing | None = None
 
 
 class Offered(OfGeneration, frozen=True, tag="offer"):

@@ -24,7 +24,7 @@ def _possible(state: State) -> bool:
     """Whether the survivors have something to save, and the job wants it."""
     wanted = state.job.survivors
     return wanted and state.closing is None and state.progress.committed >= 0 and bool(state.proven) and (
-        state.phase is Phase.RECOVERING)
+        state.phase in (Phase.RECOVERING, Phase.RETURNING))
 
 
 def _begin(state: State, now: float) -> Step:
@@ -39,7 +39,7 @@ def _begin(state: State, now: float) -> Step:
     for name in in_order(whole):
         report, process = whole[name], Process.parse(name)
         done = report.final == target
-        if done or (verdict is not None and report.holds >= target):
+        if not report.guard.midway and (done or (verdict is not None and report.holds >= target)):
             writers.setdefault((process.worker.stage, process.part or 0), name)
     if not writers:
         return job_end.end(state, 1, "none of those that are left holds a whole iteration", now)
@@ -62,15 +62,14 @@ def _saved(state: State, happened: Saved, now: float) -> Step:
     if state.closing is None or not state.closing.missing:
         return job_end.saved(state, happened, now)
     state, ending = job_end.noted(state, happened)
-    if ending is None or state.go is None or state.resume is None or len(ending.saved) < len(state.go.members):
+    if ending is None or state.resume is None or not ending.saved.keys() >= state.proven.keys():
         return state, ()
-    resume = state.resume
-    writers = state.go.writers
-    errors = {name: ending.saved[name][1] for name in writers if ending.saved[name][1]}
-    places = {str(Process.parse(name).worker.stage): ending.saved[name][0] for name in writers if name not in errors}
+    resume, saved = state.resume, [(name, *ending.saved[name]) for name in in_order(ending.saved)]
+    errors = {name: error for name, _, error in saved if error}
+    places = {str(Process.parse(name).worker.stage): place for name, place, _ in saved if place}
     missing = ", ".join(map(str, ending.missing))
     if not places:
-        return job_end.end(state, 1, next(iter(errors.values())), now)
+        return job_end.end(state, 1, next(iter(errors.values()), "none of its writers has written anything"), now)
     folders = sorted({place.rpartition("/")[0] for place in places.values()})
     stages = ", ".join(sorted(places, key=int))
     text = (f"{job_end.sentence(ending.message)} What the survivors hold of iteration {resume.target} (stage {stages}; "
@@ -100,6 +99,8 @@ class Survivors(Extension):
     def instead_of_end(self, state: State, text: str, now: float) -> Step | None:
         if not _possible(state):
             return None
+        if state.phase is Phase.RETURNING:  # the members that come back lack this generation's go, and begin another
+            return state, ()
         state = state.with_(closing=Closing(text, 1, True, missing=tuple(_missing(state))))
         return _begin(state, now) if _reported(state) else (state, (Await(state.generation),))
 

@@ -120,7 +120,7 @@ def _kept(state: State, names: Sequence[str]) -> dict[str, Any]:
 
 def went(state: State, resume: Resume, digest: str | None, events: Events) -> Record:
     """The go of the current generation, and the plan in force."""
-    return Record(Went(state.generation, resume, digest, tuple(events)))
+    return Record(Went(state.generation, resume, digest, tuple(events), state.closing))
 
 
 def offer(state: State, number: int) -> Record:
@@ -178,7 +178,8 @@ def restore(size: int, records: Sequence[Json]) -> State:
     if (decided := _last(lines, Decided)) is not None:
         state = _of_decided(state, decided, lines)
     if (gone := _last(lines, Went)) is not None:
-        state = state.with_(resume=gone.resume)
+        closing = gone.closing if gone.generation == state.generation else state.closing
+        state = state.with_(resume=gone.resume, closing=closing)
     back, last = _progress(lines)
     state = state.with_(back=back, committed=last)
     for one in lines:

@@ -267,6 +267,28 @@ def test_survivors_save_at_the_newest_iteration_that_somebody_has_committed():
     assert "stage 1 has lost its last worker" in end.message
 
 
+@pytest.mark.parametrize("facts", [None, {"verdict": 1}])
+@pytest.mark.parametrize("before_the_go", [True, False])
+def test_survivors_save_although_the_coordinator_is_lost_meanwhile(before_the_go: bool, facts: dict[str, int] | None):
+    """Also where there is a checkpoint, which the script does not let them go back to."""
+    cluster, _ = back_from(facts, survivors=True)
+    kept = {"iteration": 6, "holds": 5, "asked": 6, "guard": {"back": 5}}
+    cluster.reports("0:0", **kept)
+    if not before_the_go:
+        cluster.reports("1:0", **kept)
+        cluster.feed(inputs.Saved("0:0/0", 3, "/run/survivors/stage-0.pt", ""))
+    cluster.state = records.restore(4, cluster.journal)
+    assert not endings(cluster.feed(inputs.Restarted()))
+    for name in ("0:0", "1:0"):
+        cluster.feed(inputs.Hello(cluster.member(name), 2 if before_the_go else 3))
+    if before_the_go:
+        cluster.reports("0:0", "1:0", **kept)
+    generation = cluster.state.generation
+    assert not endings(cluster.feed(inputs.Saved("0:0/0", generation, "/run/survivors/stage-0.pt", "")))
+    (end,) = endings(cluster.feed(inputs.Saved("1:0/0", generation, "", "")))
+    assert end.again and "(stage 0; stage 1 is missing) is in /run/survivors" in end.message
+
+
 def test_a_job_that_was_told_not_to_bring_stages_back_says_that_this_is_why():
     cluster = Cluster(2)
     for name in cluster.names:
@@ -277,6 +299,16 @@ def test_a_job_that_was_told_not_to_bring_stages_back_says_that_this_is_why():
     cluster.exit("0:1"), cluster.plan(), cluster.reports(iteration=6, holds=5)
     (end,) = endings(cluster.exit("1:1"))
     assert "stage 1 has lost its last worker" in end.message and "since guard is none" in end.message
+
+
+def test_a_survivor_that_was_on_its_way_back_to_a_checkpoint_does_not_save_what_is_half_loaded():
+    cluster, _ = back_from(None, survivors=True)
+    cluster.reports("0:0", iteration=6, holds=5, guard={"midway": True})
+    ((_, go),) = told(cluster.reports("1:0", iteration=6, holds=5), "go")
+    assert go.writers == ("1:0",)
+    cluster, _ = back_from(None, survivors=True)
+    (end,) = endings(cluster.reports(iteration=6, holds=5, guard={"midway": True}))
+    assert "none of those that are left holds a whole iteration" in end.message
 
 
 def test_a_survivor_that_is_lost_meanwhile_does_not_keep_the_job_from_its_end():
