@@ -20,6 +20,7 @@ from megatron_recycle.control.asyncio_executor import AsyncioExecutor
 from megatron_recycle.control.clocks import Clocks, Timeouts
 from megatron_recycle.control.event_feed import EventFeed
 from megatron_recycle.control.executor import Leader, carry_out
+from megatron_recycle.control.journal import JournalError
 from megatron_recycle.control.leader_election import LeadLost
 from megatron_recycle.control.operators import Operators
 from megatron_recycle.control.profiles import Conclusions
@@ -211,7 +212,7 @@ class Coordinator:
             return
         try:
             self._leader.feed(happened)
-        except LeadLost as lost:
+        except JournalError as lost:
             self.deposed(str(lost))
 
     def _decide_later(self) -> None:

@@ -35,6 +35,8 @@ _HINTS = {
     "UNKNOWN_CA": f"it does not believe the certificate in {CERT}",
 }
 _WANTED = f"it wants a certificate of its clients: give {CERT} and {KEY}"
+_PAUSE = 0.1
+"""Least seconds that it takes to find no member: members may refuse connections at once, and most callers ask again."""
 _STALE = ("invalid auth token", "revision of auth store is old")
 """Errors after which an authenticated client must authenticate again."""
 _MEMBER = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:@\[\]/]+))(?::(\d{1,5}))?")
@@ -213,6 +215,7 @@ class Etcd:
                         self._first += 1
         if hopeless == {True}:
             raise StoreRefused(f"etcd at {why}")
+        time.sleep(min(_PAUSE, max(0.0, until - time.monotonic())))
         raise StoreUnreachable(f"etcd does not answer ({why})")
 
     def _ask(self, host: str, port: int, path: str, body: bytes, left: float) -> _Answer:

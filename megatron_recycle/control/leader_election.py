@@ -248,6 +248,7 @@ class ElectedJournal:
         self.before: str = led[-2] if len(led) > 1 and led[-2] != led[-1] else ""
         self.records: list[dict[str, Any]] = written + [read[name][0] for name in ("note",) if name in read]
         self._note: Mapping[str, Any] | None = None
+        self._taken: Mapping[str, Any] | None = None
         self._lost: str | None = None
         self._over = threading.Event()
 
@@ -300,8 +301,11 @@ class ElectedJournal:
 
     def flush(self) -> None:
         """Write the latest note, if there is a new one. Raises StoreUnreachable, and LeadLost."""
-        note, self._note = self._note, None
-        if note is not None and not self._keys.put_if(self._mine, {"note": note}):
+        note = self._note  # another thread may set the next one at any moment
+        if note is None or note is self._taken:
+            return
+        self._taken = note
+        if not self._keys.put_if(self._mine, {"note": note}):
             raise self._lose("another coordinator leads")
 
     def keep_lead(self, lost: Callable[[str], None]) -> None:

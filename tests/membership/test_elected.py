@@ -3,6 +3,7 @@ generation."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Callable, Mapping
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.control.etcd import Entry, Place, StoreRefused, StoreUnreachable
+from megatron_recycle.control import Coordinator, etcd
+from megatron_recycle.control.etcd import Entry, Etcd, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.journal import JournalError
 from megatron_recycle.control.leader_election import LEASE_S, Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.process import until_answered
+from megatron_recycle.control.searches import Plans
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.membership import inputs
+from megatron_recycle.plan.plan_file import PlanFile
 
 TOKEN = "a token that only this test has"
 
@@ -241,6 +246,74 @@ def test_a_leader_that_the_store_does_not_answer_leads_no_more() -> None:
         journal.append({"kind": "decided"})
     with pytest.raises(LeadLost):
         journal.beat()
+
+
+class Seconds:
+    """What `etcd` takes for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_leader_whose_store_refuses_connections_does_not_ask_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked = Seconds(), list[str]()
+
+    def refuse(self: Etcd, host: str, port: int, path: str, body: bytes, left: float) -> Any:
+        asked.append(host)
+        clock.now += 0.001
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(etcd, "time", clock)
+    monkeypatch.setattr(Etcd, "_ask", refuse)
+    store = Sealed(Etcd(Place.parse("etcd://a,b,c")), "job", TOKEN)
+    with pytest.raises(LeadLost, match="has not answered"):
+        ElectedJournal(store, 1, 1, 1, {}, 0.0, clock.monotonic).append({"kind": "decided"})
+    assert {*asked} == {*"abc"} and len(asked) < 100 * LEASE_S
+
+
+class NotedMeanwhile(ElectedJournal):
+    """The event loop notes the second iteration right after another thread has read the first one."""
+
+    @property
+    def _note(self) -> Mapping[str, Any] | None:
+        note, self.next = self.next, {"kind": "committed", "iteration": 2}
+        return note
+
+    @_note.setter
+    def _note(self, note: Mapping[str, Any] | None) -> None:
+        self.next = note
+
+
+def test_a_note_that_is_set_while_the_last_one_is_taken_is_not_lost() -> None:
+    store = Paper(random.Random(0))
+    journal = leading(store)
+    journal.__class__ = NotedMeanwhile
+    journal.note({"kind": "committed", "iteration": 1})
+    journal.flush()
+    journal.flush()
+    store.pass_time(LEASE_S + 1.0)
+    assert leading(store).records == [{"kind": "committed", "iteration": 2}]
+
+
+def test_a_record_that_a_stranger_has_written_deposes_the_leader() -> None:
+    async def lead() -> None:
+        store = Paper(random.Random(0))
+        coordinator = Coordinator(size=1, token=TOKEN, journal=leading(store), plans=Plans(lambda *_: PlanFile()),
+                                  emit=lambda event: None)
+        await coordinator.start()
+        store.keys["recycle/job/journal/00000000"] = b"not sealed", store.revision, 0
+        coordinator.feed(inputs.Interrupted(1, "over"))
+        with pytest.raises(LeadLost, match="written without this job's token"):
+            await coordinator.wait_ended()
+        await coordinator.close()
+
+    asyncio.run(lead())
 
 
 def test_a_leader_whose_store_is_full_leads_on_and_one_that_stands_by_waits_for_room() -> None:
