@@ -21,6 +21,7 @@ from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.report import Report
 from megatron_recycle.membership.resume import RESTART, Checkpoint, DeadEnd, Resume, parts_of, single
 from megatron_recycle.membership.shards import Shard, anew, copies_of, lost, told
+from megatron_recycle.membership.sole_holders import last_known
 from megatron_recycle.membership.state import Event, State
 from megatron_recycle.plan.grid import Worker
 
@@ -169,7 +170,8 @@ def resume(state: State, closed: Sequence[int] = ()) -> Resume | DeadEnd:
     if isinstance(found, str):
         if closed:
             return DeadEnd(f"{found or 'there is no checkpoint of this run to go back to'}.{unread(state)}")
-        return DeadEnd(_without_source(stages, told(shards, before), state.progress.committed, found, unread(state)))
+        cut = told(shards, last_known(state))
+        return DeadEnd(_without_source(stages, cut, state.progress.committed, found, unread(state)))
     attempts = [report.attempt for report in state.round.reports.values()]
     announced = 0 if state.resume is None else state.resume.attempt
     gone = sorted({*stages, *closed, *(shard.stage for shard in shards)}) or (

@@ -132,7 +132,7 @@ def decide(
         if not workers:
             return DeadEnd(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
     if gone := lost(parts_of(stages, members), reports):
-        return DeadEnd(f"{told(gone, ())}: nobody who is left has it. {RESTART}")
+        return DeadEnd(f"{told(gone)}: nobody who is left has it. {RESTART}")
     holding = [held for stage, workers in enumerate(peers) for names in _by_part(workers)
                for held in _held(stage, names, reports)]
     target, lagging = _target(holding)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_recycle.membership.names import Process, in_order, workers_of
@@ -206,13 +207,12 @@ def lost(parts: Iterable[Sequence[str]], reports: Mapping[str, Report]) -> list[
     return found
 
 
-def told(gone: Sequence[Shard], before: Iterable[ShardTable]) -> str:
-    """``gone`` as text for users, with its old or intended holders by the tables of ``before``."""
-    holders = {(table.stage, table.part, shard): of for table in before for shard, of in enumerate(table.holders)}
+def told(gone: Sequence[Shard], holders: Mapping[Shard, Sequence[str]] = MappingProxyType({})) -> str:
+    """``gone`` as text for users, with its last known ``holders``."""
     by_holders: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-    for stage, part, shard in gone:
-        shards = by_holders.setdefault((stage, tuple(in_order(holders.get((stage, part, shard), ())))), [])
-        shards += [shard] if shard not in shards else []
+    for one in gone:
+        shards = by_holders.setdefault((one.stage, tuple(in_order(holders.get(one, ())))), [])
+        shards += [one.shard] if one.shard not in shards else []
     return "; ".join(f"stage {stage} has lost shard {', '.join(map(str, shards))} of its optimizer state"
                      + f" ({' and '.join(names)} held it)" * bool(names)
                      for (stage, names), shards in by_holders.items())

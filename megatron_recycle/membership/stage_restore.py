@@ -15,13 +15,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from megatron_recycle.membership import boundary, commands, failing, guarding, records, shards
+from megatron_recycle.membership import boundary, commands, failing, guarding, records
 from megatron_recycle.membership.decisions import AwaitPlace, Decision, Emit, Step
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlaceLate, Unreadable
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, noted
+from megatron_recycle.membership.shards import told
+from megatron_recycle.membership.sole_holders import last_known
 from megatron_recycle.membership.state import Event, Member, Phase, Restoring, State
 
 _TRIES = 3
@@ -199,7 +201,7 @@ class LostStages(Extension):
             "event": "restored", "t": now, "generation": state.generation, "iteration": resume.target,
             "ms": state.ms(now), "stages": [int(stage) for stage in resume.restored], "from": dict(resume.restored),
             "lost": max(0, state.progress.committed - resume.target)}
-        if lost := shards.told(guarding.lost_shards(state), () if state.resume is None else state.resume.shards):
+        if lost := told(guarding.lost_shards(state), last_known(state)):
             event["shards"] = lost
         by = dict.fromkeys(state.members, resume.target)
         return state.with_(committed=resume.target, back=state.generation, committed_by=by, losses={}, behind=0,

@@ -148,6 +148,17 @@ def test_a_worker_that_has_a_shard_alone_hands_it_over_before_it_leaves() -> Non
     assert "stage 0 would have no worker any more" in end.message
 
 
+def test_a_lost_shard_is_told_with_who_had_it_and_not_with_who_was_yet_to_get_it() -> None:
+    cluster = Sharded()
+    cluster.commit_all(0)
+    cluster.exit("1:0")
+    cluster.recover(0)
+    cluster.exit("2:0")
+    cluster.recover(0)
+    (end,) = endings(cluster.log)
+    assert "stage 0 has lost shard 1 of its optimizer state (2:0 held it): nobody who is left has it" in end.message
+
+
 def test_an_error_on_the_only_one_that_has_a_shard_ends_the_job() -> None:
     """As one on the last worker of a stage: while it lives, and all that it holds can still be saved."""
     cluster = Sharded(copies=1)
