@@ -49,17 +49,19 @@ class EventFeed:
         self._hints = {(one.worker, one.generation, one.error) for one in before if one.event == "hint"}
         self._explained = {(one.rank, one.pid) for one in before if one.event == "explained"}
         self._commits = _commits(before)
+        self._left = {(one.worker, one.generation) for one in before if one.event == "left"}
         self._counted: set[tuple[str, int]] = set()
         for one in before:
             self._count(one)
 
     def event(self, event: Event, state: State) -> None:
-        """Record an event, and send it to the launchers. A commit that an earlier coordinator emitted just before its
-        end is decided again here, and emitted only after the job has gone back to an earlier iteration."""
+        """Record an event, and send it to the launchers. The end of a script, and a commit, that an earlier coordinator
+        has emitted may be decided again here. They are not emitted again, but for a commit after the job has gone back
+        to an earlier iteration."""
         fields = EventFields.from_json(event)
         if fields.event == "restored":
             self._commits = frozenset()
-        elif fields.event == "committed" and fields.iteration in self._commits:
+        if self._repeats(fields):
             return
         if fields.event == "suspected":
             incarnation, host = next(((incarnation, one.host) for incarnation, one in state.known.items()
@@ -72,6 +74,12 @@ class EventFeed:
             self._kept.append(dict(event))
         if fields.event not in _NOT_SENT:
             self._server.tell_launchers(EventTold(brief(event)))
+
+    def _repeats(self, fields: EventFields) -> bool:
+        """Whether an earlier coordinator has emitted this."""
+        if fields.event == "committed":
+            return fields.iteration in self._commits
+        return fields.event == "left" and (fields.worker, fields.generation) in self._left
 
     def again(self) -> list[dict[str, Any]]:
         """Events that a newly connected launcher may have missed."""

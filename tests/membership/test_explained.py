@@ -56,6 +56,14 @@ def test_a_launcher_that_repeats_itself_after_a_reconnect_is_passed_on_once():
     assert not after.events, "the next coordinator does not tell it again"
 
 
+def test_a_worker_that_tells_the_next_coordinator_that_its_script_has_ended_leaves_once():
+    left = {"event": "left", "t": 1.0, "generation": 2, "worker": "1:1", "kind": "leave"}
+    after = Job((left,))
+    for event in (left, {**left, "worker": "1:0"}, {**left, "generation": 3}):
+        after.telling.event(event, after.state)
+    assert [(event["worker"], event["generation"]) for event in after.events] == [("1:0", 2), ("1:1", 3)]
+
+
 def test_a_cause_that_is_no_text_is_refused():
     with pytest.raises(WireError, match="causes"):
         FROM_LAUNCHER.read({"type": "explains", "rank": 3, "pid": 1, "causes": [{}], "gpu": "", "repair": ""})
