@@ -340,7 +340,8 @@ def _go(state: State, now: float) -> Step:
         return end_without(state, resume.message, now) if stage_gone(state) is not None else job_end.end(
             state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.arrivals.unproven)))
-    if state.tries.fallback is not None and resume.closed and redo.left_for_good(state):
+    fallback = state.tries.fallback is not None and state.round.redo is None
+    if fallback and resume.closed and redo.left_for_good(state):
         # A plan by the fallback begins the iteration anew; a stage has closed it since that plan was asked for.
         own = state.with_(fallback=None, plan=None)
         return own, (_make_plan(own),)
@@ -395,8 +396,8 @@ def _leaving(state: State) -> list[str]:
 def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
     """An iteration that scripts have left can neither be finished nor undone by going back to a checkpoint: the job
     ends, after a last checkpoint of the iteration before if possible."""
-    text = (f"iteration {iteration} cannot be made to its end: a failure has lost what its rest needs of it, and "
-            f"scripts have left it, for which reduction exact does not run it again; {why} {RESTART}")
+    text = (f"iteration {iteration} cannot be made to its end: its rest has no plan, or a failure has lost what that "
+            f"needs, and scripts have left it, for which reduction exact does not run it again; {why} {RESTART}")
     if not job_end.possible(state, ()):
         return job_end.end(state, 1, f"{job_end.sentence(text)} {job_end.last(state)}", now, again=True)
     return next_generation(state, {}, now, now, reason=job_end.LAST, to_close=Closing(text, again=True))

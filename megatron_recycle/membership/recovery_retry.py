@@ -15,7 +15,7 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Loss, Lost, PlanFailed, Raised
 from megatron_recycle.membership.redo import left_for_good
 from megatron_recycle.membership.resume import RESTART
-from megatron_recycle.membership.state import Member, Phase, State
+from megatron_recycle.membership.state import Member, Phase, Redo, State
 
 _TRIES = 2
 """Limit of new generations with the same members, until an iteration is committed."""
@@ -45,12 +45,15 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
 
 
 def no_plan(state: State, happened: PlanFailed, now: float) -> Step:
-    """The planner has failed: another policy's plan is simpler."""
+    """The planner has failed: another policy's plan is simpler. It begins the iteration anew; where scripts have left
+    that for good, all go back with it."""
     current = state.phase is Phase.RECOVERING and happened.generation == state.generation
     fallback = first(each.fallback(state) for each in IN_FORCE)
-    left = left_for_good(state) and any(report.closed is not None for report in state.round.reports.values())
-    if not current or left or state.tries.fallback is not None or not state.absent.out or fallback is None:
+    if not current or state.tries.fallback is not None or not state.absent.out or fallback is None:
         return failing.plan_failed(state, happened, now)
+    closed = [one.iteration for report in state.round.reports.values() if (one := report.closed) is not None]
+    if closed and left_for_good(state):
+        state = state.with_(redo=Redo(max(closed), {}, provisional=False, known=True))
     return state.with_(fallback=fallback), (MakePlan(state.generation, state.failed, fallback),)
 
 

@@ -12,6 +12,7 @@ from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.redo import closes, levelled
 from megatron_recycle.membership.report import Report
+from megatron_recycle.membership.resume import Checkpoint
 from megatron_recycle.membership.standing import Epoch
 from megatron_recycle.plan.plan_file import PlanFile
 from tests.membership.cluster import Cluster, endings, events, report, told
@@ -293,12 +294,12 @@ def failed_recoveries(**settings: Any) -> Cluster:
     return cluster
 
 
-def closed_meanwhile(cluster: Cluster) -> list[do.Decision]:
+def closed_meanwhile(cluster: Cluster, **more: Any) -> list[do.Decision]:
     """The second stage has closed the iteration before the last recovery failed, which its workers report only now."""
     decisions = cluster.plan()
     for name in cluster.state.members:
         where = {"holds": ITERATION, "stepped": ITERATION} if name.endswith(":1") else {}
-        decisions += says(cluster, name, kept("F0.0"), **where, **(CLOSED if name == "2:1" else {}))
+        decisions += says(cluster, name, kept("F0.0"), **where, **(CLOSED if name == "2:1" else {}), **more)
     return decisions
 
 
@@ -321,8 +322,28 @@ def test_a_stage_that_closes_before_another_recovery_fails_stays_closed_where_it
     assert go.resume.closed == (1,) and go.closes and not events(decisions, "repeated")
 
 
-def test_a_plan_that_cannot_be_made_for_what_is_closed_ends_the_job():
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_where_no_plan_can_be_made_for_what_is_closed_all_go_back_to_a_checkpoint(checkpoint: bool):
+    cluster = failed_recoveries(reduction="exact")
+    if checkpoint:
+        noted = Checkpoint(ITERATION - 2, "/checkpoints/step4", {})
+        cluster.state = cluster.state.with_(checkpoints=(noted,))
+    closed_meanwhile(cluster, guard={"back": -1})
+    (order,) = cluster.feed(inputs.PlanFailed(cluster.state.generation, "no order fits"))
+    assert order == do.MakePlan(cluster.state.generation, cluster.state.failed, "drop")
+    decisions = cluster.plan()
+    if checkpoint:
+        ((_, go),) = told(decisions, "go")
+        assert go.resume.checkpoint == noted and go.resume.restored == {"1": "checkpoint"} and not go.resume.closed
+    else:
+        (end,) = endings(decisions)
+        assert end.again and "its rest has no plan" in end.message and "there is no checkpoint" in end.message
+
+
+def test_a_job_for_which_no_other_plan_can_be_made_either_ends():
     cluster = failed_recoveries(reduction="exact")
     closed_meanwhile(cluster)
-    (end,) = endings(cluster.feed(inputs.PlanFailed(cluster.state.generation, "no order fits")))
-    assert "no order fits" in end.message
+    for _ in range(2):
+        decisions = cluster.feed(inputs.PlanFailed(cluster.state.generation, "no order fits"))
+    (end,) = endings(decisions)
+    assert end.again and "no order fits" in end.message
