@@ -39,7 +39,7 @@ def _begin(state: State, now: float) -> Step:
     for name in in_order(whole):
         report, process = whole[name], Process.parse(name)
         done = report.final == target
-        if not report.guard.midway and (done or (verdict is not None and report.holds >= target)):
+        if done or (verdict is not None and report.holds >= target):
             writers.setdefault((process.worker.stage, process.part or 0), name)
     if not writers:
         return job_end.end(state, 1, "none of those that are left holds a whole iteration", now)
