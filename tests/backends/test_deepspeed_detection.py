@@ -139,9 +139,8 @@ def test_a_frozen_worker_that_wakes_up_after_it_was_declared_out_changes_nothing
     assert {event["generation"] for event in job.events if event["event"] == "decided"} == {2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whole", [
-    pytest.param(True, id="all of its workers"), pytest.param(False, id="one of two", marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("whole", [pytest.param(True, id="all of its workers"), pytest.param(False, id="one of two")])
 def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
     holds = [Hold("2:0", "backward", AT, 1), Hold("1:1", "backward", AT, 1)]
     hosts = {rank: "far" if rank in (2, 4) else "near" for rank in range(SIZE)}  # 2:0 and 1:1

@@ -151,6 +151,7 @@ def test_a_worker_killed_about_an_overflow(clipping, hold):
             assert result.value["counters"] == waiting(clipping)[rank].value["counters"]
 
 
+@pytest.mark.night
 @pytest.mark.processes
 def test_a_worker_that_hears_of_a_failure_before_it_has_read_the_verdict_skips_the_step_too():
     """It says what is said once, and does so while it has no handles: it is the first live worker."""

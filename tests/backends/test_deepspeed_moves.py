@@ -73,7 +73,8 @@ def names(job: Job) -> list[str]:
     return [event["event"] for event in job.events if event["event"] in wanted and event.get("kind") != "leave"]
 
 
-@pytest.mark.parametrize("pipelines", [3, pytest.param(4, marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("pipelines", [3, 4])
 def test_a_healthy_worker_moves_to_the_stage_that_lost_two(pipelines, undisturbed):
     """Its old stage is kept until an iteration has committed with its new process."""
     reference = undisturbed if pipelines == 3 else calm_run(gpt_job.train, pipelines * STAGES, arguments(pipelines))

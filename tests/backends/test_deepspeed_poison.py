@@ -14,6 +14,7 @@ from tests.harness import Job
 CORRUPT, WHERE = 61, "micro-batch 1.2 of iteration 2"
 
 
+@pytest.mark.night
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_sample_that_nobody_can_read_ends_the_job_with_its_text_and_stock_loads_what_it_has_saved(tmp_path: Path):

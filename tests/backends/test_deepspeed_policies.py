@@ -32,6 +32,7 @@ def after_a_kill(policy: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return living, reconciled
 
 
+@pytest.mark.night
 def test_whole_pipelines_go_on_where_they_stand_and_train_what_they_would_have_made_again():
     """The same samples count under both policies, so that the results are the same, to rounding."""
     forward, gone_on = after_a_kill("lossy_forward")

@@ -55,6 +55,7 @@ def kill_and_compare(holds: list[Hold], reference: Mapping[int, Result], argumen
     return job
 
 
+@pytest.mark.night
 def test_a_worker_killed_in_a_collective_of_the_script_leaves_the_values_of_all_and_the_same_bits(undisturbed):
     """It dies in a sum over its pipeline, which a peer of another pipeline answers; then others gather from all."""
     kill_and_compare([Hold("1:0", "collective", KILLED_IN - 1, 2)], undisturbed, {**EXACT, "talks": True})

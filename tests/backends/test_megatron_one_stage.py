@@ -20,9 +20,9 @@ WHOLE: Mapping[str, Any] = {"stages": 1, "iterations": ITERATIONS, "settings": {
 
 
 @pytest.mark.gloo
+@pytest.mark.night
 @pytest.mark.parametrize(("pipelines", "options"), [
-    (2, ("--bf16",)), *[pytest.param(*case, marks=pytest.mark.night) for case in [
-        (2, ()), (3, ("--per-token-loss", "--untied")), (2, ("--distributed-optimizer",))]]])
+    (2, ("--bf16",)), (2, ()), (3, ("--per-token-loss", "--untied")), (2, ("--distributed-optimizer",))])
 def test_without_failures_one_stage_has_the_bits_of_cores_own_schedule(pipelines, options):
     arguments = {"pipelines": pipelines, "stages": 1, "iterations": 4, "options": ("--dropout", "0", *options)}
     with Job(megatron_job.train, pipelines, {**arguments, "plugin": False}, coordinated=False) as job:

@@ -72,6 +72,7 @@ def settles(job: Job, iteration: int, stage: int) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.night
 @pytest.mark.slow
 def test_an_iteration_that_is_redone_when_the_script_has_turned_to_evaluation_is_one_of_training():
     """The last stage has stepped it, and its script has switched dropout and gradients off, when all undo it."""

@@ -38,10 +38,10 @@ def whole(results: Mapping[int, Result]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("options", [
     ("--untied", "--distributed-optimizer", "--eval-every", "2"),
-    *[pytest.param(case, marks=pytest.mark.night) for case in [
-        ("--untied",), ("--untied", "--bf16", "--recompute", "full"), ()]]], ids=" ".join)
+    ("--untied",), ("--untied", "--bf16", "--recompute", "full"), ()], ids=" ".join)
 def test_a_v_that_has_lost_a_worker_ends_with_the_weights_of_the_job_without_it(options):
     """Tied embeddings are one tensor in a V, whose gradient is added up in another order."""
     flat = calm_run(megatron_job.train, WORKERS, job_of(*options, v_shaped=False))

@@ -53,10 +53,10 @@ def test_without_failures_parameters_have_the_bits_of_core_s_own_schedule(
 
 
 @newest
+@pytest.mark.night
 @pytest.mark.parametrize("options", [
-    MOMENTS, *[pytest.param(options, marks=pytest.mark.night) for options in [
-        ("--distributed-optimizer", "--moments", "fp32"), (*MOMENTS, "--grad-reduce-in-bf16"),
-        (*FP8, "tensorwise", *MOMENTS)]]], ids=str)
+    MOMENTS, ("--distributed-optimizer", "--moments", "fp32"), (*MOMENTS, "--grad-reduce-in-bf16"),
+    (*FP8, "tensorwise", *MOMENTS)], ids=str)
 def test_a_precision_aware_optimizer_makes_the_parameters_and_moments_of_core_s_own_schedule(
         engine: Path, options: tuple[str, ...]):
     arguments = job_of("--bf16", "--dropout", "0", "--clip", "0", *options, **FUSED)
@@ -71,6 +71,7 @@ def test_a_precision_aware_optimizer_makes_the_parameters_and_moments_of_core_s_
 
 
 @engines
+@pytest.mark.night
 def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(engine: Path):
     arguments = job_of("--bf16", **FUSED)
     undisturbed = calm(engine, PIPELINES * STAGES, arguments)
