@@ -143,8 +143,8 @@ class Collectives:
             pass_over(now.call, now.group)
             if now.call.results() != ():
                 self._say(f"the script's {now.call.what}() after iteration {self._after} was over when this worker "
-                          f"came in, and {reason}. It brings what it would if all ranks had given the same as this one, "
-                          "if anything",
+                          f"came in, and {reason}. It brings what it would if all ranks had given the same as this "
+                          "one, if anything",
                           now.call.what + reason)
 
     def once(self, group: Group, call: Call, groups: Groups, generation: int) -> None:

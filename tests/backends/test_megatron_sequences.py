@@ -28,7 +28,8 @@ BOTH = (*CUT, "--qk-layernorm")
 @pytest.mark.gloo
 @pytest.mark.parametrize("options", [
     *[pytest.param(options, marks=pytest.mark.night) for options in [
-        (*BOTH, "--clip", "0"), (*CUT, "--bf16", "--clip", "0", "--recompute", "full"), ("--qk-layernorm", "--clip", "0"),
+        (*BOTH, "--clip", "0"), (*CUT, "--bf16", "--clip", "0", "--recompute", "full"),
+        ("--qk-layernorm", "--clip", "0"),
         (*CUT, "--untied", "--per-token-loss", "--clip", "0", "--count-zeros"),
         ("--optimizer", "sgd", "--lr", "0.1", *BOTH), (*BOTH, "--distributed-optimizer", "--clip", "0")]]],
     ids=" ".join)
