@@ -41,7 +41,7 @@ from megatron_recycle.launch.reachability import (
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.slurm import Hosts
 from megatron_recycle.launch.summary import print_table
-from megatron_recycle.launch.surroundings import withstand
+from megatron_recycle.launch.surroundings import Terminated, terminable, withstand, working_directory
 from megatron_recycle.launch.watching import watched
 from megatron_recycle.launch.worker_command import (
     check_script,
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def launch(args: argparse.Namespace, command: list[str]) -> int:
     """Like `run`, with the workers' command given."""
     withstand()
-    config = RecycleConfig.resolve()
+    folder, config = working_directory(), RecycleConfig.resolve()
     translate(args)
     if args.chaos is not None:
         from megatron_recycle.tools.chaos.command import check_acts
@@ -110,16 +110,9 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
         _ask_slurm(args, hosts, say)
     run_dir = run_dir_of(args.run_dir, config, hosts.folder)
     token = token or (secrets.token_hex(32) if hosts.rank == 0 else None)
-    this = Run(args, command, config, hosts, run_dir, token, nproc, say)
-    life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
-                             hosts.count, most=args.restarts)
-    while life is not None:
-        launcher, status = this.live(life)
-        closing_table(launcher)
-        _gather(launcher, run_dir, say)
-        if (life := launcher.next_life(life)) is not None:
-            say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
+    status = Run(args, command, config, hosts, run_dir, token, nproc, say, folder).all_lives()
     if args.requeue and hosts.rank == 0 and status == _TERMINATED:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm may send it again
         say(slurm.requeue(os.environ))
     return status
 
@@ -157,7 +150,7 @@ class Run:
     """One `recycle run` on this host, for all lives of its job.
 
     `command` is a worker's, `nproc` the number of workers of this host. `given` is the job's token; None: the first
-    host makes one, and this one reads it in the run folder.
+    host makes one, and this one reads it in the run folder. `folder` is the working directory.
     """
 
     args: argparse.Namespace
@@ -168,6 +161,26 @@ class Run:
     given: str | None
     nproc: int
     say: Callable[[str], None]
+    folder: str
+
+    def all_lives(self) -> int:
+        """The job on this host, from its first life to its last one; returns the last one's status."""
+        hosts, nproc = self.hosts, self.nproc
+        life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
+                                 hosts.count, most=self.args.restarts)
+        status = _TERMINATED
+        try:
+            with terminable():
+                while life is not None:
+                    launcher, status = self.live(life)
+                    closing_table(launcher)
+                    _gather(launcher, self.run_dir, self.say)
+                    if (life := launcher.next_life(life)) is not None:
+                        self.say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
+        except Terminated:
+            self.say("recycle: SIGTERM, while no worker is running: nothing is started any more")
+            return status and _TERMINATED
+        return status
 
     @property
     def token(self) -> str:
@@ -209,6 +222,7 @@ class Run:
                 first_local=slurm.local_rank(os.environ, hosts.task) if hosts.task else 0,
                 local_size=hosts.task.count if hosts.task else None,
                 places=self.nproc,
+                folder=Path(self.folder),
             )
             self.say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
             launcher = Launcher(job, found.control, found.token, self.say, coordinator, clock)
@@ -304,7 +318,7 @@ class Run:
         return found
 
     def _meeting(self, name: str, control: str) -> Meeting:
-        return Meeting(name, control, self.token, self.nproc, command=_script(self.args), folder=os.getcwd())
+        return Meeting(name, control, self.token, self.nproc, command=_script(self.args), folder=self.folder)
 
     def _published(self, name: str, control: str) -> Meeting:
         found = self._meeting(name, control)
@@ -408,7 +422,7 @@ def _join(
     environ = torchrun_environment(outer, control, 1, found.size + found.ranks[0])
     environ |= Launched(control=control, token=token, run_dir=str(run_dir)).variables()
     job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
-              grace_of(config), leader=False)
+              grace_of(config), leader=False, folder=Path(working_directory()))
     ranks = ", ".join(map(str, found.ranks))
     say(f"recycle: rank {ranks} of {found.size} join the job at {control}, logs in {run_dir}")
     launcher = Launcher(job, control, token, say, stamp=clock)

@@ -16,7 +16,6 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_recycle.control.link import Link
 from megatron_recycle.errors import RecycleError
@@ -114,7 +113,7 @@ class Launcher:
         self._refused = False
         self._idle_since: float | None = None
         self._reports: list[Message] = []
-        self._machine, self._gpus = attribution.Host(job.environ, (job.run_dir, Path.cwd())), dict[int, str]()
+        self._machine, self._gpus = attribution.Host(job.environ, (job.run_dir, job.folder)), dict[int, str]()
         self._attribution = Attribution(
             self._machine, lambda rank, pid, found: self._inbox.put(
                 Explains(rank, pid, tuple(found.causes), found.gpu, found.repair)))

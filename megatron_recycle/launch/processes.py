@@ -82,6 +82,8 @@ class Job:
     local_size: int | None = None
     places: int = 0
     """Processes that this host can start in the job's next life."""
+    folder: Path = Path()
+    """The working directory of all processes."""
 
 
 class Processes:

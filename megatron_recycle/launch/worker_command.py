@@ -16,6 +16,7 @@ from megatron_recycle import nccl_settings
 from megatron_recycle.control.sockets import targets
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.devices import visible
+from megatron_recycle.launch.surroundings import working_directory
 from megatron_recycle.observe.runbook import with_section
 
 
@@ -110,6 +111,6 @@ def check_script(script: str, module: bool, no_python: bool = False) -> None:
 def _is_there(name: str) -> bool:
     """Whether workers find this module or package, which has no dot: in the working directory, or installed."""
     try:
-        return PathFinder.find_spec(name, [os.getcwd()]) is not None or find_spec(name) is not None
+        return PathFinder.find_spec(name, [working_directory()]) is not None or find_spec(name) is not None
     except ValueError:  # of a module without a specification
         return False
