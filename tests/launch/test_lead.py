@@ -33,7 +33,7 @@ def test_a_job_that_starts_again_waits_for_its_ports_and_one_that_begins_does_no
 def test_other_hosts_do_not_leave_while_the_first_one_waits_for_its_port(tmp_path: Path) -> None:
     with listen("127.0.0.1", 0) as taken:
         args = argparse.Namespace(master_addr="127.0.0.1", master_port=taken.getsockname()[1])
-        run = command.Run(args, [], RecycleConfig(), Hosts(2, 0, "slurm-7.0.0"), tmp_path, "t" * 16, 1, print)
+        run = command.Run(args, [], RecycleConfig(), Hosts(2, 0, "slurm-7.0.0"), tmp_path, "t" * 16, 1, print, "")
         life = Life(2, range(1), nodes=2, number=1, most=1)
         for last in (False, True):
             with pytest.raises(ConfigError, match="cannot listen"):
