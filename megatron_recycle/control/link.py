@@ -93,6 +93,8 @@ class Link:
         self.address = address
         self.error: str | None = None
         self.lost_since: float | None = time.monotonic()
+        self.heard = time.monotonic()
+        """When the coordinator was last heard, or a connection to it began."""
         self.refused_since: float | None = None
         """Start of consecutive refusals: the host is there, and the coordinator of this job is not."""
         self._token = token
@@ -189,7 +191,7 @@ class Link:
         connection.setblocking(False)
         session = SecureChannel.client(self._token)
         unsent = bytearray()
-        due, last_received = 0.0, time.monotonic()
+        due, self.heard = 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
@@ -213,9 +215,9 @@ class Link:
                     if key.fileobj is self._wake_in:
                         self._wake_in.recv(4096)
                     elif events & selectors.EVENT_READ:
-                        last_received = time.monotonic()
+                        self.heard = time.monotonic()
                         unsent += self._receive(connection, session)
-                if time.monotonic() - last_received > self._silent(session):
+                if time.monotonic() - self.heard > self._silent(session):
                     raise ConnectionResetError("no sign of life: another one may lead")
 
     def _seal(self, session: SecureChannel, message: Message) -> bytes:

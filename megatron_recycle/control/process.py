@@ -183,11 +183,11 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
         before="" if elected is None else elected.before,
         leads=(lambda: True) if elected is None else elected.leads,
     )
-    control, signs = await coordinator.start(), None
+    control = await coordinator.start()
+    signs = asyncio.create_task(coordinator.server.give_signs(several=elected is not None))
     if elected is not None:
         loop = asyncio.get_running_loop()
         elected.keep_lead(partial(_in_loop, loop, coordinator.deposed))
-        signs = asyncio.create_task(coordinator.server.give_signs())
         starter.close()
         emit({"event": "leads", "t": time.time(), "term": elected.term, "control": control})
     elif not starter.closed:
@@ -200,8 +200,7 @@ async def coordinate(spec: CoordinatorSpec, run_dir: Path, token: str, config: R
         return DEPOSED
     # A launcher stays connected until its workers have ended.
     await coordinator.wait_quiet(LINGER if spec.embedded else None)
-    if signs is not None:
-        signs.cancel()
+    signs.cancel()
     await coordinator.close()
     log.close()
     return end.status

@@ -187,13 +187,14 @@ class Server:
                 if (connection := self.workers.get(incarnation)) is not None:
                     connection.send_encoded(encoded)
 
-    async def give_signs(self) -> None:
-        """Send a heartbeat each second to all peers that would otherwise turn to another coordinator."""
+    async def give_signs(self, several: bool) -> None:
+        """Send a heartbeat each second to launchers, one of which keeps this coordinator's process; with ``several``
+        coordinators to all peers that would otherwise turn to another one."""
         sign = encode(Lives())
         while True:
-            waiting = self.store.waiting
+            waiting = self.store.waiting if several else ()
             for connection in tuple(self._connections):
-                if connection in waiting or connection.role in ("worker", "launcher"):
+                if connection.role == "launcher" or connection in waiting or (several and connection.role == "worker"):
                     connection.send_encoded(sign)
             await asyncio.sleep(SIGN_S)
 

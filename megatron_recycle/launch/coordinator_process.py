@@ -27,6 +27,8 @@ _END_LIMIT = 2.0
 _LOG_LINES = 5
 _MOST = 5
 """Most deaths in a row after which a service is still started again."""
+_ASLEEP = 5.0
+"""Seconds between two looks after which this process did not run."""
 _LIFE = 60.0
 """Seconds after which a life breaks a row of deaths: an iteration may take that long."""
 
@@ -66,6 +68,27 @@ class Deaths:
         if self._count > _MOST:
             raise RecycleError(f"the coordinator has died {self._count} times in a row, without an iteration committed "
                                f"in between: see {log}")
+
+
+class Silence:
+    """Silence of a process, as far as this one was awake to hear it.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._looked = self._awake = clock()
+
+    def since(self, heard: float) -> float:
+        """Seconds since the process was ``heard``. Call it often: after a pause this one was asleep, stopped as a whole
+        job may be, and the count begins anew."""
+        now = self._clock()
+        if now - self._looked > _ASLEEP:
+            self._awake = now
+        self._looked = now
+        return now - max(heard, self._awake)
 
 
 @dataclass

@@ -21,7 +21,7 @@ from megatron_recycle.control.link import Link
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch import attribution, devices
 from megatron_recycle.launch.attribution import Attribution
-from megatron_recycle.launch.coordinator_process import Service
+from megatron_recycle.launch.coordinator_process import Service, Silence
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.processes import NOT_JOINED, Job, Processes, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
@@ -108,6 +108,7 @@ class Launcher:
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._signals: deque[tuple[int, float]] = deque()
+        self._silence = Silence()
         self._revives = math.inf
         """When the coordinator is to be started again."""
         self._refused = False
@@ -245,6 +246,7 @@ class Launcher:
             self.starting.again()
         self.starting.moves()
         self._revive()
+        self._check_silence()
         self._check_coordinator()
         self._follower.poll(self.processes.shown())
         self.processes.kill_late()
@@ -287,6 +289,17 @@ class Launcher:
         else:
             self._revives = math.inf
             self._watch_coordinator()
+
+    def _check_silence(self) -> None:
+        """Kill a coordinator of this host that gives no sign: the next failure would wait for it for ever, stopped or
+        stuck as it is. Its successor knows all that it has decided."""
+        silent = self._silence.since(self._link.heard)
+        if self._coordinator is not None and self._leads_here and self._is_led() and self._link.lost_since is None and (
+                silent > self.job.grace.silent):
+            self._say(f"the coordinator (pid {self._coordinator.child.pid}) has given no sign for {silent:.0f} s: "
+                      "SIGKILL")
+            self._coordinator.child.signal(signal.SIGKILL)
+            self._silence = Silence()
 
     def _drain(self) -> None:
         try:

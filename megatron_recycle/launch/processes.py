@@ -22,7 +22,8 @@ Say = Callable[[str], None]
 class Grace:
     """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM, and after they
     have announced their end, as after a failed script. Seconds that the coordinator may refuse: a dead one is back
-    within a few. Seconds that a host without workers waits for an unreachable one."""
+    within a few. Seconds that a host without workers waits for an unreachable one. Seconds that the coordinator's
+    process may give no sign before it is killed, and started again."""
 
     well: float = 60.0
     failed: float = 10.0
@@ -30,6 +31,7 @@ class Grace:
     ending: float = 20.0
     refused: float = 60.0
     cut_off: float = 82.0
+    silent: float = 60.0
 
 
 @dataclass

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Running, launched
+from megatron_recycle.control.coordinator_spec import CoordinatorSpec
+from megatron_recycle.control.link import visit
+from megatron_recycle.launch import coordinator_process as service
+from megatron_recycle.membership.protocol import TO_LAUNCHER, LauncherHello, Lives
+from tests.launch.running import LIMIT, Running, launched
+
+TOKEN = "0123456789abcdef"
 
 
 def _committed(job: Running) -> list[int]:
@@ -103,3 +109,14 @@ def test_without_its_journal_no_coordinator_leads(tmp_path: Path) -> None:
         assert job.wait() == 1, job.where()
         assert "refuses to lead" in job.output.read_text()
         assert job.children() == []
+
+
+def test_its_launcher_hears_of_a_coordinator_all_the_time(tmp_path: Path) -> None:
+    """One that stands still would be missed by its silence."""
+    started = service.start(CoordinatorSpec(2), tmp_path, TOKEN, os.environ)
+    hello = LauncherHello("far", (), 0, role="launcher")
+    try:
+        with visit(started.control, TOKEN, [hello], TO_LAUNCHER, "visit") as (answers, _):
+            assert [type(answers.get(timeout=LIMIT)) for _ in range(2)] == [Lives, Lives]
+    finally:
+        started.kill()

@@ -24,7 +24,7 @@ from megatron_recycle.control.coordinator_spec import CoordinatorSpec
 from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
-from megatron_recycle.launch.coordinator_process import DEPOSED, Deaths, Service
+from megatron_recycle.launch.coordinator_process import DEPOSED, Deaths, Service, Silence
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Grace, Job, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
@@ -552,6 +552,38 @@ def test_the_coordinator_waits_for_its_host_to_have_room_and_no_worker_ends(
         assert service.spec.resume and service.child.status() is None and len(made.processes.live()) == 2
         service.kill()
     assert len([line for line in said if "the coordinator cannot be started yet: [Errno 11]" in line]) == 3
+
+
+def test_a_coordinator_that_gives_no_sign_is_killed_and_started_again(tmp_path: Path) -> None:
+    """It is stopped, or stuck: a failure would wait for it for ever."""
+    said: list[str] = []
+
+    def spawn(spec: CoordinatorSpec) -> Child:
+        return Child(SLEEP, os.environ, tmp_path / "coordinator.log", stdout=subprocess.PIPE)
+
+    service = Service(spawn(CoordinatorSpec(1)), "127.0.0.1:1", CoordinatorSpec(1), spawn)
+    with launcher(tmp_path, said, range(1)) as made:
+        made._coordinator, first = service, service.child
+        made.processes.job = dataclasses.replace(made.job, grace=Grace(silent=0.5))
+        made._watch_coordinator()
+        first.signal(signal.SIGSTOP)
+        made._link.lost_since = None
+        until(made, lambda: service.child is not first)
+        assert first.status() == -signal.SIGKILL and service.child.status() is None
+        service.kill()
+    assert said[0].startswith(f"the coordinator (pid {first.pid}) has given no sign for ")
+
+
+def test_silence_does_not_count_while_the_listener_itself_was_stopped() -> None:
+    now = [100.0]
+    silence = Silence(lambda: now[0])
+    for seconds in range(50):
+        now[0] = 100.0 + seconds
+        assert silence.since(90.0) == seconds
+    now[0] += 1000.0
+    assert silence.since(90.0) == 0.0 and silence.since(now[0]) == 0.0
+    now[0] += 3.0
+    assert silence.since(90.0) == 3.0 and silence.since(now[0] - 1.0) == 1.0
 
 
 def test_a_failure_that_no_thread_explains_is_told_all_the_same(
