@@ -28,17 +28,21 @@ def started(job: Running, *words: str) -> subprocess.Popen[str]:
 
 
 def chaos(job: Running, *words: str, meanwhile: Callable[[], None] = lambda: None) -> str:
-    """Run `recycle chaos` and do something once it waits for its moment; returns what it says."""
+    """Run `recycle chaos` and do something meanwhile; returns what it says."""
     tool = started(job, *words)
     try:
-        if "--phase" in words or words[0] == "stall":
-            job.until(lambda: list(job.folder.glob("chaos/*/*.json")), "armed moment")
         meanwhile()
         said = tool.communicate(timeout=LIMIT)[1]
     finally:
         tool.kill()
     assert tool.returncode == 0, said
     return said
+
+
+def armed_and_on(job: Running) -> None:
+    """Once the tool has armed a worker, let worker 0 go on."""
+    job.until(lambda: list(job.folder.glob("chaos/*/*.json")), "armed moment")
+    job.go_on(0)
 
 
 def done(job: Running) -> list[dict[str, Any]]:
@@ -54,86 +58,58 @@ def ended_well(job: Running, out: dict[str, str], iterations: int) -> None:
 
 
 @pytest.mark.processes
-def test_two_workers_are_killed_at_a_moment_of_an_iteration(tmp_path: Path):
-    with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}, options=("--chaos", "allow")) as job:
-        job.paused(0)
-        chaos(job, "kill", "1:1", "2:0", "--at-iteration", "30", "--phase", "reduced", meanwhile=lambda: job.go_on(0))
-        ended_well(job, {"1:1": "exit", "2:0": "exit"}, 40)
-        assert [(act["event"], act["worker"], act["iteration"], act["phase"]) for act in done(job)] == [
-            ("kill", "1:1", 30, "reduced"), ("kill", "2:0", 30, "reduced")]
-        reports = job.event("stopped")["reports"]
-        assert {report["holds"] for report in reports.values()} <= {29, 30}
-
-
-@pytest.mark.processes
-def test_without_listening_workers_an_iteration_is_told_from_the_events(tmp_path: Path):
-    with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
-        job.paused(0)
-        past = started(job, "kill", "1:1", "--at-iteration", "1")
-        assert "committed already" in past.communicate(timeout=LIMIT)[1]
-        assert past.returncode == 1
-        chaos(job, "kill", "1:1", "--at-iteration", "3")
-        ended_well(job, {"1:1": "exit"}, 40)
-        assert [act["event"] for act in done(job)] == ["missed", "kill"]
-
-
-@pytest.mark.processes
 @pytest.mark.slow
-def test_a_frozen_worker_is_found_and_one_thawed_in_time_stays(tmp_path: Path):
+def test_harm_that_ends_in_time_costs_nobody_and_what_lasts_is_found(tmp_path: Path):
+    """Without listening workers an iteration is told from the events."""
+    brief, lasting = tmp_path / "brief.chaos", tmp_path / "lasting.chaos"
+    brief.write_text("slow 1:0 3 --for 0.3\nfreeze 0:1 --for 0.2\ncoordinator --freeze --for 3 --after 1\n"
+                     "kill 1:1 --at-iteration 1\n")
+    lasting.write_text("kill 1:1 --at-iteration 3\nfreeze 2:1\n")
     with launched(tmp_path / "run", {**SILENCE, "pause": {"0": 3}}) as job:
         job.paused(0)
-        chaos(job, "freeze", "0:1", "--for", "0.2")
-        chaos(job, "freeze", "2:1")
-        assert job.event("suspected")["worker"] == "2:1"
-        ended_well(job, {"2:1": "frozen"}, 40)
-        assert [(act["event"], act["worker"]) for act in done(job)] == [
-            ("freeze", "0:1"), ("thaw", "0:1"), ("freeze", "2:1")]
+        tool = started(job, "script", str(brief))
+        assert "kill 1:1 in iteration 1: iteration 1 is committed already" in tool.communicate(timeout=LIMIT)[1]
+        assert tool.returncode == 1
+        assert not [event for event in job.events if event["event"] == "suspected"]
+        chaos(job, "script", str(lasting))
+        job.event("suspected", worker="2:1")
+        ended_well(job, {"1:1": "exit", "2:1": "frozen"}, 40)
+        acts = [(act["event"], act.get("worker")) for act in done(job)]
+        assert sorted(acts[:6], key=str) == [("coordinator", None), ("freeze", "0:1"), ("missed", None),
+                                             ("slow", "1:0"), ("thaw", "0:1"), ("thaw", None)]
+        assert {*acts[6:]} == {("kill", "1:1"), ("freeze", "2:1")}
 
 
 @pytest.mark.processes
 def test_a_stalled_worker_gives_signs_of_life_until_it_is_thawed(tmp_path: Path):
+    script = tmp_path / "two.chaos"
+    script.write_text("stall 1:0 --at-iteration 20\ncoordinator --at-iteration 20\n")
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}, options=("--chaos", "allow")) as job:
         job.paused(0)
-        chaos(job, "stall", "1:0", "--at-iteration", "20", meanwhile=lambda: job.go_on(0))
-        job.event("committed", iteration=19)
-        chaos(job, "coordinator")  # the new one sees all members come back
-        job.event("restarted")
+        chaos(job, "script", str(script), meanwhile=lambda: armed_and_on(job))
+        job.event("restarted")  # the new coordinator sees all members come back
+        assert [event["iteration"] for event in job.events if event["event"] == "committed"][-1] == 19
         chaos(job, "thaw", "1:0")
         ended_well(job, {}, 40)
 
 
 @pytest.mark.processes
-def test_a_slowed_worker_runs_at_full_pace_again_afterwards(tmp_path: Path):
-    with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
-        job.paused(0)
-        chaos(job, "slow", "1:0", "3", "--for", "0.3")
-        job.go_on(0)
-        ended_well(job, {}, 40)
-        assert done(job)[0]["factor"] == 3
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_frozen_coordinator_is_woken_and_nobody_is_out(tmp_path: Path):
-    with launched(tmp_path / "run", {**SILENCE, "pause": {"0": 3}}) as job:
-        job.paused(0)
-        chaos(job, "coordinator", "--freeze", "--for", "3")
-        job.go_on(0)
-        ended_well(job, {}, 40)
-
-
-@pytest.mark.processes
 def test_a_job_can_be_started_with_a_script_that_hurts_it(tmp_path: Path):
-    script = tmp_path / "two.chaos"
+    """And two workers may be hit at the same moment."""
+    script = tmp_path / "some.chaos"
     script.write_text("kill 0:0 --at-iteration 5 --phase forward\nkill 1:1 --at-iteration 5 --phase recovering\n"
-                      "kill 2:1 --at-iteration 20 --phase stepped  # later\n")
+                      "kill 1:1 2:0 --at-iteration 30 --phase reduced  # later\n")
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}, options=("--chaos", str(script))) as job:
         job.paused(0)
-        job.until(lambda: len(list(job.folder.glob("chaos/*/*.json"))) == 3, "three armed moments")
+        job.until(lambda: len(list(job.folder.glob("chaos/*/*.json"))) == 4, "four armed moments")
         job.go_on(0)
-        ended_well(job, {"0:0": "exit", "2:1": "exit"}, 40)
-        reasons = [act["reason"] for act in done(job) if act["event"] == "missed"]
-        assert len(reasons) == 1  # these workers have no such phase
+        ended_well(job, {"0:0": "exit", "1:1": "exit", "2:0": "exit"}, 40)
+        kills = [(act["worker"], act["iteration"], act["phase"]) for act in done(job) if act["event"] == "kill"]
+        assert kills == [("0:0", 5, "forward"), ("1:1", 30, "reduced"), ("2:0", 30, "reduced")]
+        assert [act["order"] for act in done(job) if act["event"] == "missed"] == [
+            "kill 1:1 in iteration 5 at recovering"]  # these workers have no such phase
+        *_, reports = (event["reports"] for event in job.events if event["event"] == "stopped")
+        assert {report["holds"] for report in reports.values()} <= {29, 30}
 
 
 def test_a_script_that_makes_no_sense_is_refused_at_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
