@@ -111,31 +111,26 @@ def dotted(path: Path) -> str:
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[Import]:
     """Every import in a module's source, also inside functions and for type checkers alone."""
-    tree = ast.parse(source)
-    checking = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    deferred = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for inner in ast.walk(node)
-    }
     home = [PACKAGE, *(module.split(".") if module else [])]
-    for node in ast.walk(tree):
+
+    def inside(node: ast.AST, lazy: bool, checking: bool) -> Iterator[Import]:
+        lazy = lazy or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        checking = checking or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(module, alias.name, node.lineno, node in deferred, node in checking)
+                yield Import(module, alias.name, node.lineno, lazy, checking)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 up = home if is_package else home[:-1]
                 base = ".".join([*up[: len(up) - node.level + 1], *([base] if base else [])])
             for alias in node.names:
-                yield Import(module, f"{base}.{alias.name}", node.lineno, node in deferred, node in checking)
+                yield Import(module, f"{base}.{alias.name}", node.lineno, lazy, checking)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+                yield from inside(child, lazy, checking)
+
+    yield from inside(ast.parse(source), False, False)
 
 
 @functools.cache

@@ -79,8 +79,6 @@ def test_without_failures_no_guest_and_no_failed_worker_are_promised(tmp_path: P
 
 def test_two_plans_share_one_time_axis(tmp_path: Path):
     before, after = simple_plan(3, 4, 6), simple_plan(3, 4, 6, failed=("1:2",))
-    draw(tmp_path / "timeline.png", (before, "before"), (after, "after"))
-    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     draw(tmp_path / "pair.svg", (before, "healthy"), (after, "degraded"))
     picture = (tmp_path / "pair.svg").read_text()
     assert "healthy: 3 pipelines" in picture and "degraded: 3 pipelines" in picture
@@ -100,6 +98,7 @@ def test_128_workers_are_drawn_in_seconds(tmp_path: Path):
     begin = time.perf_counter()
     draw(tmp_path / "plan.png", (plan, ""))
     assert time.perf_counter() - begin < 60
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "plan.png").stat().st_size < 1_000_000
 
 
@@ -132,9 +131,8 @@ def test_recycle_timeline_draws_a_plan_file(
     assert cli.main(["timeline", str(plan)]) == 0 and (tmp_path / "plan.png").exists()
     assert capsys.readouterr().out == "plan.png\n"
     assert cli.main(["timeline", str(tmp_path)]) == 2 and "is no run's" in capsys.readouterr().err
-    assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "one.svg")]) == 0
     assert cli.main(["timeline", str(plan), str(plan), "-o", str(tmp_path / "two.svg")]) == 0
-    assert len((tmp_path / "two.svg").read_text()) > len((tmp_path / "one.svg").read_text()) > 1000
+    assert (tmp_path / "two.svg").read_text().count(f"{plan}: 2 pipelines") == 2
     plan.write_text("{}")
     capsys.readouterr()
     assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "x.svg")]) == 2

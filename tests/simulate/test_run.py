@@ -109,7 +109,12 @@ def test_time_and_samples_are_conserved(name: str, drawn: list[tuple[int, float,
     assert times == sorted(times) and times[0] >= 0
 
 
-@pytest.mark.parametrize("name", [name for name in ORDER if name != "fault-free"])
+VARIANTS = ("ours-no-moves", "lent-and-moves", "lent-layers", "drop", "rollback", "lossy-forward", "elastic-batch")
+"""Policies that differ from another one in a setting."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.night) if name in VARIANTS else name
+                                  for name in ORDER if name != "fault-free"])
 def test_more_failures_are_no_better(name: str):
     """Over some seeds; each failure costs time, and fewer workers are no faster."""
     def mean(every: float) -> float:
