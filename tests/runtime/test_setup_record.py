@@ -73,7 +73,8 @@ def _start(rank: int, folder: Path, answer: Any) -> None:
 
 
 def _join(rank: int, record: str, body: Callable[[int, str], Any], answer: Any) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), RECYCLE_COORDINATOR="here:1", RECYCLE_TOKEN="token")
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), RECYCLE_COORDINATOR="here:1", RECYCLE_TOKEN="token",
+                      TORCH_DIST_INIT_BARRIER="1")
     coming.ask_record = lambda *_: json.loads(record)
     setup = coming.stand_alone()
     begun = dist.is_initialized()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,7 @@ def stand_alone() -> SetUpReplay:
                           "running job: unset it")
     replay = SetUpReplay(ask_record(launched.control, launched.token, launched.rank))
     answer_from(replay)
+    os.environ.pop("TORCH_DIST_INIT_BARRIER", None)  # torch's groups would wait for the others at their store
     dist.init_process_group(ALONE, store=dist.HashStore(), rank=launched.rank, world_size=launched.size)
     dist.init_process_group = begun = _AlreadyThere(replay)
     dist.is_initialized = begun.is_initialized  # a script may branch on it, before and after its own call
