@@ -46,18 +46,18 @@ def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     return kept if not left_out and len(alike) == 1 and not any(lent for _, _, lent in alike) else {}
 
 
-def levelled(parts: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def levelled(parts: Sequence[Sequence[str]], joint: bool = False) -> tuple[str, ...]:
     """The valid actions among those of a worker's parts, which follow one order.
 
     A forward or a backward counts if all parts have done it, and W if all have done its backward and one has done W:
-    the others can do that alone. A part drops a forward that does not count. Nothing counts at all where a part would
-    have to undo another action.
+    the others can do that alone, unless W is ``joint``. A part drops a forward that does not count. Nothing counts at
+    all where a part would have to undo another action.
     """
     if len(parts) == 1:
         return tuple(parts[0])
     sets = [frozenset(part) for part in parts]
     counted = [action for action in max(parts, key=len) if all(action in each for each in sets)]
-    late = [action for part in parts for action in part if action not in counted and action[0] == "W"]
+    late = [action for part in parts for action in part if action not in counted and action[0] == "W" and not joint]
     counted += dict.fromkeys(action for action in late if all(f"B{action[1:]}" in each for each in sets))
     for each in sets:
         for action in each.difference(counted):
@@ -146,9 +146,12 @@ def without_kept(state: State, resume: Resume) -> Resume:
 
 def _kept(state: State, iteration: int, stages: Collection[int]) -> dict[str, tuple[str, ...]]:
     """The actions of ``iteration`` that each worker of these stages has kept, if any."""
-    found = {worker: levelled([() if kept is None else kept.actions
-                               for kept in (report.kept_of(iteration) for report in reports)])
-             for worker, reports in _by_worker(state).items() if Process.parse(worker).worker.stage in stages}
+    found = {}
+    for worker, reports in _by_worker(state).items():
+        if Process.parse(worker).worker.stage in stages:
+            parts = [report.kept_of(iteration) for report in reports]
+            found[worker] = levelled([() if kept is None else kept.actions for kept in parts],
+                                     any(kept is not None and kept.joint for kept in parts))
     return {worker: actions for worker, actions in found.items() if actions}
 
 

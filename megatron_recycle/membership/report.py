@@ -24,6 +24,7 @@ class KeptReport(Value, frozen=True, omit_defaults=True):
         microbatches: of each pipeline; the script may have changed that.
         block: micro-batches of a block of the exact reduction.
         lent: digest of the plan of these actions, where that lends layers.
+        joint: whether some W that is yet to come needs the worker's other parts.
     """
 
     iteration: int
@@ -33,6 +34,7 @@ class KeptReport(Value, frozen=True, omit_defaults=True):
     microbatches: int
     block: int
     lent: str = ""
+    joint: bool = False
 
 
 class ClosedReport(Value, frozen=True):

@@ -76,7 +76,7 @@ def may_close(site: Site, generation: Generation, iteration: int) -> bool:
     With lent layers a stage would need parameters of another stage that has stepped.
     """
     program = generation.program_of(iteration)
-    closes = site.closes and generation.scope.closes and generation.groups.world.backend.host
+    closes = site.closes and generation.scope.closes
     return closes and not program.terms.crossings and _may_keep(site, generation, program, iteration)
 
 
@@ -120,8 +120,7 @@ class Attempt:
         if counted != (() if kept is None else kept.done):
             raise AssertionError(f"{site.place.me} goes on after {counted}, and has kept {kept}")
         self._keeping = AttemptLog(standing.attempt if carried is None else carried.chain,
-                                _may_keep(site, generation, program, iteration),
-                                generation.groups.world.backend.host)
+                                   _may_keep(site, generation, program, iteration))
         if kept is None:
             site.meters.memory.begin()
             self.computed = Computed(self._room())
@@ -226,7 +225,8 @@ class Attempt:
 
     def do(self, action: Action) -> None:
         """The computation of one F, B, W or FB. Raises GenerationOver."""
-        counting = nullcontext() if self._keeping.sound else self._generation.groups.counting(action)
+        # What is kept has been computed from whole inputs only (`_receive`, `_together`): an abort spoils none of it.
+        counting = nullcontext() if self._keeping.wanted else self._generation.groups.counting(action)
         with self._site.phases.doing(action), counting:
             self._COMPUTES[action.kind](self, action)
             self._site.meters.pace.keep()
@@ -268,7 +268,7 @@ class Attempt:
         held = site.meters.memory.forward(action[1:], inputs) if metered else nullcontext()
         site.framework.generators.seed(
             seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.chunks[chunk]))
-        with (self._generation.groups.together(), layers, site.stage.running_chunk(chunk),
+        with (self._together(), layers, site.stage.running_chunk(chunk),
               self._running(action), measured, held):
             return site.stage.forward(inputs, batch)
 
@@ -283,6 +283,11 @@ class Attempt:
         """The model's chunk that ``action`` belongs to, and the layers that run here for it."""
         chunk = self._site.place.chunks[action.chunk]
         return chunk, self._shared.loans.span(chunk, (action.pipeline, action.microbatch))
+
+    def _together(self) -> AbstractContextManager[None]:
+        """A block in which this worker's parts compute together. If its results may be kept after a failure, the device
+        has them then: on a GPU an abort ends collectives under way as if they had succeeded. Raises GenerationOver."""
+        return self._generation.groups.together(self._site.meters.pace.catch_up if self._keeping.wanted else None)
 
     def _running(self, action: Action) -> AbstractContextManager[None]:
         """A block in which the stage runs exactly the layers of ``action`` that are due here. Raises GenerationOver,
@@ -329,7 +334,7 @@ class Attempt:
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
-        counting = self._generation.groups.counting(message) if self._keeping.sound else nullcontext()
+        counting = self._generation.groups.counting(message) if self._keeping.wanted else nullcontext()
         with self._site.phases.waiting(str(message)), counting:
             return self._generation.transport.receive(message)
 
@@ -338,7 +343,7 @@ class Attempt:
         forward, gradients = self._begin_backward(action)
         queue = WeightQueue()
         later = queue if self._program.plan.problem.split_backward else None
-        with (site.framework.splitter.into(later, forward.roots), self._generation.groups.together(),
+        with (site.framework.splitter.into(later, forward.roots), self._together(),
               site.stage.running_chunk(action.chunk), self._running(action),
               self._measured(action)):
             for_inputs = site.stage.backward(forward, gradients)
@@ -352,7 +357,7 @@ class Attempt:
         forward, gradients = self._begin_backward(action)
         self._keeping.torn = True
         # Layers recomputed by activation checkpointing have to be those that F ran.
-        with (site.framework.splitter.whole(), self._generation.groups.together(),
+        with (site.framework.splitter.whole(), self._together(),
               site.stage.running_chunk(action.chunk), self._running(action),
               self.computed.sums.of(action.chunk).lent(pipeline, microbatch)):
             for_inputs = site.stage.backward(forward, gradients)
@@ -379,10 +384,16 @@ class Attempt:
 
     def _weight(self, action: Action) -> None:
         self._stepper.enter_action()
-        with torch.no_grad(), self._generation.groups.together(), self._measured(action):
-            self.computed.queues[action[1:]].meet()
+        with torch.no_grad(), self._measured(action):
+            if self._keeping.wanted:  # nothing is added up before all inputs are here
+                queue = self.computed.queues[action[1:]]
+                with self._together():
+                    whole = queue.gathered()
+                self.computed.queues[action[1:]] = whole
+                self._site.meters.memory.gather(queue, whole)
             self._keeping.torn = True
-            self.computed.weigh(action)
+            with self._generation.groups.together():
+                self.computed.weigh(action)
         self._site.meters.memory.weight(action[1:])
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.

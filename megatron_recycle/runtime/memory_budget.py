@@ -71,7 +71,8 @@ def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Se
         gradient: bytes of one flat gradient.
         sums: the pieces that this worker keeps sums of; none with the fast reduction.
         peers: live workers of this stage.
-        messages: bytes of the receives that are posted ahead; a plan's needs beyond the usual ones are in its caps.
+        messages: bytes of the receives that are posted ahead, and of other data on its way; a plan's needs beyond the
+            usual ones are in its caps.
         communicators: bytes of those in use: the next generation's are made before they are given back.
         on_the_way: bytes that a reduction sends and takes in; None: its slice of all workers' pieces, if it is exact.
     """
@@ -163,7 +164,8 @@ def _kept(site: Site, plan: Plan, undo: int) -> KeptBytes:
     kept = kept_bytes([*site.stage.state().values(), *of_shards], undo, gradient,
                       max((pieces(plan, chunk)[me] for chunk in site.place.chunks), key=sum_buffers) if exact else (),
                       len(plan.problem.live(me.stage)),
-                      plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators,
+                      plan.problem.receives(me.stage) * site.meters.memory.message + site.meters.memory.gathered,
+                      site.meters.communicators,
                       _on_the_way(site, plan))
     kept = kept._replace(log=_log(site, plan, kept.sums if plan.crossings else 0 if exact else gradient))
     if shards is not None:  # only the reduced gradient's elements in them

@@ -61,7 +61,8 @@ class ResumableAttempt:
         """For the coordinator; ``committed``: the last iteration that is final here. Until the previous iteration is
         final, a guess may turn out wrong, and with it the parameters that all this was computed with."""
         return KeptReport(self.iteration, self.chain, tuple(map(str, self.done)), committed < self.iteration - 1,
-                          self.microbatches, self.block, self.lent)
+                          self.microbatches, self.block, self.lent,
+                          not all(queue.alone for queue in self.computed.queues.values()))
 
     def levelled(self, done: tuple[Action, ...], place: Place, memory: ActivationMemory) -> ResumableAttempt:
         """With exactly these actions done: other forwards, which have no backward yet, are dropped, and W are run."""
@@ -114,7 +115,6 @@ class AttemptLog:
     Args:
         chain: the attempt that began with the first of its actions.
         wanted: whether it is to be taken up again.
-        sound: whether received data is in memory once it was waited for: then an abort spoils nothing computed from it.
 
     Attributes:
         torn: whether it is in the midst of an action that cannot be begun again.
@@ -123,8 +123,8 @@ class AttemptLog:
         over: the end of the generation, which an action has met while it sent its results.
     """
 
-    def __init__(self, chain: int, wanted: bool, sound: bool) -> None:
-        self.chain, self.wanted, self.sound = chain, wanted, wanted and sound
+    def __init__(self, chain: int, wanted: bool) -> None:
+        self.chain, self.wanted = chain, wanted
         self.torn = False
         self.used: Action | None = None
         self.log: dict[Action, Sequence[torch.Tensor]] = {}

@@ -196,7 +196,8 @@ class Site:
         """Whether training returns to the script once the worker's stage is closed for an iteration; otherwise once all
         workers have committed it. The same on all workers.
 
-        Where an abort may spoil a survivor's results, the messages that they were computed from may be needed again.
+        Not on a GPU: there an abort may find a worker's parts in different actions. Then nothing counts of what they
+        have done, and the messages that it was computed from are needed again.
         Shards of a worker's parts are not followed through a closed iteration.
         """
         apart = self.place.parts == 1 or self.stage.shards is None

@@ -40,12 +40,12 @@ from megatron_recycle.runtime.registered import Registered
 from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.worker import StageWorker
+from tests.fakes.network import IN_MEMORY, MemoryNetwork
 from tests.fakes.network import Killed as Gone
-from tests.fakes.network import MemoryNetwork
 from tests.fakes.network.schedule import frames
 from tests.in_memory_job.collecting import Ring, collect
 from tests.in_memory_job.control import Control
-from tests.in_memory_job.model import LENGTH, Block, Data, SmallStage
+from tests.in_memory_job.model import LENGTH, Block, Data, RowSplitter, SmallStage
 from tests.in_memory_job.wires import Asked, Deaths, FirstPairs, Wires
 from tests.moments import Arrivals, Moment
 from tests.once import once
@@ -72,6 +72,8 @@ class Shape:
     microbatches: int = 4
     iterations: int = 4
     parts: int = 1
+    sequences: bool = False
+    """Whether parts keep their rows of a layer's input for W, which gathers the others (sequence parallelism)."""
     clipping: float = 0.0
     scale: float = 0.0
     tied: bool = False
@@ -253,8 +255,7 @@ class Job:
         shape: the job.
         kills: who dies where.
         holds: who stops where, until `release`.
-        seed: of how long messages take. Odd ones are of networks with NCCL's rules of order (every other of a version
-            that can leave members out of a communicator), even ones of gloo's.
+        seed: of how long messages take. Odd ones are of networks with NCCL's rules of order, even ones of gloo's.
         slow: the share of messages that take a while.
         at: called in a worker's thread whenever it gets to a phase.
         asked: who dies when it asks what of the network.
@@ -277,7 +278,8 @@ class Job:
         first = {worker: shape.parts * (worker.stage * shape.pipelines + worker.pipeline)
                  for worker in self.grid.workers()}
         self.ranks = {worker: tuple(range(rank, rank + shape.parts)) for worker, rank in first.items()}
-        self.names = Place(Worker(0, 0), self.grid, self.ranks, "gloo").names
+        self.backend = IN_MEMORY[bool(seed % 2)]
+        self.names = Place(Worker(0, 0), self.grid, self.ranks, self.backend).names
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
         self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), first_pairs=first_pairs)
         self.control = Control(len(self.names), seed + 1, slow, moves=moves)
@@ -307,7 +309,7 @@ class Job:
     def start(self, name: str, joining: bool = False) -> None:
         """A process for this position; ``joining``: the job runs already."""
         worker, part = Position.parse(name)
-        place = Place(worker, self.grid, self.ranks, "gloo", part or 0, self.shape.placement)
+        place = Place(worker, self.grid, self.ranks, self.backend, part or 0, self.shape.placement)
         rank, pid = self.ranks[worker][place.part], next(self._pids)
         if rank in self.processes:
             self.former.append(self.processes[rank])
@@ -382,7 +384,8 @@ class Job:
                              joining=joining, link=self.control.link)
         process.worker = made = StageWorker(
             place=place, agent=agent, config=config, observer=_Observer(self, process), network=process.network,
-            framework=Framework(stage, Splitter(stage.module), self._data(), _Own(CPU),
+            framework=Framework(stage, (RowSplitter if shape.sequences else Splitter)(stage.module), self._data(),
+                                _Own(CPU),
                                 Grids(place.grid, config.block_size),
                                 folder=(lambda: shape.folder) if shape.folder else None,
                                 restore=functools.partial(self.disk.load, stage=stage), registered=Registered(kept)))

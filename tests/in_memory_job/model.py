@@ -16,8 +16,10 @@ from torch.nn import functional
 
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.compute.deferral import task_now
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, Slot, even
+from megatron_recycle.runtime.compute.split import DeferredLinear, Splitter
 from megatron_recycle.runtime.lent.layers import lendable
 from megatron_recycle.runtime.stage import Averaging, Chunk, Forward, Tie, fingerprint
 
@@ -56,11 +58,59 @@ class Part(Block):
         self.bias = nn.Parameter(torch.zeros(WIDTH))
         self.columns = slice(part * WIDTH // parts, (part + 1) * WIDTH // parts)
         self.siblings: Comm
+        self.splitter: RowSplitter | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = torch.rand(x.shape, generator=self.draw) > self.dropout
-        own = self.linear(_Sum.apply(self.norm(x), self, False)[..., self.columns])
+        normed = _Sum.apply(self.norm(x), self, False)
+        own = (self.linear(normed[..., self.columns]) if self.splitter is None
+               else _Rows.apply(normed, self.linear.weight, self))
         return x + functional.gelu(_Sum.apply(own, self, True) + self.bias) * kept
+
+    def rows(self, count: int) -> slice:
+        """Those of ``count`` that this part keeps of its input."""
+        part, parts = self.siblings.rank, self.siblings.size
+        return slice(part * count // parts, (part + 1) * count // parts)
+
+    def gather(self, count: int, own: torch.Tensor) -> torch.Tensor:
+        """This part's columns of the whole input."""
+        whole = own.new_zeros(count, WIDTH)
+        whole[self.rows(count)] = own
+        return _over_all(self.siblings, whole)[:, self.columns]
+
+
+class RowSplitter(Splitter):
+    """With sequence parallelism: each part keeps its rows of a layer's input for W, which gathers the others."""
+
+    def adopt(self, module: nn.Module) -> None:
+        super().adopt(module)
+        for layer in module.modules():
+            if isinstance(layer, Part):
+                layer.splitter = self
+
+
+class _Rows(torch.autograd.Function):
+    """The product of a part's columns of ``x`` with ``weight``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: nn.Parameter, layer: Part) -> torch.Tensor:
+        flat = x.reshape(-1, WIDTH)
+        ctx.save_for_backward(flat[layer.rows(len(flat))].clone())
+        ctx.weight, ctx.layer, ctx.shape, ctx.made_in = weight, layer, x.shape, task_now()
+        return functional.linear(x[..., layer.columns], weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        layer, (own,) = ctx.layer, ctx.saved_tensors
+        for_inputs = gradient.new_zeros(ctx.shape)
+        for_inputs[..., layer.columns] = gradient.matmul(ctx.weight)
+        item = DeferredLinear(own, gradient, ctx.weight, None,
+                              gather=functools.partial(layer.gather, ctx.shape[:-1].numel()))
+        queue = layer.splitter.deferral.queue_for(ctx.made_in)
+        if queue is None:
+            return for_inputs, dict(item.contributions())[ctx.weight], None
+        queue.deferred.append(item)
+        return for_inputs, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -78,8 +128,12 @@ class _Sum(torch.autograd.Function):
 
 
 def _over_all(siblings: Comm, values: torch.Tensor) -> torch.Tensor:
+    """As a framework's own collective, which says nothing of an abort where the library does not."""
     total = values.detach().clone(memory_format=torch.contiguous_format)
-    siblings.sum(total).wait()
+    if siblings.backend.ordered:
+        siblings.group.allreduce([total]).wait()
+    else:
+        siblings.sum(total).wait()
     return total
 
 

@@ -35,6 +35,7 @@ from megatron_recycle.planner.baselines import drop
 from megatron_recycle.runtime import loop, recovery
 from megatron_recycle.runtime.comm import abort, comm, ledger, rendezvous
 from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.rendezvous import CONNECTING
@@ -42,7 +43,7 @@ from megatron_recycle.runtime.comm.tags import ACTIVATIONS, WORLD
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.quiesce import Halt
 from megatron_recycle.runtime.worker import StageWorker
-from tests.fakes.network.ends import Host, InMemory
+from tests.fakes.network.ends import IN_MEMORY, Host
 from tests.in_memory_job import control
 from tests.in_memory_job.job import LIMIT, Job, Shape, check
 from tests.in_memory_job.wires import Wires
@@ -127,13 +128,7 @@ def watchdog() -> str:
 
 
 def in_the_agents_thread(patch: pytest.MonkeyPatch) -> None:
-    made = InMemory.__init__
-
-    def quick(self: InMemory, ordered: bool) -> None:
-        made(self, ordered)
-        self.quick = True
-
-    patch.setattr(InMemory, "__init__", quick)
+    patch.setattr(BACKENDS[IN_MEMORY[True]], "quick", True)
 
 
 def without_a_lock(patch: pytest.MonkeyPatch) -> None:

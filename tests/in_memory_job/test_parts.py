@@ -4,18 +4,25 @@ communicators."""
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime import site
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
+from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.quiesce import OUT, last_actions
+from tests.in_memory_job import model
 from tests.in_memory_job.job import Job, Moment, Shape, check
 from tests.in_memory_job.model import Data, SmallStage, batch
 from tests.in_memory_job.scenes import PHASES
@@ -117,6 +124,7 @@ def test_a_part_that_was_without_another_one_goes_on_from_the_iterations_that_it
 ANNEALS = replace(SHAPE, pipelines=3, microbatches=4, iterations=4, blocks=4, anneals=True)
 """The script sets a variable of its loss before each iteration, which nothing can see. Parts compute together on both
 stages."""
+SEQUENCES = replace(ANNEALS, pipelines=2, iterations=3, sequences=True)
 SURVIVORS = 5
 
 
@@ -199,3 +207,64 @@ def test_a_part_whose_sibling_has_not_heard_that_the_stage_is_closed_stays_in_th
         assert len(sibling.result.losses) == 1
         go_on.set()
         check(job, job.wait())
+
+
+@pytest.mark.parametrize(("phase", "nth", "reduction"), [
+    ("forward", 1, "exact"), ("backward", 1, "exact"), ("weight", 1, "exact"), ("backward", 3, "fast")])
+def test_nothing_counts_before_the_device_has_computed_it(phase: str, nth: int, reduction: str,
+                                                          monkeypatch: pytest.MonkeyPatch):
+    """With NCCL's rules. The thread of 0:0.0 has launched an action (with `fast` a full backward, its last), and its
+    device is still in the parts' collective when 1:1.0 dies: the abort ends that with anything in it."""
+    name, spoilt, over_all = "0:0.0", Moment("0:0.0", phase, 1, nth), model._over_all
+    launched, seen, done = threading.Event(), list[Moment](), list[int]()
+
+    def mine() -> bool:
+        return threading.current_thread().name == f"worker-{name}"
+
+    def dies() -> None:
+        """The device comes to that collective when the other part has done the action and the generation has ended."""
+        groups, before = job.processes[0].worker.current_groups(), done[0]
+        job.wait_for(lambda: len(job.processes[1].worker.standing.done) > before, "the other part")
+        job.processes[job.ranks[Worker(1, 1)][0]].network.die()
+        job.wait_for(lambda: groups.world.aborted, "the abort")
+        launched.clear()
+
+    class Behind(Device):
+        def moment(self) -> Any:
+            return Late(launched.is_set() and mine())
+
+    class Late:
+        def __init__(self, behind: bool) -> None:
+            self._behind = behind
+
+        def over(self) -> bool:
+            return not self._behind
+
+        def wait(self) -> None:
+            if self._behind and launched.is_set():
+                dies()
+
+        def since(self, before: Any) -> float:
+            return 1.0
+
+    def sums(siblings: Comm, values: torch.Tensor) -> torch.Tensor:
+        found = over_all(siblings, values)
+        if mine() and seen[-1:] == [spoilt]:
+            launched.set()
+            found.fill_(math.nan)
+        return found
+
+    def at(job: Job, moment: Moment) -> None:
+        if moment.worker == name:
+            if launched.is_set():
+                dies()
+            seen.append(moment)
+        if moment == spoilt:
+            done.append(len(job.processes[0].worker.standing.done))
+
+    monkeypatch.setattr(site, "device_of", lambda device: Behind())
+    monkeypatch.setattr(model, "_over_all", sums)
+    job = Job(SEQUENCES.with_settings(reduction=reduction), seed=1, at=at)
+    with job:
+        check(job, job.wait(), {"1:1.0", "1:1.1"}, within=0.0 if reduction == "exact" else 1e-5)
+    assert not launched.is_set() and spoilt in seen

@@ -275,6 +275,13 @@ def test_nothing_counts_where_a_part_would_have_to_undo_a_sum(parts: list[str]):
     assert levelled([each.split() for each in parts]) == levelled([each.split() for each in reversed(parts)]) == ()
 
 
+def test_nothing_counts_where_a_part_would_need_the_others_for_a_w_that_they_have_done():
+    """With sequence parallelism W gathers its inputs from all parts."""
+    parts = [("F0.0", "B0.0", "W0.0"), ("F0.0", "B0.0")]
+    assert levelled(parts, joint=True) == levelled(parts[::-1], joint=True) == ()
+    assert levelled([parts[1], parts[1]], joint=True) == ("F0.0", "B0.0")
+
+
 def test_scripts_leave_no_iteration_early_while_plans_are_made_by_another_policy_for_recoveries_that_failed():
     """Its rest is not planned then, and `exact` would not run again what they have left."""
     cluster = stopped(reduction="exact")

@@ -128,14 +128,25 @@ class Groups:
         """Allow waits for transfers again, after a cancellation."""
         self.world.life.wait_again()
 
-    def together(self) -> AbstractContextManager[None]:
+    def together(self, settle: Callable[[], None] | None = None) -> AbstractContextManager[None]:
         """Inside the block this worker's parts compute together: the loss of a part ends the generation, as a broken
-        transfer does. Raises GenerationOver."""
+        transfer does. Raises GenerationOver.
+
+        ``settle()`` waits until the device has done the block's work. Then its results are whole, also where an abort
+        ends the parts' collectives on the device as if they had succeeded.
+        """
         siblings = self.siblings
         if siblings is None:
             return nullcontext()
-        return failing_ends(f"a collective of the parts of worker {self.me}",
-                            means=lambda error: siblings.aborted or is_broken(error))
+        failing = failing_ends(f"a collective of the parts of worker {self.me}",
+                               means=lambda error: siblings.aborted or is_broken(error))
+        return failing if settle is None or siblings.backend.host else self._settled(failing, settle)
+
+    @contextmanager
+    def _settled(self, failing: AbstractContextManager[None], settle: Callable[[], None]) -> Iterator[None]:
+        with failing, self.counting(f"a computation of the parts of worker {self.me}"):
+            yield
+            settle()
 
     @contextmanager
     def counting(self, what: object) -> Iterator[None]:

@@ -9,7 +9,7 @@ user's).
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -38,9 +38,9 @@ class Held(NamedTuple):
         message: size of the largest message from another stage.
     """
 
-    before_b: int
-    after_b: int
-    message: int
+    before_b: int = 0
+    after_b: int = 0
+    message: int = 0
 
 
 class ActivationMemory:
@@ -51,32 +51,31 @@ class ActivationMemory:
 
     Attributes:
         peak: maximum held at a time in the last complete iteration.
+        gathered: maximum of a W's inputs that were gathered from the worker's other parts; not in `peak`.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._forwards: Counter[int] = Counter()  # these four by chunk
-        self._before: Counter[int] = Counter()
-        self._after: Counter[int] = Counter()
-        self._messages: Counter[int] = Counter()
+        self._forwards: Counter[int] = Counter()  # these two by chunk
+        self._held = defaultdict[int, Held](Held)
         self._watched: dict[Item, tuple[int, list[StorageWeakRef | int]]] = {}
         self._between: set[Item] = set()
         self._queued: dict[Item, int] = {}
-        self._peak = self.peak = 0
+        self._peak = self.peak = self.gathered = 0
 
     def held(self, chunk: int = 0) -> Held:
         """Bytes that a micro-batch holds in a chunk of the stage, as far as measured."""
-        return Held(self._before[chunk], self._after[chunk], self._messages[chunk])
+        return self._held[chunk]
 
     @property
     def message(self) -> int:
         """Bytes of the largest message that a micro-batch gets from another stage."""
-        return max(self._messages.values(), default=0)
+        return max((held.message for held in self._held.values()), default=0)
 
     @property
     def now(self) -> int:
         """Bytes held now."""
-        return sum(self._before[_chunk(item)] for item in self._between) + sum(self._queued.values())
+        return sum(self._held[_chunk(item)].before_b for item in self._between) + sum(self._queued.values())
 
     def begin(self) -> None:
         """A new iteration."""
@@ -120,7 +119,8 @@ class ActivationMemory:
             received, watched = self._watched.pop(microbatch)
             # A storage without references has given its memory back.
             held = sum(one if isinstance(one, int) else _size(one) for one in watched)
-            self._before[_chunk(microbatch)] = received + held
+            chunk = _chunk(microbatch)
+            self._held[chunk] = self._held[chunk]._replace(before_b=received + held)
             self._count()
 
     def end_backward(self, microbatch: Item, queue: WeightQueue) -> None:
@@ -129,9 +129,14 @@ class ActivationMemory:
         self._queued[microbatch] = held = nbytes([
             *(tensor for item in queue.deferred for tensor in item.kept),
             *(gradient for _, gradient in queue.formed)])
-        chunk = _chunk(microbatch)
-        self._after[chunk] = max(self._after[chunk], held)
+        before = self._held[chunk := _chunk(microbatch)]
+        self._held[chunk] = before._replace(after_b=max(before.after_b, held))
         self._count()
+
+    def gather(self, rows: WeightQueue, whole: WeightQueue) -> None:
+        """In a W, all inputs of ``rows`` were gathered: ``whole``."""
+        self.gathered = max(self.gathered, nbytes(
+            item.inputs for own, item in zip(rows.deferred, whole.deferred, strict=True) if item is not own))
 
     def weight(self, microbatch: Item) -> None:
         """After the W of ``microbatch``."""
@@ -143,8 +148,8 @@ class ActivationMemory:
         self._between.discard(microbatch)
 
     def _passed(self, microbatch: Item, size: int) -> None:
-        chunk = _chunk(microbatch)
-        self._messages[chunk] = max(self._messages[chunk], size)
+        before = self._held[chunk := _chunk(microbatch)]
+        self._held[chunk] = before._replace(message=max(before.message, size))
 
     def _count(self) -> None:
         self._peak = max(self._peak, self.now)

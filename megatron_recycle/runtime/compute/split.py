@@ -95,12 +95,10 @@ class WeightQueue:
         """Whether W needs nothing of the worker's other parts."""
         return all(item.gather is None for item in self.deferred)
 
-    def meet(self) -> None:
-        """Meet the worker's other parts, if W needs data from them, by gathering the first such input now."""
-        number = next((number for number, item in enumerate(self.deferred) if item.gather is not None), None)
-        if number is not None:
-            item = self.deferred[number]
-            self.deferred[number] = item._replace(inputs=item.whole_inputs, gather=None)
+    def gathered(self) -> WeightQueue:
+        """The same gradients, from inputs that are whole: W needs nothing of the worker's other parts then."""
+        return WeightQueue([item if item.gather is None else item._replace(inputs=item.whole_inputs, gather=None)
+                            for item in self.deferred], self.formed)
 
     def identities(self) -> set[int]:
         """`id` of the parameters that W will add to: a tensor's own hash is a function call in Python."""

@@ -11,9 +11,9 @@ Messages are delayed and overtake each other, as the seed says, but for those of
 
 from __future__ import annotations
 
-from tests.fakes.network.ends import Killed
+from tests.fakes.network.ends import IN_MEMORY, Killed
 from tests.fakes.network.fabric import Fabric
 from tests.fakes.network.process import MemoryNetwork
 from tests.fakes.network.schedule import Stuck
 
-__all__ = ["Fabric", "Killed", "MemoryNetwork", "Stuck"]
+__all__ = ["IN_MEMORY", "Fabric", "Killed", "MemoryNetwork", "Stuck"]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_recycle.runtime.comm.backend import Backend, Work
+from megatron_recycle.runtime.comm.backend import BACKENDS, Backend, Work
 from megatron_recycle.runtime.comm.cancellation import Cancelled, Wait
 from megatron_recycle.runtime.comm.life import CancelToken
 from megatron_recycle.runtime.comm.tags import Table
@@ -198,3 +198,8 @@ class InMemory(Backend):
             return None
         group.rules.post_batch(batch)
         return Together(batch)
+
+
+IN_MEMORY = {False: "memory", True: "memory in order"}
+"""The names of both backends, by whether they keep NCCL's rules of order."""
+BACKENDS.update({name: InMemory(ordered) for ordered, name in IN_MEMORY.items()})

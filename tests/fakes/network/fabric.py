@@ -10,10 +10,11 @@ from functools import partial
 
 import torch
 
+from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.life import CancelToken
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
-from tests.fakes.network.ends import Board, End, Host, InMemory, Operation
+from tests.fakes.network.ends import IN_MEMORY, Board, End, Host, Operation
 from tests.fakes.network.schedule import Schedule
 
 _LOOK = 0.001
@@ -60,8 +61,7 @@ class Fabric:
                 end.closed.update(rank for rank, other in board.ends.items() if other.process.dead or other.aborted)
             process.ends.append(end)
             self._time.wake(board)
-        backend = InMemory(ordered)
-        return Comm(end, backend, table, of, names, "/".join(key) if key[0] else "")
+        return Comm(end, BACKENDS[IN_MEMORY[ordered]], table, of, names, "/".join(key) if key[0] else "")
 
     @property
     def communicators(self) -> list[tuple[str, str]]:
