@@ -27,7 +27,7 @@ from megatron_recycle.membership.sole_holders import last_known
 from megatron_recycle.membership.state import Event, Member, Phase, Restoring, State
 
 _TRIES = 3
-"""Limit of processes, for each lost stage, that fail before an iteration is committed."""
+"""Limit of processes, for each part of each lost stage, that fail before an iteration is committed."""
 
 
 def late(state: State, happened: PlaceLate, now: float) -> Step:
@@ -86,7 +86,7 @@ def _fill(state: State, now: float) -> Step:
     decisions: tuple[Decision, ...] = ()
     again = bool(state.tries.restores)
     for stage in missing:
-        if state.tries.restores >= _TRIES * len(lost):
+        if state.tries.restores >= _TRIES * len(lost) * state.job.parts:
             state, ending = _given_up(state, f"{state.tries.restores} processes for it have failed, or were not ready "
                                       "in time", now)
             return state, (*decisions, *ending)

@@ -145,6 +145,7 @@ def test_a_part_that_does_not_start_is_started_again() -> None:
     assert [(one.rank, one.move) for one in started(cluster.log)] == [(10, 1), (11, 2)]
     again = only(cluster.ends_early(last_start(cluster)))
     assert (again.rank, again.move) == (11, 3) and not endings(cluster.log)
+    assert only(cluster.ends_early(again)).move == 4, "three of one part are two of it and one of the other"
     cluster.comes("2:1.0", 1), cluster.is_ready("2:1.0/1")
     check_comes_back(cluster, "2:1.1", 1)
 
