@@ -32,12 +32,10 @@ class Missed:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._results = Results()
-        self._groups: dict[str, Group] = {}
         self.passed: dict[float, float] = {}
 
     def note(self, group: Group, number: int, call: Call) -> None:
         """``call`` has ended."""
-        self._groups[group.name] = group
         self._results.note(group.name, number, as_row(call))
 
     def recall(self, group: Group, number: int, call: Call) -> str:
@@ -58,7 +56,9 @@ class Missed:
     def tell(self, groups: Groups, joined: Collection[int]) -> None:
         """Give the processes ``joined``, which come in, the results of their groups' calls. Raises GenerationOver."""
         comm = groups.control
-        live_ranks = sorted(rank for worker in groups.members for rank in self._place.ranks[worker])
+        place = self._place
+        mine = place.ranks[place.me][place.part]
+        live_ranks = sorted(rank for worker in groups.members for rank in place.ranks[worker])
         stay = {live_ranks[process]: process for process in range(comm.size) if process not in joined}
         if comm.rank in joined:
             self._take(groups, [*stay.values()])
@@ -66,7 +66,7 @@ class Missed:
         sent: list[Pending] = []
         for process in joined:
             names = {name: to.name for name in self._results.groups
-                     if (to := self._groups[name].told_to(live_ranks[process], stay, self._place)) is not None}
+                     if (to := Group.named(name, mine).told_to(live_ranks[process], stay, place)) is not None}
             results = self._results.told(names)
             sent.append(comm.send(torch.tensor([len(results)]), process, _BROUGHT[0]))
             if results:

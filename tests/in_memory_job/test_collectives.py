@@ -73,6 +73,19 @@ def test_a_worker_that_comes_in_is_told_what_the_calls_brought_that_it_did_not_s
             check(job, job.wait(), came={"1:1"})
 
 
+def test_a_worker_that_has_come_in_tells_the_next_one_of_calls_that_neither_has_seen():
+    """Its own script makes none over these groups any more."""
+    shape = replace(SHAPE, iterations=9, collect=(0, 1))
+    late, dies, later = Moment("0:0", "forward", 2), Moment("0:0", "forward", 5), Moment("2:1", "forward", 6)
+    job = Job(shape, [Moment("1:1", "collected", 0, 3)], holds=[late, dies, later])
+    with job:
+        job.comes_back("1:1", late)
+        job.wait_held(dies)
+        job.release(dies, die=True)
+        job.comes_back("0:0", later)
+        check(job, job.wait(), came={"1:1", "0:0"})
+
+
 def test_a_part_that_was_in_a_call_when_it_lost_another_is_told_what_it_brought_when_both_come_in():
     """The others have ended that call long ago."""
     shape, late = Shape(2, 2, 2, 6, collect=(0, 1, 5), parts=2), Moment("0:0.0", "collective", 1)

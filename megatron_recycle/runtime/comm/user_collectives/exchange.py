@@ -7,6 +7,7 @@ inputs to complete it, with the same values, or none has completed it, and all r
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,14 @@ class Group:
     @property
     def name(self) -> str:
         """The same on all members."""
-        return f"{self.ranks} {self.number}"
+        return f"{[*self.ranks]} {self.number}"
+
+    @classmethod
+    def named(cls, name: str, rank: int) -> Group:
+        """The group of this `name`, of which ``rank`` is a member, as that member knows it."""
+        listed, _, number = name.rpartition(" ")
+        ranks = tuple(json.loads(listed))
+        return cls(ranks, ranks.index(rank), int(number))
 
     def pipeline(self, place: Place) -> int | None:
         """The pipeline that all members belong to; None if they belong to several."""
