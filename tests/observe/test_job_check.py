@@ -110,5 +110,8 @@ def test_a_script_that_insists_on_a_gpu_is_judged_without_one(tmp_path: Path, mo
                       "torch.cuda.set_device(0)\n"
                       "torch.distributed.init_process_group('nccl')\n")
     monkeypatch.chdir(tmp_path)
+    run = job_check._run
+    monkeypatch.setattr(job_check, "_run", lambda command, *more: run(command, *more) if "--pretend" in command else (
+        1, ["AssertionError: Megatron requires CUDA."]))
     (found,) = check_job([str(script)], 4)
     assert found.state == "ok" and "judged without a GPU" in found.text
