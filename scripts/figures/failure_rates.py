@@ -17,9 +17,8 @@ from common import STALLS, job_of, ratios, short, tell, write
 from draw import draw
 
 from megatron_recycle.tools.simulate.cluster import Cluster
-from megatron_recycle.tools.simulate.compare import compare
+from megatron_recycle.tools.simulate.compare import compare, makers
 from megatron_recycle.tools.simulate.generating import spaced
-from megatron_recycle.tools.simulate.policies.registry import makers
 
 GRIDS = (("gpt3-medium", 2, 16), ("gpt3-3.35b", 4, 8), ("gpt3-6.7b", 8, 4))
 RATES = (("6 h", 6 * 3600.0), ("2 h", 2 * 3600.0), ("30 min", 1800.0))

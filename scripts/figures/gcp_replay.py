@@ -16,8 +16,7 @@ from common import STALLS, job_of, picture, ratios, short, tell, trace_file, wri
 
 from megatron_recycle.tools.simulate.charts import over_time
 from megatron_recycle.tools.simulate.cluster import Cluster
-from megatron_recycle.tools.simulate.compare import compare
-from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
+from megatron_recycle.tools.simulate.compare import ORDER, compare, makers
 from megatron_recycle.tools.simulate.reading import read
 
 GRIDS = (("gpt3-3.35b", 12, 4, 16), ("gpt3-6.7b", 6, 8, 16), ("gpt3-6.7b", 8, 8, 16))

@@ -16,8 +16,7 @@ from common import STALLS, job_of, ratios, short, tell, write
 from draw import draw
 
 from megatron_recycle.tools.simulate.cluster import Cluster
-from megatron_recycle.tools.simulate.compare import compare
-from megatron_recycle.tools.simulate.policies.registry import makers
+from megatron_recycle.tools.simulate.compare import compare, makers
 from megatron_recycle.tools.simulate.trace import HOST, Outage, Trace
 
 GRIDS = ((256, 8, 4), (512, 8, 8), (1024, 16, 8), (1536, 16, 12))

@@ -10,6 +10,7 @@ from megatron_recycle.plan import Costs, PlanError, Worker
 from megatron_recycle.planner import plan_for
 from megatron_recycle.policy import POLICIES
 from megatron_recycle.tools.simulate.cluster import Cluster, Slots, Unit
+from megatron_recycle.tools.simulate.compare import ORDER, makers
 from megatron_recycle.tools.simulate.job import Job
 from megatron_recycle.tools.simulate.plans import Plans
 from megatron_recycle.tools.simulate.policies.bamboo import Bamboo, BambooConstants, redundant
@@ -26,7 +27,6 @@ from megatron_recycle.tools.simulate.policies.recycling import (
     Stalls,
     WithoutMoves,
 )
-from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
 from megatron_recycle.tools.simulate.trace import HOST, Outage, TraceError
 from tests.simulate.small import JOB, PLANS, run, trace
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as some
 
 from megatron_recycle.plan import Worker
 from megatron_recycle.tools.simulate.cluster import Cluster
+from megatron_recycle.tools.simulate.compare import ORDER, makers
 from megatron_recycle.tools.simulate.generating import Failures, generate, spaced
-from megatron_recycle.tools.simulate.policies.ideals import FaultScaled, Ideal
+from megatron_recycle.tools.simulate.policies.others import FaultScaled, Ideal
 from megatron_recycle.tools.simulate.policies.recycling import Recycling, Stalls
-from megatron_recycle.tools.simulate.policies.registry import ORDER, makers
 from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, checked
 from tests.simulate.small import CLUSTER, JOB, PLANS, run, total, trace
 

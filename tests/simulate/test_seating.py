@@ -12,8 +12,8 @@ from megatron_recycle.plan import Costs, Worker
 from megatron_recycle.tools.simulate.cluster import Change, Cluster, Unit, changes
 from megatron_recycle.tools.simulate.compare import compare
 from megatron_recycle.tools.simulate.job import Job
-from megatron_recycle.tools.simulate.policies.ideals import FaultScaled, Ideal
 from megatron_recycle.tools.simulate.policies.oobleck import Oobleck
+from megatron_recycle.tools.simulate.policies.others import FaultScaled, Ideal
 from megatron_recycle.tools.simulate.policies.recycling import CheckpointRestart, Recycling, Stalls
 from megatron_recycle.tools.simulate.reading import read
 from megatron_recycle.tools.simulate.seating import most_at_once

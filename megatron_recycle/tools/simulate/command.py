@@ -17,11 +17,10 @@ from rich.progress import Progress
 from megatron_recycle.plan import Costs, PlanError
 from megatron_recycle.tools.simulate import model_costs
 from megatron_recycle.tools.simulate.cluster import Cluster
-from megatron_recycle.tools.simulate.compare import compare
+from megatron_recycle.tools.simulate.compare import ORDER, USUAL, compare, makers
 from megatron_recycle.tools.simulate.generating import Failures, generate
 from megatron_recycle.tools.simulate.job import Job, profiled
 from megatron_recycle.tools.simulate.policies.recycling import Stalls
-from megatron_recycle.tools.simulate.policies.registry import ORDER, USUAL, makers
 from megatron_recycle.tools.simulate.reading import read
 from megatron_recycle.tools.simulate.report import show
 from megatron_recycle.tools.simulate.trace import Trace, TraceError
