@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import tempfile
 from pathlib import Path
 
 FOLDER = "post-mortem"
@@ -16,7 +15,7 @@ _MOST = 1 << 16
 
 def stacks() -> str:
     """The stacks of all threads of this process, as text; cut off where that would be very long."""
-    with tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("stacks"), "w+b") as file:  # the disk may be full, and its folder gone
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return file.read(_MOST).decode(errors="replace")

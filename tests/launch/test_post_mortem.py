@@ -6,8 +6,10 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from megatron_recycle.membership.protocol import End
-from megatron_recycle.observe.stacks import write_stacks
+from megatron_recycle.observe.stacks import stacks, write_stacks
 from megatron_recycle.tools import post_mortem
 
 END = End(1, "stage 1 has lost its last worker")
@@ -39,3 +41,8 @@ def test_a_folder_that_cannot_be_written_holds_nothing_up(tmp_path: Path):
     (tmp_path / "post-mortem").write_text("a file in its place")
     write_stacks(tmp_path, 0)
     assert post_mortem.collect(tmp_path, END, {}, "node/0") is None
+
+
+def test_stacks_are_sent_though_there_is_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/nowhere")
+    assert "test_stacks_are_sent_though" in stacks()
