@@ -27,6 +27,7 @@ from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Copies
 from megatron_recycle.runtime.compute.data import Batch, digest, read_everywhere
+from megatron_recycle.runtime.compute.device import Logged
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
@@ -120,7 +121,7 @@ class Attempt:
         if counted != (() if kept is None else kept.done):
             raise AssertionError(f"{site.place.me} goes on after {counted}, and has kept {kept}")
         self._keeping = AttemptLog(standing.attempt if carried is None else carried.chain,
-                                   _may_keep(site, generation, program, iteration))
+                                   _may_keep(site, generation, program, iteration), site.meters.device)
         if kept is None:
             site.meters.memory.begin()
             self.computed = Computed(self._room())
@@ -310,19 +311,19 @@ class Attempt:
         if result is not None:
             self._keeping.made(action, tensors)
             with self._keeping.telling():
-                self._deliver(*result, tensors)
+                self._deliver(*result, Logged(tensors))
 
-    def _deliver(self, to: Worker, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+    def _deliver(self, to: Worker, message: Message, made: Logged) -> None:
         """Send ``message`` to the worker that reads it, unless that was done before a failure. Raises
         GenerationOver."""
         transport, me = self._generation.transport, self._site.place.me
         if is_read(self._program.plan, to, message):
             if to != me:
-                transport.note(to, message, tensors)
+                transport.note(to, message, made.tensors)
         elif to == me:
-            self.computed.hand(message, tensors)
+            self.computed.hand(message, made.back())
         else:
-            transport.send(message, tensors)
+            transport.send(message, made.back())
 
     def _measured(self, action: Action) -> AbstractContextManager[None]:
         """A block that is timed as ``action``. The time is scaled to the stage's own layers: lent layers are no reason

@@ -13,7 +13,7 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Piece, Plan, Worker, of_place, pieces, results_in
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.comm.sharded_reduction import at_once
-from megatron_recycle.runtime.compute.device import Device
+from megatron_recycle.runtime.compute.device import Device, LogBytes
 from megatron_recycle.runtime.compute.memory import Held, nbytes
 from megatron_recycle.runtime.compute.sharding_cost import Bytes, described
 from megatron_recycle.runtime.site import Site
@@ -27,7 +27,8 @@ _FIRST = ("0:0", "0:0.0")
 
 class KeptBytes(NamedTuple):
     """Bytes that a worker uses besides its micro-batches. ``spare``: not in use most of the time; ``log``: messages
-    and sums that are kept until an iteration is committed."""
+    and sums that are kept until an iteration is committed; ``host``: those of them beside the device, in the host's
+    memory."""
 
     state: int
     undo: int
@@ -35,6 +36,11 @@ class KeptBytes(NamedTuple):
     sums: int
     spare: int
     log: int = 0
+    host: int = 0
+
+    @property
+    def on_device(self) -> int:
+        return sum(self) - self.host
 
 
 class Budget(NamedTuple):
@@ -93,9 +99,9 @@ def room_on(device: Device, limit: float | None, kept: KeptBytes, held: int) -> 
         held: bytes of activations right now.
     """
     if limit is not None:
-        return max(0, int(limit * _GIB) - sum(kept))
+        return max(0, int(limit * _GIB) - kept.on_device)
     room = device.room()
-    return None if room is None else max(0, int(_USABLE * room) + held - kept.spare)
+    return None if room is None else max(0, int(_USABLE * room) + held - kept.spare - kept.log)
 
 
 def announce(site: Site, plan: Plan) -> None:
@@ -144,9 +150,10 @@ def announce_profile(me: Worker, found: Budget) -> None:
     get_logger().info(
         "megatron-recycle: worker %s: a micro-batch holds %s MiB from its forward to its backward, and %s MiB from "
         "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s; messages and sums "
-        "that are kept until each commit take %.3f GiB (keep_messages)", me,
+        "that are kept until each commit take %.3f GiB%s (keep_messages)", me,
         _mib(before), _mib(after), found.peak / _MIB, found.planned / _MIB,
-        "" if room is None else f", {room / _MIB:.2f} are there", found.kept.log / _GIB)
+        "" if room is None else f", {room / _MIB:.2f} are there", found.kept.log / _GIB,
+        f" on the device and {found.kept.host / _GIB:.3f} GiB of pinned host memory" if found.kept.host else "")
 
 
 def _mib(sizes: Iterable[int]) -> str:
@@ -167,21 +174,26 @@ def _kept(site: Site, plan: Plan, undo: int) -> KeptBytes:
                       plan.problem.receives(me.stage) * site.meters.memory.message + site.meters.memory.gathered,
                       site.meters.communicators,
                       _on_the_way(site, plan))
-    kept = kept._replace(log=_log(site, plan, kept.sums if plan.crossings else 0 if exact else gradient))
+    log = _log(site, plan, kept.sums)
+    kept = kept._replace(log=log.device, host=log.host)
     if shards is not None:  # only the reduced gradient's elements in them
         length = sum(shards.length(shard) for shard in shards.held)
         kept = kept._replace(gradient=length * site.trainable.layout.dtype.itemsize)
     return kept
 
 
-def _log(site: Site, plan: Plan, copied: int) -> int:
+def _log(site: Site, plan: Plan, sums: int) -> LogBytes:
     """Bytes of the messages and sums that are kept until an iteration is committed, with those of the next iteration
-    where a stage goes on once it is closed. ``copied``: bytes of the sums that a reduction copies to work on."""
-    if not site.keeps_messages:
-        return 0
-    me, open_ = site.place.me, 2 if site.config.step == "staggered" and site.closes else 1
+    where a stage goes on once it is closed. ``sums``: bytes of one iteration's."""
+    if not site.keeps_attempts:
+        return LogBytes(0, 0)
+    me, goes_on = site.place.me, site.config.step == "staggered" and site.closes
     made = sum(results_in(plan, me, action) is not None for action in plan.actions(me))
-    return open_ * made * site.meters.memory.message + copied
+    messages = site.meters.device.log_bytes([site.meters.memory.message] * made * (2 if goes_on else 1))
+    # The next iteration has sums of its own. A reduction that would change the sums, or adds those of lent layers to
+    # them, works on a copy.
+    twice = goes_on or not site.exact or plan.crossings
+    return messages._replace(device=messages.device + (sums if twice else 0))
 
 
 def _on_the_way(site: Site, plan: Plan) -> int | None:

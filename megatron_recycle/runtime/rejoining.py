@@ -25,7 +25,7 @@ def rejoin(site: Site, stepper: Stepper) -> None:
     for action in program.actions:
         sent = passes_on(program.plan, site.place.me, action)
         if sent is not None:
-            generation.transport.send(sent[1], kept.log[action])
+            generation.transport.send(sent[1], kept.log[action].back())
     shared.agreement.check(iteration)
     shared.losses.wait()
     offer = standing.promises.new(site.agent.offer)

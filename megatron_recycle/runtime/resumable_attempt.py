@@ -22,11 +22,12 @@ from megatron_recycle.membership.protocol import Carry
 from megatron_recycle.membership.report import KeptReport
 from megatron_recycle.plan import Action, Plan, Worker
 from megatron_recycle.runtime.comm.messages import Meta
+from megatron_recycle.runtime.compute.device import Device, Logged
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.place import Place
 
-Log = Mapping[Action, Sequence[torch.Tensor]]
+Log = Mapping[Action, Logged]
 """The tensors of a worker's messages, read or not, by the action that has made each: where a worker has several chunks,
 two of its messages may have one name."""
 
@@ -115,6 +116,7 @@ class AttemptLog:
     Args:
         chain: the attempt that began with the first of its actions.
         wanted: whether it is to be taken up again.
+        device: of the messages.
 
     Attributes:
         torn: whether it is in the midst of an action that cannot be begun again.
@@ -123,11 +125,11 @@ class AttemptLog:
         over: the end of the generation, which an action has met while it sent its results.
     """
 
-    def __init__(self, chain: int, wanted: bool) -> None:
-        self.chain, self.wanted = chain, wanted
+    def __init__(self, chain: int, wanted: bool, device: Device) -> None:
+        self.chain, self.wanted, self._device = chain, wanted, device
         self.torn = False
         self.used: Action | None = None
-        self.log: dict[Action, Sequence[torch.Tensor]] = {}
+        self.log: dict[Action, Logged] = {}
         self.over: GenerationOver | None = None
 
     def done(self) -> None:
@@ -139,7 +141,7 @@ class AttemptLog:
     def made(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         """Log the message of ``action``."""
         if self.wanted:
-            self.log[action] = [tensor.detach() for tensor in tensors]
+            self.log[action] = self._device.log(tensors)
 
     @contextmanager
     def telling(self) -> Iterator[None]:

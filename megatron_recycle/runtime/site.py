@@ -183,13 +183,16 @@ class Site:
 
     @cached_property
     def keeps_messages(self) -> bool:
-        """Whether an iteration's messages and sums are kept until it is committed, so that it goes on after a failure.
-
-        On a GPU an abort ends operations as if they had succeeded.
-        """
+        """Whether an iteration's messages and sums are kept until it is committed, so that its rest can be planned
+        after a failure. On a GPU that has never run: there it has to be asked for."""
         wanted = self.config.keep_messages
         return POLICIES[self.config.policy].reroutes and (
             wanted == "all" or (wanted == "auto" and self.stage.device.type == "cpu"))
+
+    @property
+    def keeps_attempts(self) -> bool:
+        """Whether an attempt that is given up goes on after a failure, if its plan allows it."""
+        return self.keeps_messages or POLICIES[self.config.policy].in_flight == "whole"
 
     @cached_property
     def closes(self) -> bool:

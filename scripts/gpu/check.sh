@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What has to be seen on a GPU, in one command: what NCCL does (a), the project's jobs on it (b), what a split backward
-# costs (c), what Transformer Engine's layers do under the plugin (d, where that is installed). One GPU is enough. Writes
-# runs/gpu/check.json, part by part; docs/gpu.md says how to read it.
+# costs (c), what Transformer Engine's layers do under the plugin (d, where that is installed), and whether messages are
+# logged beside computing (e). One GPU is enough. Writes runs/gpu/check.json, part by part; docs/gpu.md says how to read
+# it.
 #
 #   scripts/gpu/check.sh                     all parts, up to 10 minutes each
 #   scripts/gpu/check.sh --part a            one of them; further arguments go to its script (--list, --only NAME ...)
@@ -56,9 +57,9 @@ if [ "${1:-}" = --prepare ]; then
     prepare "${2:-$wheels}"
     exit
 fi
-parts=(a b c d)
+parts=(a b c d e)
 if [ "${1:-}" = --part ]; then
-    parts=("${2:?--part a, b, c or d}")
+    parts=("${2:?--part a, b, c, d or e}")
     shift 2
 elif [ $# -gt 0 ]; then
     sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2
@@ -81,7 +82,8 @@ for part in "${parts[@]}"; do
         b) script=project_jobs.py ;;
         c) script=split_cost.py ;;
         d) script=te_layers.py ;;
-        *) echo "scripts/gpu/check.sh: there is no part $part; give a, b, c or d" >&2; exit 2 ;;
+        e) script=message_log.py ;;
+        *) echo "scripts/gpu/check.sh: there is no part $part; give a, b, c, d or e" >&2; exit 2 ;;
     esac
     echo "== part $part: scripts/gpu/$script"
     "$python" "scripts/gpu/$script" --out "$out" "$@" || status=1

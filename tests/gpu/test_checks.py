@@ -122,10 +122,11 @@ def test_workers_of_a_command_get_the_variables_as_they_start():
 
 def test_without_a_gpu_nothing_claims_to_have_been_seen(checks: ModuleType, tmp_path: Path, monkeypatch, capsys):
     import check_report
+    import message_log
     import project_jobs
 
     monkeypatch.setattr(check_report, "machine", lambda: {"gpu": None})
-    for script in (checks, project_jobs):
+    for script in (checks, project_jobs, message_log):
         assert script.main(["--out", str(tmp_path / "check.json")]) == 2
         assert "there is no GPU" in capsys.readouterr().err
     assert not (tmp_path / "check.json").exists()
@@ -154,3 +155,10 @@ def test_the_cost_of_a_split_backward_is_taken_of_equal_gradients(tmp_path: Path
     assert "split" in capsys.readouterr().out
     written = json.loads((tmp_path / "check.json").read_text())["c: split backward"]["results"]
     assert written["rows"] == list(rows.values())
+
+
+def test_the_log_of_messages_is_checked_on_a_cpu_too(capsys):
+    import message_log
+
+    assert message_log.main(["--cpu"]) == 0
+    assert capsys.readouterr().out.count("well {") == 4

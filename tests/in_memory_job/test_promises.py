@@ -3,9 +3,13 @@ trains the whole model, memory with the plan's, events with what has happened, t
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +18,9 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control.wire import WireError
 from megatron_recycle.membership.inputs import FROM_WORKER
 from megatron_recycle.plan.replay import peak
+from megatron_recycle.runtime.commit import Commit
+from megatron_recycle.runtime.compute.accumulate import Copies, Layout
+from megatron_recycle.runtime.compute.device import Device, Logged
 from megatron_recycle.runtime.compute.random_state import seed_of
 from tests.in_memory_job.job import Job, Shape, undisturbed
 from tests.in_memory_job.model import Block, SmallStage, batch
@@ -88,6 +95,57 @@ def test_what_is_kept_to_undo_a_step_is_one_copy():
     for result in undisturbed(SHAPE).values():
         state = sum(tensor.nbytes for tensor in result.state.values())
         assert 0 < result.memory.kept.undo <= state
+
+
+class Sizes:
+    """Most bytes of flat gradients and logs that each worker has had at a time."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.most, self._now = Counter[str](), Counter[str]()
+        self._lock = threading.RLock()  # an object may go at any time
+        empty, copied, log = Layout.empty, Copies.sum, Device.log
+        patch.setattr(Layout, "empty", lambda layout: self._has(empty(layout)))
+        patch.setattr(Copies, "sum", lambda sums, piece: self._has(copied(sums, piece)))
+        patch.setattr(Device, "log", lambda device, tensors: self._has(log(device, tensors)))
+
+    def _has(self, made: Any) -> Any:
+        worker = threading.current_thread().name.removeprefix("worker-")
+        size = sum(tensor.nbytes for tensor in made.tensors) if isinstance(made, Logged) else made.nbytes
+        self._add(worker, size)
+        weakref.finalize(made, self._add, worker, -size)
+        return made
+
+    def _add(self, worker: str, size: int) -> None:
+        with self._lock:
+            self._now[worker] += size
+            self.most[worker] = max(self.most[worker], self._now[worker])
+
+
+@pytest.mark.parametrize(("reduction", "step", "sharded", "policy", "seed"), [
+    ("exact", "staggered", False, "reroute", 0), ("fast", "staggered", False, "reroute", 0),
+    ("exact", "barrier", True, "reroute", 0), ("fast", "barrier", False, "reroute", 1),
+    ("fast", "barrier", False, "lossy_forward", 1)])
+def test_the_memory_budget_has_the_sums_and_messages_that_are_kept(reduction, step, sharded, policy, seed, monkeypatch):
+    """P7. All have made the gradients of iteration 2 before they hear that the one before is final, if they may go on
+    before that. With NCCL's rules (seed 1) a gradient stays until the next operation on its communicator."""
+    sizes, gate, run, ahead = Sizes(monkeypatch), threading.Event(), Commit.run, set[str]()
+    shape = replace(SHAPE, sharded=sharded).with_settings(reduction=reduction, policy=policy, step=step)
+
+    def late(commit: Commit) -> None:
+        assert commit._sum.iteration != 1 or step == "barrier" or gate.wait(30.0)
+        run(commit)
+
+    def at(job: Job, moment: Moment) -> None:
+        if (moment.phase, moment.iteration) == ("reduce", 2):
+            ahead.add(moment.worker)
+            if len(ahead) == len(shape.workers):
+                gate.set()
+
+    monkeypatch.setattr(Commit, "run", late)
+    job = Job(shape, seed=seed, at=at)
+    for rank, result in job.run().items():
+        kept, most = result.memory.kept, sizes.most[job.processes[rank].name]
+        assert kept.log + kept.sums <= most <= kept.gradient + kept.sums + kept.log
 
 
 @pytest.mark.parametrize("phase", ["forward", "reduced", "stepped"])

@@ -18,12 +18,14 @@ from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Costs, Grid, Message, Problem, Worker, passes_on, results_in
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime import loop, recovery
+from megatron_recycle.runtime import site as sites
 from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.comm import reduction as reductions
 from megatron_recycle.runtime.comm.acknowledgements import Acknowledgements
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.accumulate import Layout
+from megatron_recycle.runtime.compute.device import Cpu, Device, LogBytes, Logged
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.resumable_attempt import AttemptLog, ResumableAttempt
 from megatron_recycle.runtime.site import Site
@@ -67,6 +69,40 @@ def test_survivors_lose_nothing_that_they_have_done(moment: tuple[str, str, int]
     begun = Counter(moment.phase for moment in seen if moment.iteration == 1 and moment.worker != worker)
     # An action that waits for its message when the generation ends begins once more.
     assert begun["forward"] <= 3 * 2 * 4 + 5, begun
+
+
+@pytest.mark.parametrize(("kill", "seed"), [(("1:1", "backward", 1), 0), (("0:0", "backward", 2), 1),
+                                            (("1:0", "reduce", 0), 0)], ids=str)
+def test_messages_that_are_kept_beside_the_device_are_sent_from_there(kill, seed, monkeypatch):
+    """In the rest of the iteration, and by a stage that is closed for it (in its reduction nobody else has read them).
+    A stand-in for a GPU's pinned copies; of the budget the sums are left on the device."""
+    worker, phase, nth = kill
+    brought = list[str]()
+
+    class Copied(Logged):
+        def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+            super().__init__([tensor.detach().clone() for tensor in tensors])
+
+        def back(self) -> Sequence[torch.Tensor]:
+            brought.append(threading.current_thread().name)
+            return [tensor.clone() for tensor in self.tensors]
+
+    class Beside(Device):
+        def log(self, tensors: Sequence[torch.Tensor]) -> Logged:
+            return Copied(tensors)
+
+        def log_bytes(self, sizes: Sequence[int]) -> LogBytes:
+            return LogBytes(0, sum(sizes))
+
+    monkeypatch.setattr(sites, "device_of", lambda device: Beside())
+    job, _ = ended(replace(SHAPE, iterations=3), [Moment(worker, phase, 1, nth)], seed)
+    assert brought
+    for process in job.processes.values():
+        if process.result.status == 0:
+            kept, (held,), plan = process.result.memory.kept, process.result.memory.held, process.worker.plan
+            me = process.worker.site.place.me
+            messages = sum(results_in(plan, me, action) is not None for action in plan.actions(me)) * held.message
+            assert kept.log == (0 if seed else kept.sums) and kept.host == (messages if seed else 2 * messages) > 0
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
@@ -632,10 +668,10 @@ def test_with_nccls_rules_no_stage_is_closed_before_the_commit():
 def test_two_messages_of_one_name_are_both_kept():
     """A message's name has its reader's chunk: with a V, a worker's two forwards of a micro-batch may have one."""
     plan = quick(Problem(Grid(2, (2, 2)), Costs.uniform(4, 1, 1, 1), placement=(0, 1, 1, 0)))
-    me, keeping = Worker(0, 1), AttemptLog(1, True)
+    me, keeping = Worker(0, 1), AttemptLog(1, True, Cpu())
     first, second = (Action("F", 0, 0, chunk) for chunk in (0, 1))
     names = [results_in(plan, me, action) for action in (first, second)]
     assert names[0] is not None and names[1] is not None and names[0][1] == names[1][1] and names[0][0] != names[1][0]
     for number, action in enumerate((first, second)):
         keeping.made(action, [torch.tensor(number)])
-    assert [keeping.log[action][0].item() for action in (first, second)] == [0, 1]
+    assert [keeping.log[action].tensors[0].item() for action in (first, second)] == [0, 1]

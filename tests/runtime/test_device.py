@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from megatron_recycle.runtime import site
-from megatron_recycle.runtime.compute.device import Cpu, Device, Moment, Pace, device_of
+from megatron_recycle.runtime.compute import device as devices
+from megatron_recycle.runtime.compute.device import Cpu, Cuda, Device, Moment, Pace, device_of
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.memory_budget import KeptBytes, kept_bytes, room_on
@@ -137,6 +140,78 @@ def test_room_is_left_for_the_communicators_of_the_next_generation(monkeypatch):
     assert meters.communicators == 300
     kept = kept_bytes([], undo=0, gradient=0, sums=(), peers=1, messages=50, communicators=meters.communicators)
     assert room_on(queue, None, kept, held=0) == 900 - 350
+
+
+class Stream:
+    """A stream in words."""
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def __str__(self) -> str:
+        return self.name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.told.append(f"{self} waits for {other}")
+
+
+def test_a_gpus_log_is_copied_on_a_stream_of_its_own_which_computing_does_not_wait_for(monkeypatch):
+    """But for the thread, which lets two copies be under way."""
+    told, events, on = list[str](), itertools.count(), [Stream("computing", [])]
+
+    class Event:
+        def __init__(self, **options: bool) -> None:
+            self.name = f"event {next(events)}"
+
+        def record(self) -> None:
+            told.append(f"{self.name} on {on[-1]}")
+
+        def synchronize(self) -> None:
+            told.append(f"the thread waits for {self.name}")
+
+    @contextmanager
+    def under(stream: Stream) -> Iterator[None]:
+        on.append(stream)
+        yield
+        on.pop()
+
+    def pinned(like: torch.Tensor) -> torch.Tensor:
+        told.append(f"a copy on {on[-1]}")
+        return torch.empty_like(like)
+
+    for name, stand_in in {"Event": Event, "stream": under, "Stream": lambda device: Stream("logging", told),
+                           "current_stream": lambda device: on[-1]}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(devices, "_pinned", pinned)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(f"held for {stream}"))
+    gpu, message = Cuda(torch.device("cpu")), torch.arange(6.0).view(2, 3).t().requires_grad_()
+    first = gpu.log([message])
+    assert told == ["logging waits for computing", "a copy on logging", "event 0 on logging", "held for logging"]
+    gpu.log([message])
+    assert not [words for words in told if "the thread" in words]
+    gpu.log([message])
+    assert [words for words in told if "the thread" in words] == ["the thread waits for event 0"]
+    del told[:]
+    (back,) = first.back()
+    assert told == ["the thread waits for event 0"] and torch.equal(back, message) and not back.requires_grad
+    with torch.no_grad():
+        message.zero_()
+    assert first.tensors[0].any(), "it is a copy"
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it():
+    """By powers of two, on the host; on the device only what is being copied."""
+    assert Cuda(torch.device("cuda")).log_bytes([1000, 1024, 1025, 0]) == (2 * 1025, 1024 + 1024 + 2048)
+    assert Cpu().log_bytes([1000, 1024]) == (2024, 0)
+    kept = KeptBytes(state=500, undo=0, gradient=0, sums=0, spare=100, log=50, host=2**40)
+    assert room_on(Queue(), None, kept, held=0) == 900 - 150
+    assert room_on(Queue(), 1.0, kept, held=0) == 2**30 - 650
+
+
+def test_a_cpus_log_is_no_copy():
+    message = torch.arange(6.0).requires_grad_()
+    (logged,) = Cpu().log([message]).back()
+    assert logged.data_ptr() == message.data_ptr() and not logged.requires_grad
 
 
 def test_a_cpus_moments_come_as_they_are_made():

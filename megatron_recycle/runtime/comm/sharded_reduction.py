@@ -87,15 +87,13 @@ class ShardedReduction:
             number of sums would matter.
     """
 
-    keeps_sums = False
-
     def __init__(self, inner: Reduction, pieces: Callable[[Groups], Sequence[Logical]],
                  before: float, after: float, cuts: Cuts, exact: bool) -> None:
         self.apart = inner if exact else None
         """The reduction by which sums of chunks are kept apart; None: they are not."""
         self._pieces = pieces
         self._before, self._after = before, after
-        self._exact = exact
+        self.keeps_sums = exact
         self._wire = None if exact else cuts.wire
         self.cuts = cuts
         self.place = inner.place
@@ -105,7 +103,7 @@ class ShardedReduction:
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         me, layout, cuts = groups.me, sums.layout, self.cuts
         each = self._pieces(groups)
-        first = set() if self._exact else {tie.number for tie in ties if tie.first and pipelines_alike(tie, groups)}
+        first = set() if self.keeps_sums else {tie.number for tie in ties if tie.first and pipelines_alike(tie, groups)}
         spans = [cuts.spans(shard, layout) for shard in range(len(cuts.holders))]
         found: dict[int, torch.Tensor] = {}
         seen: set[int] = set()
@@ -123,7 +121,8 @@ class ShardedReduction:
                 of_chunk = [[inside for _, inside, _ in of_shard] for of_shard in met]
                 _join(found, spans, met, self._fold(mine, logical, of_chunk, groups, layout))
             mine.clear()
-            own.clear()
+            if not self.keeps_sums:
+                own.clear()
         self._share(found, spans, groups, layout)
         self._fold_ties([tie for tie in ties if tie.number not in first], found, spans, groups, layout)
         held = [shard for shard in cuts.of(me) if spans[shard]]
