@@ -22,8 +22,9 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.quiesce import OUT, last_actions
+from tests.fakes.network.ends import Host
 from tests.in_memory_job import model
-from tests.in_memory_job.job import Job, Moment, Shape, check
+from tests.in_memory_job.job import LIMIT, Job, Moment, Shape, check
 from tests.in_memory_job.model import Data, SmallStage, batch
 from tests.in_memory_job.scenes import PHASES
 from tests.in_memory_job.test_last_copy import check_ends_well
@@ -268,3 +269,27 @@ def test_nothing_counts_before_the_device_has_computed_it(phase: str, nth: int, 
     with job:
         check(job, job.wait(), {"1:1.0", "1:1.1"}, within=0.0 if reduction == "exact" else 1e-5)
     assert not launched.is_set() and spoilt in seen
+
+
+def test_a_part_does_not_wait_for_another_one_that_never_had_the_generation():
+    """0:0.1 is late with the communicators of the second generation, which 0:0.0 has, when there is another failure. A
+    part waits for the others' positions for half of `report_timeout`: longer than this test."""
+    shape = replace(SHAPE, pipelines=3).with_settings(report_timeout=20 * LIMIT)
+    job, held, go_on = Job(shape, [Moment("1:1.0", "forward", 1)]), threading.Event(), threading.Event()
+    asked = job.fabric._at
+
+    def late(process: Host, what: str) -> None:
+        if (job.names[process.rank], what) == ("0:0.1", "connect control") and job.control.state.generation == 2:
+            held.set()
+            assert go_on.wait(LIMIT)
+            raise GenerationOver("given up while its workers connected to each other")  # the others stay as they are
+        asked(process, what)
+
+    job.fabric._at = late
+    with job:
+        job.wait_for(held.is_set, "0:0.1")
+        job.wait_event("rebuilt", generation=2, worker="0:0.0")
+        job.control.lost("2:1.0", "2:1.1")
+        job.wait_event("decided", generation=3)
+        go_on.set()
+        check(job, job.wait(), {"1:1.0", "1:1.1", "2:1.0", "2:1.1"})

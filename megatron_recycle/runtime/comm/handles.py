@@ -99,7 +99,7 @@ class Groups:
         ``level``: all parts of this worker go on, so their common computations may complete.
         """
         levelling = self.levelling
-        if levelling is None or self.ending.rests:
+        if levelling is None or not levelling.begun or self.ending.rests:
             self.ending.abort(self.all(), self._spared)
         elif level:
             self.ending.abort([comm for comm in self.all() if comm is not self.siblings], self._spared)

@@ -89,6 +89,12 @@ class Levelling:
 
     # ---- any thread
 
+    @property
+    def begun(self) -> bool:
+        """Whether this part has begun an attempt. Until then there is nothing to level, and a sibling may never have
+        had this generation. Afterwards it has: all members have met in it by then (`Evaluations.reconcile`)."""
+        return self.own.iteration >= 0
+
     def start(self) -> None:
         """A failure elsewhere has ended the generation. Returns at once. Idempotent."""
         with self._changed:
