@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from megatron_recycle.membership import job_end, messages, records
+from megatron_recycle.membership import guarding, job_end, messages, records
 from megatron_recycle.membership.decisions import Await, Decision, Emit, Step, Tell
 from megatron_recycle.membership.extension import Extension
 from megatron_recycle.membership.inputs import Saved
@@ -22,6 +22,8 @@ from megatron_recycle.plan.plan_file import PlanFile
 
 def _possible(state: State) -> bool:
     """Whether the survivors have something to save, and the job wants it."""
+    if guarding.unread(state):  # they have tried to load it
+        return False
     wanted = state.job.survivors
     return wanted and state.closing is None and state.progress.committed >= 0 and bool(state.proven) and (
         state.phase in (Phase.RECOVERING, Phase.RETURNING))

@@ -47,7 +47,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         r"events cannot be written", r"events are written", r"old events cannot be moved",
         r"journal .* cannot be written", r"a plan could not be kept", r"a plan that is in use cannot be read",
         r"events so far cannot be read", r"what was measured before cannot be read", r"what it prints is lost",
-        r"the log .* cannot be written", r"cannot be opened on the worker",
+        r"cannot be opened on the worker",
     ),
     "refused-connections": (r"refused a connection", r"without this job's token", r"others can read the token"),
     "unreachable": (
@@ -56,7 +56,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
         r"did not say how the job ended", r"no coordinator leads", r"refuses to lead", r"the store takes",
         r"the store has not",
     ),
-    "memory": (r"less than one micro-batch needs", r"memory does not limit the plans", r"no memory that this host"),
+    "memory": (r"less than one micro-batch needs", r"memory does not limit the plans", r"no memory that this host",
+               r"no failure is explained at present"),
     "results": (
         r"change in each forward", r"check_forward", r"were not searched for generators",
         r"each iteration waits for the commit", r"\bchunks 2: ", r"the step of iteration .* is skipped",

@@ -11,6 +11,7 @@ corrected, and each correction is reported (`Trace.cleaned`).
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
+from megatron_recycle.plan.value import read_as
 from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, TraceError, checked
 
 FOR_GOOD = float("inf")
@@ -213,9 +215,10 @@ def _outage(line: Line, known: set[str]) -> Outage:
 
 def _decoded(line: Line, kind: type[Kind]) -> Kind:
     try:
-        return msgspec.json.decode(line.text, type=kind)
-    except msgspec.MsgspecError as error:
+        found: Kind = read_as(kind, json.loads(line.text))
+    except ValueError as error:
         raise line.fault(str(error)) from None
+    return found
 
 
 def _number(text: str, line: Line) -> float:
