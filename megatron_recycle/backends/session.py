@@ -463,6 +463,10 @@ class LivingGroups:
             return Asks.LIBRARY
         return Asks.LATE if session.catches_up else Asks.SCRIPT
 
+    def after(self) -> int:
+        """As in `script_groups.Job`."""
+        return self._session.iteration
+
     def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
         """As in `script_groups.Job`."""
         site = self._session.worker.site

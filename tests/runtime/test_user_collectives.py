@@ -21,6 +21,7 @@ from megatron_recycle.runtime.comm.user_collectives import shares
 from megatron_recycle.runtime.comm.user_collectives.calls import AllGather, AllReduce, Broadcast, Call, Objects, Scatter
 from megatron_recycle.runtime.comm.user_collectives.exchange import Exchange, Group, Roll, pass_over
 from megatron_recycle.runtime.comm.user_collectives.results import Results, as_row, recall
+from megatron_recycle.runtime.comm.user_collectives.script_groups import Groups
 from megatron_recycle.runtime.comm.user_collectives.torch_calls import METHODS
 from megatron_recycle.runtime.place import Place
 from tests.fakes.network import Fabric
@@ -303,6 +304,25 @@ def test_of_too_many_results_the_oldest_of_whoever_has_most_go_and_large_ones_ar
         kept.note("often", number + 5000, as_row(summed(0.0, count=5000)))
     assert kept.of("seldom", 1) and kept.of("often", 3999) and not kept.of("often", 1)
     assert not as_row(summed(0.0, count=living_calls.LARGE)) and not as_row(Scatter(torch.zeros(1), [], 0))
+
+
+def test_a_script_that_begins_later_knows_the_groups_that_it_makes_as_the_others_do():
+    """It has loaded a checkpoint, and skips iterations after which the others made groups, too."""
+    def numbers(first: int) -> dict[int, list[int]]:
+        now = [first - 1]
+        groups = Groups(lambda: now[0])
+        groups.add(dist.ProcessGroup(0, 2), (0, 1), -1)  # of the set-up
+        found: dict[int, list[int]] = {}
+        for now[0] in range(first, 6):
+            made = [dist.ProcessGroup(0, 2) for _ in range(2)]
+            for group in made:
+                groups.add(group, (0, 1))
+            found[now[0]] = [known.number for known in map(groups.known, made) if known is not None]
+        return found
+
+    early, late = numbers(0), numbers(4)
+    assert late == {iteration: early[iteration] for iteration in (4, 5)}
+    assert len({0, *(number for found in early.values() for number in found)}) == 13
 
 
 def test_whoever_stays_first_in_a_group_tells_and_of_a_pipeline_that_is_gone_a_peer():

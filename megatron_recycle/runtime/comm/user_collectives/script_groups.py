@@ -29,29 +29,50 @@ from megatron_recycle.runtime.comm.user_collectives.exchange import Group
 from megatron_recycle.runtime.comm.user_collectives.torch_calls import METHODS
 from megatron_recycle.runtime.setup_record import Alone, Unconnected, done
 
+_GROUPS = 2**20
+"""Limit to the groups of the same ranks that are made after one iteration."""
+
 
 class Groups:
-    """torch's groups, as all members of each know them: by ranks, and a number among groups of the same ranks."""
+    """torch's groups, as all members of each know them: by ranks, and a number among groups of the same ranks. It is
+    made of the iteration after which they are made, and their order after it: the script of a joiner may begin
+    at a later iteration than the others' did.
 
-    def __init__(self) -> None:
+    Args:
+        after: the last iteration that the script has asked for.
+    """
+
+    def __init__(self, after: Callable[[], int]) -> None:
         self._seen: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+        self._asked, self._after = after, -1
         self._counts: Counter[tuple[int, ...]] = Counter()
 
-    def note(self) -> None:
-        """Register the groups made since the last call."""
+    def begin(self) -> None:
+        """Register the groups that were made before training."""
+        self._note(-1)
+
+    def add(self, group: dist.ProcessGroup, ranks: tuple[int, ...], after: int | None = None) -> None:
+        """Register ``group``, which is made now."""
+        after = self._asked() if after is None else after
+        if after != self._after:
+            self._after = after
+            self._counts.clear()
+        self._seen[group] = Group(ranks, group.rank(), (after + 1) * _GROUPS + self._counts[ranks])
+        self._counts[ranks] += 1
+
+    def _note(self, after: int | None = None) -> None:
+        """Register the groups that torch has made in another way."""
         for group, name in c10d._world.pg_names.items():
             if group not in self._seen and not name.startswith(OWN):
                 places = c10d._world.pg_group_ranks[group]
-                ranks = tuple(sorted(places, key=places.__getitem__))
-                self._seen[group] = Group(ranks, group.rank(), self._counts[ranks])
-                self._counts[ranks] += 1
+                self.add(group, tuple(sorted(places, key=places.__getitem__)), after)
 
     def known(self, group: Any) -> Group | None:
         """The registered group; None: it is the runtime's own, or destroyed."""
         if group is dist.group.WORLD:  # the first of its ranks, whichever object it is
             return Group(tuple(range(group.size())), group.rank())
         if group not in self._seen:
-            self.note()
+            self._note()
         return self._seen.get(group)
 
 
@@ -82,6 +103,9 @@ class Job(Protocol):
 
     def asks(self) -> Asks:
         """The origin of operations in this thread."""
+
+    def after(self) -> int:
+        """The last iteration that the script has asked for."""
 
     def make(self, group: Group, call: Call) -> None:
         """Carry ``call`` out. Raises JobEnded, UnsupportedError, and, if given up, GenerationOver."""
@@ -118,12 +142,12 @@ class ScriptGroups:
         self._job = job
         self._put_back: list[Callable[[], None]] = []
         self._batches = threading.local()
-        self._groups = Groups()
+        self._groups = Groups(job.after)
         self._inside: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
     def install(self) -> None:
         """Replace them from now on. Call once."""
-        self._groups.note()
+        self._groups.begin()
         for kind in (dist.ProcessGroup, Alone):
             for name in (*METHODS, "send", "recv", "recv_anysource", "_start_coalescing", "_end_coalescing"):
                 if name in vars(kind):
@@ -233,9 +257,12 @@ class ScriptGroups:
     def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None,
                    group_name: str = "", group_desc: str | None = None) -> dist.ProcessGroup | None:
         """Stands in for torch's creation of a group, which would connect all members."""
-        self._groups.note()
         me = dist.get_rank()
-        return Hollow(list(ranks).index(me), len(ranks), group_name) if me in ranks else None
+        if me not in ranks:
+            return None
+        made = Hollow(list(ranks).index(me), len(ranks), group_name)
+        self._groups.add(made, tuple(ranks))
+        return made
 
     # ---- objects: torch exchanges their sizes first, in a collective of its own; a member may die in between
 
