@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm import abort as aborts
 from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.life import CommState, Life
@@ -81,6 +82,47 @@ def test_all_are_void_before_a_thread_is_freed_from_one(way: str) -> None:
     assert seen and all(seen)
     ending.retire(comms)
     threads.close()
+
+
+def test_who_leaves_while_a_spared_one_is_being_aborted_knows_of_that_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread has been away for too long. The next generation's communicators are made once all aborts are over."""
+    monkeypatch.setattr(aborts, "_LONGEST_LEAVE", 0.0)
+    threads, spared, parked, on = Threads(), comm(), list[Any](), threading.Event()
+    ending = Ending(threads)
+
+    class Lock:
+        """Says when a second thread comes to it."""
+
+        def __init__(self) -> None:
+            self._lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            if not self._lock.acquire(blocking=False):
+                on.set()
+                self._lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self._lock.release()
+
+    def park() -> None:
+        parked.extend(ending.park([spared], lambda: [spared]))
+        on.set()
+
+    def begins() -> None:
+        if threading.current_thread().name == "recycle-leave-watch" and not on.is_set():
+            leaves.start()
+            assert on.wait(60.0)
+        void()
+
+    void, leaves = spared.void, threading.Thread(target=park)
+    monkeypatch.setattr(ending, "_lock", Lock())
+    monkeypatch.setattr(spared, "void", begins)
+    spared.backend.quick = False  # type: ignore[misc]
+    ending.abort([spared], lambda: [spared])
+    threads.close()
+    leaves.join(60.0)
+    kept, aborting = parked
+    assert not kept and len(aborting) == 1
 
 
 def test_of_threads_that_ask_at_once_the_latest_state_stays() -> None:

@@ -119,15 +119,14 @@ class Ending:
         if self.rests:
             return comms, ()
         self._abort(comms, spare)
-        kept, aborting = self._settle(), self._aborting or ()
+        kept, aborting = self._settle(keep=True)
         retire([comm for comm in comms if comm not in kept], self.threads, aborting)
         return kept, aborting
 
     def retire(self, comms: Sequence[Comm]) -> None:
         """As `retire`, after `abort`."""
         self._abort(comms)
-        aborting = [*(self._aborting or ()), *abort([*self._settle()], self.threads)]
-        retire(comms, self.threads, aborting)
+        retire(comms, self.threads, self._settle(keep=False)[1])
 
     def _abort(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]] = tuple) -> bool:
         """Whether this call has aborted, and not an earlier one."""
@@ -142,16 +141,19 @@ class Ending:
             self._aborting = abort([comm for comm in comms if comm not in self.spared], self.threads)
             return True
 
-    def _settle(self) -> Collection[Comm]:
-        """No thread waits any more. Returns the communicators spared until now."""
+    def _settle(self, keep: bool) -> tuple[Collection[Comm], Sequence[Task]]:
+        """The communicators spared until now, to ``keep`` or to abort, and all aborts. In one step, so that whichever
+        thread comes second knows what the first has begun to abort."""
         self._settled.set()
         with self._lock:
             spared, self.spared = self.spared, ()
-        return spared
+            if not keep:
+                self._aborting = [*(self._aborting or ()), *abort([*spared], self.threads)]
+            return spared, self._aborting or ()
 
     def _watch_spared(self) -> None:
         if not self._settled.wait(_LONGEST_LEAVE):
-            self._aborting = [*(self._aborting or ()), *abort([*self._settle()], self.threads)]
+            self._settle(keep=False)
             self._watch()
 
     def _watch(self) -> None:
