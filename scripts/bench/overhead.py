@@ -3,6 +3,7 @@
 
     python scripts/bench/overhead.py                      # 3 rounds of 40 iterations of stock, fast, exact
     python scripts/bench/overhead.py --backend megatron   # stock is megatron-core's own 1F1B
+    python scripts/bench/overhead.py --logs               # each reduction without kept messages, and with them
 
 Each round starts the backend's script three times: the stock framework under torchrun, the plugin with `reduction:
 fast` and with `reduction: exact` under `recycle run`. All read their data in the training process (DeepSpeed would
@@ -14,6 +15,9 @@ the coordinator and the launchers). The ratio to stock is the median, over all t
 of the same turn; half of the turns lie between the quartiles. For the plugin's sides also the memory that a worker
 keeps besides parameters and optimizer: sums of gradients (`exact` keeps several apart), the reduced gradient, and the
 copy to undo a step. Prints a table and writes runs/bench/overhead.json with every iteration's numbers.
+
+With `--logs` there is no stock side. A side "fast, log" is compared with "fast", which keeps no messages
+(`keep_messages: none`): the difference is the cost of the log and of closing stages, as processor time of a worker.
 """
 
 from __future__ import annotations
@@ -39,7 +43,11 @@ from jobs import SCRIPTS, Job, JobFailed, exit_on_sigterm, under_torchrun
 
 PIPELINES, STAGES, MICROBATCHES = 3, 2, 4
 WORKERS = PIPELINES * STAGES
-SIDES = ("stock", "fast", "exact")
+SIDES: Mapping[str, Mapping[str, str]] = {"stock": {}, "fast": {"reduction": "fast"}, "exact": {"reduction": "exact"}}
+"""Settings of the plugin by side; stock has none."""
+LOG = ", log"
+LOGS = {f"{side}{log}": {"reduction": side, "keep_messages": keep} for side in ("fast", "exact")
+        for log, keep in (("", "none"), (LOG, "all"))}
 TRAINING = {"deepspeed": "gpt_deepspeed.py", "megatron": "pretrain_gpt_megatron.py"}
 """Backend -> the training script that runs on it."""
 IN_TURNS = Path(__file__).resolve().parent / "in_turns.py"
@@ -93,32 +101,37 @@ class Turns:
         self._server.close()
 
 
+def base(side: str, sides: Mapping[str, object]) -> str:
+    """The side that this one is compared with."""
+    return "stock" if "stock" in sides else side.removesuffix(LOG)
+
+
 def one_round(number: int, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Taken], dict[str, Kept]]:
     """Start all sides once; returns the times of each side's iterations and the bytes that the plugin keeps. Raises
     JobFailed."""
     arguments = ["--iterations", str(args.iterations + SKIPPED), "--stages", str(STAGES), "--microbatches",
                  str(MICROBATCHES), "--width", str(args.width), "--batch", str(args.batch)]
-    script = str(SCRIPTS / TRAINING[args.backend])
-    taken: dict[str, Taken] = {side: {key: [] for key in KEYS} for side in SIDES}
+    script, sides = str(SCRIPTS / TRAINING[args.backend]), [*args.sides]
+    taken: dict[str, Taken] = {side: {key: [] for key in KEYS} for side in sides}
     with ExitStack() as stack:
         turns = Turns(args.limit)
         stack.callback(turns.close)
         extra = ["--in-process-data"] if args.backend == "deepspeed" else []
-        stock = stack.enter_context(
-            under_torchrun([str(IN_TURNS), turns.address, "stock", script, *arguments, *extra], folder / "stock",
-                           WORKERS))
+        stock = stack.enter_context(under_torchrun(
+            [str(IN_TURNS), turns.address, "stock", script, *arguments, *extra], folder / "stock",
+            WORKERS)) if "stock" in sides else None
         jobs = {side: stack.enter_context(Job(
-            str(IN_TURNS), [turns.address, side, script, *arguments], folder / side, WORKERS,
-            {"reduction": side, "step": args.step}, args.limit)) for side in SIDES if side != "stock"}
-        turns.gather(SIDES)
+            str(IN_TURNS), [turns.address, side, script, *arguments], folder / side.replace(", ", "-"), WORKERS,
+            {**args.sides[side], "step": args.step}, args.limit)) for side in sides if side != "stock"}
+        turns.gather(sides)
         for turn in range(args.iterations + SKIPPED):
-            first = (turn + number) % len(SIDES)
-            for side in SIDES[first:] + SIDES[:first]:
+            first = (turn + number) % len(sides)
+            for side in sides[first:] + sides[:first]:
                 found = turns.give(side)
                 if turn >= SKIPPED:
                     for key, value in zip(KEYS, found):
                         taken[side][key].append(value)
-        if status := stock.wait(args.limit):
+        if stock is not None and (status := stock.wait(args.limit)):
             raise JobFailed(f"stock ended with {status}: see {stock.log}")
         return taken, {side: kept_by(job) for side, job in jobs.items()}
 
@@ -134,17 +147,27 @@ def kept_by(job: Job) -> Kept:
 
 
 def each_turn(runs: Sequence[Mapping[str, Taken]], side: str, key: str) -> list[float]:
-    """A side's iterations divided by stock's of the same turn."""
-    return [own / stock for run in runs for own, stock in zip(run[side][key], run["stock"][key], strict=True)]
+    """A side's iterations divided by those of the same turn of the side that it is compared with."""
+    return [own / other for run in runs for own, other in zip(
+        run[side][key], run[base(side, run)][key], strict=True)]
 
 
 def ratios(runs: Sequence[Mapping[str, Taken]], key: str) -> dict[str, float]:
-    return {side: statistics.median(each_turn(runs, side, key)) for side in SIDES}
+    return {side: statistics.median(each_turn(runs, side, key)) for side in runs[0]}
+
+
+def log_costs(runs: Sequence[Mapping[str, Taken]]) -> dict[str, float]:
+    """Milliseconds of a worker's processor time for the log and closing, in an iteration, by the log's side: the
+    median of the differences of all turns."""
+    key = "processor_seconds"
+    return {side: 1000 / WORKERS * statistics.median(
+        own - other for run in runs for own, other in zip(run[side][key], run[base(side, run)][key], strict=True))
+        for side in runs[0] if side.endswith(LOG)}
 
 
 def show(runs: Sequence[Mapping[str, Taken]], console: Console) -> None:
     table = Table("", *[head for name in KEYS.values() for head in (name, "ratio", "quartiles")])
-    for side in SIDES:
+    for side in runs[0]:
         cells = [side]
         for key in KEYS:
             median = statistics.median(value for run in runs for value in run[side][key])
@@ -162,14 +185,17 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=4, help="windows per micro-batch")
     parser.add_argument("--backend", choices=tuple(TRAINING), default="deepspeed")
     parser.add_argument("--step", choices=("staggered", "barrier"), help="default: staggered; Megatron: barrier")
+    parser.add_argument("--logs", dest="sides", action="store_const", const=LOGS, default=SIDES,
+                        help="compare with and without kept messages, instead of with stock")
     parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for each round")
-    parser.add_argument("--output", type=Path, help="default: runs/bench/overhead.json, or overhead-megatron.json")
+    parser.add_argument("--output", type=Path, help="default: runs/bench/overhead.json, with "
+                        "-megatron and -logs in its name")
     args = parser.parse_args()
     if args.step is None:
         args.step = "barrier" if args.backend == "megatron" else "staggered"
     if args.output is None:
-        args.output = Path("runs/bench") / (
-            "overhead.json" if args.backend == "deepspeed" else f"overhead-{args.backend}.json")
+        backend, logs = "" if args.backend == "deepspeed" else f"-{args.backend}", "-logs" * (args.sides is LOGS)
+        args.output = Path("runs/bench") / f"overhead{backend}{logs}.json"
     exit_on_sigterm()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     output = args.output.absolute()
@@ -184,14 +210,14 @@ def main() -> int:
             return 1
         runs.append(taken)
         medians = ", ".join(f"{side} {statistics.median(each_turn([taken], side, 'processor_seconds')):.3f}"
-                            for side in SIDES[1:])
-        console.print(f"round {number + 1}: processor time against stock's: {medians} "
-                      f"({time.monotonic() - begin:.0f} s)")
+                            for side in taken if side != base(side, taken))
+        console.print(f"round {number + 1}: ratios of processor time: {medians} ({time.monotonic() - begin:.0f} s)")
     record: dict[str, Any] = {
         "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
         "backend": args.backend, "width": args.width, "batch": args.batch, "step": args.step,
         "processors": os.cpu_count(),
         "ratio": ratios(runs, "seconds"), "processor_ratio": ratios(runs, "processor_seconds"), "kept_bytes": kept,
+        "log_ms": log_costs(runs), "load": os.getloadavg()[0],
         "runs": runs,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -200,8 +226,12 @@ def main() -> int:
     for side, own in kept.items():
         sizes = ", ".join(f"{name} {size / 2**20:.2f}" for name, size in own.items())
         print(f"{side} keeps on a worker, in MiB: {sizes}")
-    print(f"fast takes {record['processor_ratio']['fast']:.3f} times stock's processor time, exact "
-          f"{record['processor_ratio']['exact']:.3f}; every number in {args.output}")
+    for side, cost in record["log_ms"].items():
+        print(f"{side.removesuffix(LOG)}: log and closing take {cost:.1f} ms of a worker's processor time an iteration")
+    if args.sides is SIDES:
+        print(f"fast takes {record['processor_ratio']['fast']:.3f} times stock's processor time, exact "
+              f"{record['processor_ratio']['exact']:.3f}")
+    print(f"every number in {args.output}")
     return 0
 
 
