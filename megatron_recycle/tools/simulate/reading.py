@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from megatron_recycle.plan.value import read_as
-from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, TraceError, checked
+from megatron_recycle.tools.simulate.trace import EXIT, HOST, KINDS, Cleaning, Outage, Trace, TraceError, checked
 
 FOR_GOOD = float("inf")
 LONG_GAP = 3600.0
@@ -186,7 +186,7 @@ class Entry(msgspec.Struct):
     host: str
     down: Seconds
     up: Seconds | None = None
-    kind: Literal["exit", "host", "absent"] = "exit"
+    kind: str = EXIT
     gpu: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
@@ -207,6 +207,8 @@ def _outage(line: Line, known: set[str]) -> Outage:
     one = _decoded(line, Entry)
     if one.host not in known:
         raise line.fault(f"\"host\" is {one.host!r}, which the first line does not name")
+    if one.kind not in KINDS:
+        raise line.fault(f"\"kind\" is none of {', '.join(KINDS)}")
     up = FOR_GOOD if one.up is None else one.up
     if up < one.down:
         raise line.fault("it is up before it is down")

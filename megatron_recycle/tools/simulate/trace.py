@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_recycle.errors import RecycleError
 
-EXIT, HOST, ABSENT = "exit", "host", "absent"
+EXIT, HOST, ABSENT = KINDS = "exit", "host", "absent"
 """`exit`: processes end, and their launcher sees it. `host`: the whole host is silent. `absent`: the host was never
 there before, or was taken away with notice."""
 _LONGEST = 100 * 365.25 * 86400
