@@ -469,8 +469,7 @@ class LivingGroups:
 
     def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
         """As in `script_groups.Job`."""
-        site = self._session.worker.site
-        last = site.current.last
+        site, last = self._session.worker.site, self._session.worker.stepper.current.last
         if site.place.parts == 1 or last is None or last.groups.siblings is None:
             return None
         return tuple(site.place.ranks[site.place.me]), last.groups.siblings.group

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from megatron_recycle.runtime.comm.sharded_reduction import Cuts, ShardedReducti
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.lent.loans import Loans
 from megatron_recycle.runtime.lent.terms import Terms, terms_of
-from megatron_recycle.runtime.resumable_attempt import ResumableAttempt, ResumedIteration
+from megatron_recycle.runtime.resumable_attempt import ResumedIteration
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -163,6 +163,8 @@ class Generation:
         groups: of its members.
         course: of the plan in use.
         rests: courses of the iterations that go on where they stood.
+        owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
+        had: the holders of the shards until then; None: as in `cuts`.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: exchanges of the last two attempts. An idle worker may be an iteration late: a loss that is let
@@ -178,6 +180,8 @@ class Generation:
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
     rests: Mapping[int, Course] = field(default_factory=dict)
+    owed: tuple[tuple[int, Worker, Worker], ...] = ()
+    had: Cuts | None = None
     shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
@@ -268,10 +272,6 @@ class Current:
     Attributes:
         last: the generation in force; between two, the previous one, with its members and its plan; None at first.
         reusable: communicators of older generations, which the next one may go on with.
-        kept: resumable attempts by iteration: at the uncommitted iteration, and at the next one.
-        torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
-        owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
-        had: the holders of the shards until then; None: as in the generation's cuts.
     """
 
     def __init__(self) -> None:
@@ -279,10 +279,6 @@ class Current:
         self._in_force: Generation | None = None
         self.last: Generation | None = None
         self.reusable: ReusableGroups | None = None
-        self.kept: dict[int, ResumableAttempt] = {}
-        self.torn = False
-        self.owed: Sequence[tuple[int, Worker, Worker]] = ()
-        self.had: Cuts | None = None
 
     def get(self) -> Generation:
         """The generation in force."""
@@ -294,11 +290,6 @@ class Current:
         """Whether no generation is in force: the last was given up, and the next does not stand yet."""
         return self._in_force is None
 
-    def let_go(self, iterations: Iterable[int]) -> None:
-        """Discard the kept attempts at these iterations."""
-        for iteration in [each for each in iterations if each in self.kept]:
-            self.kept.pop(iteration).computed.discard()
-
     def set(self, generation: Generation) -> None:
         """Put ``generation`` in force. From now on it may be aborted."""
         with self._lock:
@@ -309,6 +300,19 @@ class Current:
         with self._lock:
             taken, self._in_force = self._in_force, None
         return taken
+
+    def retire(self, given_up: Callable[[], bool] = lambda: True) -> None:
+        """Take the generation in force out of force, and tear its groups down, but for communicators that the next one
+        may go on with. ``given_up()`` as in `Groups.park`."""
+        old = self.take()
+        if old is not None:
+            self.reusable = old.groups.park(given_up)
+
+    def let_go(self) -> None:
+        """Tear down the communicators that the next generation could have gone on with."""
+        reusable, self.reusable = self.reusable, None
+        if reusable is not None:
+            reusable.retire()
 
     def abort(self, generation: int, level: bool = False) -> None:
         """Free the training thread from every wait of a generation older than ``generation``; ``level`` as in

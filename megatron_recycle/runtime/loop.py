@@ -65,7 +65,7 @@ class Loop:
 
     def _at_boundary(self, iteration: int) -> Generation:
         """Do what is due before ``iteration``: a switch, the extensions' work, another plan."""
-        site, standing, generation = self.site, self.standing, self.site.current.get()
+        site, standing, generation = self.site, self.standing, self.stepper.current.get()
         self.stepper.poll()
         for extension in extensions.ALL:
             extension.catch_up(site, self.stepper, generation)
@@ -77,20 +77,20 @@ class Loop:
 
     def _adopt(self, iteration: int) -> Generation:
         """The generation in force, with the plan that is agreed upon for ``iteration``."""
-        site, standing, generation = self.site, self.standing, self.site.current.get()
+        site, standing, generation = self.site, self.standing, self.stepper.current.get()
         while plan := standing.promises.plan_from(iteration):
             generation = generation.follow(plan, site.exact, site.stage)
-            site.current.set(generation)
+            self.stepper.current.set(generation)
             site.agent.adopted(standing.epoch.generation, iteration, plan.digest)
         return self.sized(site.grids.of(iteration))
 
     def sized(self, grid: Grid) -> Generation:
         """The generation in force, with its plan for as many micro-batches as ``grid`` has."""
-        site, generation = self.site, self.site.current.get()
+        site, generation = self.site, self.stepper.current.get()
         plan = site.grids.plan(generation.plan, grid)
         if plan is not generation.plan:
             generation = generation.follow(plan, site.exact, site.stage)
-            site.current.set(generation)
+            self.stepper.current.set(generation)
         # Other workers may still be in the script's own code.
         connect_partners(site, self.standing, generation, site.config.transport_timeout, site.phases.waiting(HANDLES))
         return generation
@@ -100,7 +100,7 @@ class Loop:
         number = self.standing.epoch.generation
         self.stepper.wait()
         self.site.phases.enter(Phase.BOUNDARY, iteration)
-        self.site.current.get().groups.rest()
+        self.stepper.current.get().groups.rest()
         self.site.agent.boundary(number, iteration)
         with self.site.phases.waiting("a switch"):
             self.site.agent.wait_stop(number)
@@ -173,22 +173,22 @@ class Loop:
     def _roll_back(self, drains: bool) -> None:
         """Void the work on the next iteration, on all workers alike, and begin it again. ``drains``: all can drain
         it."""
-        site, standing, committed = self.site, self.standing, self.standing.committed
-        generation, begun = self.site.current.get(), not standing.promises.ends_before(committed + 1)
+        site, current, standing, committed = self.site, self.stepper.current, self.standing, self.standing.committed
+        generation, begun = current.get(), not standing.promises.ends_before(committed + 1)
         generation.groups.reopen()
         # In an iteration that goes on where it stood, not all know the shapes of the transfers under way.
         drains = drains and committed + 1 not in generation.rests
-        site.current.let_go([*site.current.kept])
+        self.stepper.kept.let_go()
         try:
             if drains and begun and standing.iteration == committed:  # others may have begun it: all end the same
                 opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)
             site.agent.event(RolledBack(committed, standing.roll_back()))
             site.phases.enter(Phase.RECOVERING, committed + 1)
             with site.phases.waiting(HANDLES):
-                if not drains or (begun and not drain(site.current.get(), committed + 1)):
+                if not drains or (begun and not drain(current.get(), committed + 1)):
                     standing.renew()
-                    recovery.renew(site, standing, site.current.get())
-            site.current.set(site.current.get().begun_anew())
+                    recovery.renew(site, self.stepper)
+            current.set(current.get().begun_anew())
             self.stepper.gather()
         except GenerationOver as error:
             self._recover(error)

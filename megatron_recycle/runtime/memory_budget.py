@@ -12,10 +12,11 @@ from megatron_recycle.membership.protocol import Profiled
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Piece, Plan, Worker, of_place, pieces, results_in
 from megatron_recycle.plan.replay import peak
-from megatron_recycle.runtime.comm.sharded_reduction import at_once
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts, at_once
 from megatron_recycle.runtime.compute.device import Device, LogBytes
 from megatron_recycle.runtime.compute.memory import Held, nbytes
 from megatron_recycle.runtime.compute.sharding_cost import Bytes, described
+from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.site import Site
 
 _USABLE = 0.9
@@ -104,9 +105,9 @@ def room_on(device: Device, limit: float | None, kept: KeptBytes, held: int) -> 
     return None if room is None else max(0, int(_USABLE * room) + held - kept.spare - kept.log)
 
 
-def announce(site: Site, plan: Plan) -> None:
+def announce(site: Site, generation: Generation) -> None:
     """Log at the start the bytes that are kept for undo and commit."""
-    kept = _kept(site, plan, 0)
+    kept = _kept(site, generation, 0)
     text = f"{kept.gradient / _MIB:.1f} MiB of reduced gradient until each commit"
     if site.exact:
         text += f", {kept.sums / _MIB:.1f} MiB of gradients summed apart for the exact reduction"
@@ -128,13 +129,13 @@ def announce(site: Site, plan: Plan) -> None:
                           described(each, copies, shards.count, site.config.step == "staggered"))
 
 
-def profile(site: Site, plan: Plan, undo: int) -> Budget:
-    """The measurements so far."""
-    memory, me = site.meters.memory, site.place.me
+def profile(site: Site, generation: Generation, undo: int) -> Budget:
+    """The measurements so far. ``undo``: bytes of the copy to undo a step."""
+    memory, me, plan = site.meters.memory, site.place.me, generation.plan
     each = [memory.held(chunk) for chunk in plan.problem.place_of]  # only this worker's stage counts
     weighed = replace(plan.problem, before_b=tuple(held.before_b for held in each),
                       after_b=tuple(held.after_b for held in each))
-    kept = _kept(site, plan, undo)
+    kept = _kept(site, generation, undo)
     return Budget([memory.held(chunk) for chunk in range(len(site.place.chunks))], memory.peak,
                   peak(replace(plan, problem=weighed, crossings={}), me), kept,
                   room_on(site.meters.device, site.config.memory, kept, memory.now))
@@ -161,8 +162,8 @@ def _mib(sizes: Iterable[int]) -> str:
     return " + ".join(f"{size / _MIB:.2f}" for size in sizes)
 
 
-def _kept(site: Site, plan: Plan, undo: int) -> KeptBytes:
-    me = site.place.me
+def _kept(site: Site, generation: Generation, undo: int) -> KeptBytes:
+    me, plan = site.place.me, generation.plan
     exact = site.exact
     gradient = site.trainable.layout.numel * site.trainable.layout.dtype.itemsize
     shards = site.stage.shards
@@ -173,7 +174,7 @@ def _kept(site: Site, plan: Plan, undo: int) -> KeptBytes:
                       len(plan.problem.live(me.stage)),
                       plan.problem.receives(me.stage) * site.meters.memory.message + site.meters.memory.gathered,
                       site.meters.communicators,
-                      _on_the_way(site, plan))
+                      _on_the_way(site, plan, generation.cuts))
     log = _log(site, plan, kept.sums)
     kept = kept._replace(log=log.device, host=log.host)
     if shards is not None:  # only the reduced gradient's elements in them
@@ -196,17 +197,17 @@ def _log(site: Site, plan: Plan, sums: int) -> LogBytes:
     return messages._replace(device=messages.device + (sums if twice else 0))
 
 
-def _on_the_way(site: Site, plan: Plan) -> int | None:
+def _on_the_way(site: Site, plan: Plan, cuts: Cuts | None) -> int | None:
     """Bytes that a reduction of shards takes for a time. These are the transfers under way at once (others' pieces in
     the shards that this worker speaks for, and its own pieces in all others), and the slices that it folds or receives,
     before they lie as they are kept. None without shards."""
-    me, last, shards, layout = site.place.me, site.current.last, site.stage.shards, site.trainable.layout
-    if shards is None or last is None or last.cuts is None:
+    me, shards, layout = site.place.me, site.stage.shards, site.trainable.layout
+    if shards is None or cuts is None:
         return None
     each = [pieces(plan, chunk) for chunk in plan.problem.chunks_of[me.stage]] if site.exact else []
     of = {worker: max((len(runs[worker]) for runs in each), default=1) for worker in plan.problem.live(me.stage)}
-    kind = layout.dtype if site.exact else last.cuts.wire or layout.dtype
-    length = sum(shards.length(shard) for shard in last.cuts.spoken_for(me))
+    kind = layout.dtype if site.exact else cuts.wire or layout.dtype
+    length = sum(shards.length(shard) for shard in cuts.spoken_for(me))
     others = sum(number for worker, number in of.items() if worker != me)
     moving = kind.itemsize * (others * length + of.get(me, 0) * (layout.numel - length))
     return min(2 * at_once(layout), moving) + kind.itemsize * sum(map(shards.length, shards.held))

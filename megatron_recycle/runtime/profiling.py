@@ -47,7 +47,7 @@ class Profiling:
                 self._lags += [] if lags is None else [Lags(*lags)]
         if self._commits < _FIRST:
             return
-        found = profile(site, generation.plan, undo) if self._commits == _FIRST or self._commits % _EVERY == 0 else None
+        found = profile(site, generation, undo) if self._commits == _FIRST or self._commits % _EVERY == 0 else None
         site.agent.measured(self._unsent, self._lags, None if found is None else found.told())
         self._unsent, self._lags = [], []
         if self._commits > _FIRST or found is None:

@@ -8,7 +8,7 @@ starts again with fresh reports.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_recycle.config import RecycleConfig
@@ -69,7 +69,7 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
                 for extension in extensions.ALL:
                     extension.decided(site, stepper, go)
                 generation = rebuild(site, stepper, go)
-                reconcile(site, stepper, generation, go)
+                generation = reconcile(site, stepper, generation, go)
                 resume(site, stepper.standing, go)
                 return generation
         except GenerationOver as error:
@@ -116,39 +116,19 @@ def comes_of_failure(site: Site, standing: Standing, error: RuntimeError) -> boo
 def retire(site: Site, stepper: Stepper) -> None:
     """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten. Idempotent."""
     site.phases.enter(Phase.RECOVERING, stepper.standing.iteration)
-    uninstall(site, lambda: not site.goes_on)
+    stepper.current.retire(lambda: not site.goes_on)
     stepper.leave()
     stepper.standing.give_up()
 
 
-def uninstall(site: Site, given_up: Callable[[], bool] = lambda: True) -> None:
-    """Take the groups in force out of use and tear them down, but for communicators that the next generation may go on
-    with. ``given_up()`` as in `Groups.park`."""
-    old = site.current.take()
-    if old is not None:
-        site.current.reusable = old.groups.park(given_up)
-
-
-def dismantle(site: Site) -> None:
-    """Tear down all groups that are left; none is used any more."""
-    uninstall(site)
-    _forget_reusable(site)
-
-
-def _forget_reusable(site: Site) -> None:
-    reusable, site.current.reusable = site.current.reusable, None
-    if reusable is not None:
-        reusable.retire()
-
-
-def install(site: Site, standing: Standing, generation: Generation) -> Generation:
+def install(site: Site, stepper: Stepper, generation: Generation) -> Generation:
     """Put ``generation`` in force, for the framework too.
 
     Raises GenerationOver if a newer one was announced meanwhile.
     """
-    site.current.set(generation)
+    stepper.current.set(generation)
     site.stage.regroup(generation.groups)
-    if site.interrupted(standing):
+    if site.interrupted(stepper.standing):
         raise GenerationOver("a newer generation was announced while this one was being installed")
     return generation
 
@@ -169,8 +149,8 @@ def report(site: Site, stepper: Stepper) -> Go | None:
     closed = None
     if held is not None and standing.closed == held.iteration:
         closed = ClosedReport(held.iteration, held.loss, held.weight, (site.place.me.stage, *site.tied))
-    kept = tuple(each.report(standing.committed) for each in site.current.kept.values())
-    site.agent.report(generation, _report(site, standing, kept=kept, torn=site.current.torn, closed=closed))
+    kept = tuple(each.report(standing.committed) for each in stepper.kept.values())
+    site.agent.report(generation, _report(site, standing, kept=kept, torn=stepper.kept.torn, closed=closed))
     return site.agent.wait_go(generation)
 
 
@@ -185,34 +165,35 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     begun, standing = time.monotonic(), stepper.standing
     standing.join(go.generation)
     if go.tries:  # no member is gone, and yet they could not go on: the communicators may be the cause
-        _forget_reusable(site)
+        stepper.current.let_go()
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout,
-                      site.current.reusable)
-    site.current.reusable = None
+                      stepper.current.reusable)
+    stepper.current.reusable = None
     scope = Scope(go.left_out, frozenset(go.without),
                   tuple(ResumedIteration.read(each) for each in (go.carried, go.ahead) if each is not None), go.closes)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
                                Plan.from_file(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
                                cuts(site.stage, groups, go.resume, begun=False))
-    install(site, standing, generation)
+    install(site, stepper, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
                      site.phases.working(CONNECT), go.resume)
     site.agent.event(Rebuilt(go.generation, round(1000 * (time.monotonic() - begun), 1)))
     return generation
 
 
-def renew(site: Site, standing: Standing, old: Generation) -> Generation:
+def renew(site: Site, stepper: Stepper) -> Generation:
     """New groups for the same members and plan: everything under way on the old ones is void.
 
     All members come here after the same verdict. No member tears anything down before all have arrived, since the
     verdict may still be on its way to another.
     """
+    old, standing = stepper.current.get(), stepper.standing
     # Some members may still be in the script's own code.
     groups = _connect(site, standing, old.prefix, old.tries, old.groups.members, site.config.transport_timeout)
-    site.current.take()
+    stepper.current.take()
     old.groups.retire()
-    renewed = install(site, standing, old.renewed(standing.epoch, groups, site.stage))
+    renewed = install(site, stepper, old.renewed(standing.epoch, groups, site.stage))
     connect_partners(site, standing, renewed, connect_limit(site.config, groups.control.size, old.tries),
                      site.phases.working(CONNECT))
     for extension in extensions.ALL:
@@ -244,7 +225,7 @@ def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
     return (config.connect_timeout or derived) * 2 ** min(tries, _MOST_PATIENT)
 
 
-def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
+def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> Generation:
     """6. Bring all workers to the same place: every worker steps the last iteration that every stage holds, and undoes
     and forgets anything beyond it. A joiner gets everything from its peers.
 
@@ -266,20 +247,21 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
             source.give(meeting)
     for extension in extensions.ALL:
         extension.settle(meeting)
+    return stepper.current.get()
 
 
 def _let_go(meeting: Meeting) -> None:
     """Keep only the attempts that go on. Not before the last step is undone: until then a worker that reports that its
     stage is closed has all its messages."""
-    current, resume, me = meeting.site.current, meeting.resume, meeting.site.place.me
+    current, kept, resume, me = meeting.stepper.current, meeting.stepper.kept, meeting.resume, meeting.site.place.me
     scope = meeting.generation.scope
     goes_on = {carried.iteration for carried in scope.carried if me in carried.done}
     if me.stage in resume.closed:
         goes_on.add(resume.next)
-    current.let_go([each for each in current.kept if each > resume.target and each not in goes_on])
+    kept.let_go([each for each in kept if each > resume.target and each not in goes_on])
     carried = scope.carried_in(resume.next)
     if carried is not None and carried.provisional and meeting.stepper.refuted:
-        current.let_go([*current.kept])
+        kept.let_go()
         current.set(meeting.generation.begun_anew())
 
 

@@ -15,11 +15,11 @@ from megatron_recycle.runtime.stepper import Stepper
 
 def rejoin(site: Site, stepper: Stepper) -> None:
     """Send again the messages that others are still to read, and take part in the commit. Raises GenerationOver."""
-    standing, generation = stepper.standing, site.current.get()
+    standing, generation = stepper.standing, stepper.current.get()
     standing.rejoin()
     iteration = standing.iteration
-    program, kept = generation.program_of(iteration), site.current.kept[iteration]
-    if iteration + 1 not in site.current.kept:  # the next iteration may have been under way, and begins anew
+    program, kept = generation.program_of(iteration), stepper.kept[iteration]
+    if iteration + 1 not in stepper.kept:  # the next iteration may have been under way, and begins anew
         site.meters.memory.give_up()
     shared = opened(site, generation, iteration, standing.attempt)
     for action in program.actions:

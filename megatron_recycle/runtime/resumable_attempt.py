@@ -11,7 +11,7 @@ dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -81,6 +81,21 @@ class ResumableAttempt:
                 self.computed.weigh(action)
                 memory.weight(action[1:])
         return replace(self, done=done)
+
+
+class KeptAttempts(dict[int, ResumableAttempt]):
+    """A worker's resumable attempts by iteration: at the uncommitted iteration, and at the next one.
+
+    Attributes:
+        torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
+    """
+
+    torn = False
+
+    def let_go(self, iterations: Iterable[int] | None = None) -> None:
+        """Discard the attempts at these iterations; None: at all."""
+        for iteration in [*self] if iterations is None else [each for each in iterations if each in self]:
+            self.pop(iteration).computed.discard()
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.shard_moves import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import stage_tensors
+from megatron_recycle.runtime.stepper import Stepper
 
 _LONGEST = 1024
 """Bytes of a reason that is sent to all workers."""
@@ -191,12 +192,11 @@ def load(site: Site, generation: int,
         grids=saved.grids, read={})
 
 
-def save(site: Site, standing: Standing, generation: Generation, write: Write, clear: Callable[[], None],
-         tries: Tries) -> None:
+def save(site: Site, stepper: Stepper, write: Write, clear: Callable[[], None], tries: Tries) -> None:
     """One try. Returns when all parts are written and the checkpoint is named, or when all know that it cannot be
     written, and ``clear`` has removed this worker's files. Raises GenerationOver, ``write``'s errors, and SaveError if
     the job is to end for it."""
-    began = time.monotonic()
+    began, standing, generation = time.monotonic(), stepper.standing, stepper.current.get()
     epoch, now, number = generation.epoch.generation, standing.committed, standing.passes
     facts = _facts(site, standing, _name(generation, number))
 
@@ -220,7 +220,7 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write, c
     attempt = Save(generation, number, whole, check, alone, tries, facts)
     site.phases.enter(Phase.SAVE, standing.iteration)
     check()
-    adopt(site, generation.groups)
+    adopt(site, stepper)
     try:
         with site.phases.working(COPY), failing_ends("a checkpoint", means=is_broken):
             tries.agree(generation.groups.control)

@@ -9,9 +9,10 @@ the next gradient is held, of which it gets nothing for that shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import Resume, Standing
+from megatron_recycle.membership import Standing
 from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.report import ShardsReport
 from megatron_recycle.observe.log import get_logger
@@ -60,38 +61,40 @@ class ShardMoves(WorkerExtension):
 
     def settle(self, meeting: Meeting) -> None:
         """Copy what is owed, or note that it is."""
-        site, groups, go = meeting.site, meeting.groups, meeting.go
-        owed = owe(site, groups, go.resume)
-        if owed and site.place.me.stage not in go.resume.closed and (
+        site, go = meeting.site, meeting.go
+        generation = with_moves(meeting)
+        if generation.owed and site.place.me.stage not in go.resume.closed and (
                 go.generation == 1 or go.closing is not None
                 or not meeting.some_are_between(with_joined=False)):
-            adopt(site, groups)
+            adopt(site, meeting.stepper)
         if meeting.todo.enter:
             with site.phases.copying():
                 site.trainable.shards = kept(site.stage)
 
     def catch_up(self, site: Site, stepper: Stepper, generation: Generation) -> None:
-        if site.current.owed:
+        if generation.owed:
             stepper.wait()
-        adopt(site, generation.groups)
+        adopt(site, stepper)
 
 
-def owe(site: Site, groups: Groups, resume: Resume) -> bool:
-    """Note the shards to copy to their new holders; returns whether there are any."""
-    own = table(groups, resume)
-    site.current.owed = () if site.stage.shards is None or own is None else tuple(
-        (shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in own.moves)
-    site.current.had = cuts(site.stage, groups, resume, begun=True) if site.current.owed else None
-    return bool(site.current.owed)
+def with_moves(meeting: Meeting) -> Generation:
+    """The generation in force, with the shards to copy to their new holders."""
+    stage, groups, current = meeting.site.stage, meeting.groups, meeting.stepper.current
+    own = table(groups, meeting.resume)
+    if stage.shards is not None and own is not None and own.moves:
+        current.set(replace(current.get(), had=cuts(stage, groups, meeting.resume, begun=True), owed=tuple(
+            (shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in own.moves)))
+    return current.get()
 
 
-def adopt(site: Site, groups: Groups) -> None:
+def adopt(site: Site, stepper: Stepper) -> None:
     """Copy the shards that are owed, where all peers are at the same place of their scripts. Raises GenerationOver, and
     TransferError if one arrives damaged."""
-    if site.current.owed and site.stage.shards is not None:
+    generation = stepper.current.get()
+    if generation.owed and site.stage.shards is not None:
         with site.phases.copying():
-            _tell(site, copy(site, groups, site.current.owed), site.stage.shards)
-    site.current.owed, site.current.had = (), None
+            _tell(site, copy(site, generation.groups, generation.owed), site.stage.shards)
+        stepper.current.set(replace(generation, owed=(), had=None))
 
 
 def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]) -> list[int]:

@@ -25,7 +25,6 @@ from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.evaluation import Evaluations
 from megatron_recycle.runtime.facts import Past
-from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.iteration_history import History
 from megatron_recycle.runtime.phases import Phases
@@ -135,7 +134,6 @@ class Site:
         trainable: the stage's parameters that are trained.
         meters: memory and time of micro-batches.
         asked: the script's requests to all workers between two iterations.
-        current: the generation in force.
     """
 
     place: Place
@@ -147,7 +145,6 @@ class Site:
     trainable: Trainable
     meters: Meters
     asked: Asked
-    current: Current
 
     @property
     def past(self) -> Past:

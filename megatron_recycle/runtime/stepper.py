@@ -28,9 +28,11 @@ from megatron_recycle.runtime.comm.tags import HELD, SHARD_HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.facts import Facts
+from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.quiesce import Halt
+from megatron_recycle.runtime.resumable_attempt import KeptAttempts
 from megatron_recycle.runtime.shards import cuts, gather, keep_only, views
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.undo import Undo
@@ -69,6 +71,8 @@ class Stepper:
         standing: where the worker stands.
 
     Attributes:
+        current: the generation in force.
+        kept: the attempts that can be taken up again.
         held: the reduced gradient of an iteration that is not committed yet.
         reports: of the last committed iteration.
         read: digests of the data that this worker has read of that iteration, as `Held.digests`.
@@ -84,6 +88,7 @@ class Stepper:
         self.read: Mapping[tuple[int, int, bool], int] = {}
         self.pending: Commit | None = None
         self.refuted = False
+        self.current, self.kept = Current(), KeptAttempts()
         self.undo = Undo(site.stage)
         self._site = site
         self._profiling = Profiling()
@@ -97,7 +102,7 @@ class Stepper:
         Raises GenerationOver if the generation ends before that.
         """
         self.standing.hold(held.iteration)
-        keep_only(self._site.stage, self._site.current.get().cuts, groups.me)
+        keep_only(self._site.stage, self.current.get().cuts, groups.me)
         self.held, early = held, self.standing.early
         self._site.phases.enter(Phase.REDUCED, held.iteration)
         guess, halt = self.guess(), Halt(groups, held.iteration) if early else None
@@ -171,11 +176,11 @@ class Stepper:
     def gather(self) -> None:
         """With a sharded optimizer, fetch the parameters that peers have stepped. Returns once all peers have theirs,
         so that no script changes values still to be sent. Raises FailureMet: the step is made all the same."""
-        generation, site = self._site.current.get(), self._site
+        generation, site = self.current.get(), self._site
         if generation.cuts is not None:
             with site.phases.waiting("parameters"), only_failures():
                 with site.phases.writing():
-                    gather(site.stage, generation.groups, site.current.had or generation.cuts,
+                    gather(site.stage, generation.groups, generation.had or generation.cuts,
                            generation.groups.peers(generation.groups.me.stage))
                 site.trainable.gathered = self.standing.stepped
                 count(generation.groups.stage_control, True)
@@ -197,8 +202,8 @@ class Stepper:
 
     def _committed(self, verdict: Verdict, adopt: bool) -> None:
         """An iteration is final. ``adopt``: every worker has promised the same offer as this one."""
-        site, last = self._site, self._site.current.last
-        site.current.let_go([iteration for iteration in site.current.kept if iteration <= verdict.iteration])
+        site, last = self._site, self.current.last
+        self.kept.let_go([iteration for iteration in self.kept if iteration <= verdict.iteration])
         assert self.reports is not None
         row = _LOSS.pack(verdict.loss) + site.stage.summary(verdict, self.reports)
         site.asked.iterations.note(verdict.iteration, row)
@@ -322,7 +327,7 @@ class Stepper:
         if commit is not None and commit.known:
             self.settle(commit.verdict()[0], commit.right)
             if self.refuted:
-                self._site.current.let_go([*self._site.current.kept])
+                self.kept.let_go()
 
     def reconcile(self, todo: Reconciliation, resume: Resume, groups: Groups) -> None:
         """Bring this worker to the end of ``resume.target``, committed, where all workers resume.

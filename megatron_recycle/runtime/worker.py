@@ -29,7 +29,6 @@ from megatron_recycle.runtime.comm.user_collectives.exchange import Group
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.evaluation_pass import evaluate
-from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.iteration_history import History
 from megatron_recycle.runtime.lent.layers import said
 from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
@@ -71,7 +70,7 @@ class StageWorker:
         self.site = Site(
             place=place, config=config, framework=framework, agent=agent, network=network or TorchNetwork(),
             phases=phases, trainable=Trainable(stage, _neighbours(framework, place, config)),
-            meters=Meters(stage.device, config.mtbf), current=Current(),
+            meters=Meters(stage.device, config.mtbf),
             asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
                         Collectives(place), Transfers(place), History()))
         self.stepper = Stepper(self.site, self.standing)
@@ -88,7 +87,7 @@ class StageWorker:
             # A joiner reads data to compare it; the script still finds its random numbers as it left them.
             with self.site.phases.waiting(RECOVERY), self.site.framework.generators.kept(), self._loop.telling():
                 generation = recovery.join(self.site, self.stepper)
-            announce(self.site, generation.plan)
+            announce(self.site, generation)
             if self.site.config.lend == "auto" and self.site.place.me.pipeline == 0 and self.site.place.part == 0:
                 for chunk, neighbours in self.site.trainable.neighbours.of.items():
                     get_logger().info("megatron-recycle: %s %d: %s", "chunk" if self.site.place.placement else "stage",
@@ -168,7 +167,7 @@ class StageWorker:
         def run() -> None:
             while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
                 share_registered(self.site, self.current_groups())
-                save(self.site, self.standing, self.site.current.get(), write, clear, tries)
+                save(self.site, self.stepper, write, clear, tries)
 
         with self._inside():
             self.begin(iteration)
@@ -217,7 +216,7 @@ class StageWorker:
                 collectives.pass_over()
                 return
             with site.phases.waiting(f"the script's {call.what}()"):
-                collectives.attempt(site.current.get().groups, lambda phase: site.phases.enter(phase, after))
+                collectives.attempt(self.current_groups(), lambda phase: site.phases.enter(phase, after))
 
         with self._inside():
             self.settle()
@@ -327,7 +326,8 @@ class StageWorker:
 
     def leave(self) -> None:
         """Stop all work for the job; threads may still be inside the communication library."""
-        recovery.dismantle(self.site)
+        self.stepper.current.retire()
+        self.stepper.current.let_go()
         self.stepper.close()
         self.site.agent.close()
 
@@ -336,14 +336,14 @@ class StageWorker:
     @property
     def plan(self) -> Plan:
         """The plan in use."""
-        last = self.site.current.last
+        last = self.stepper.current.last
         assert last is not None
         return last.plan
 
     @property
     def store_prefix(self) -> str:
         """Prefix of the process groups in torch's store, a new one after each roll-back."""
-        return self.site.current.get().store_prefix
+        return self.stepper.current.get().store_prefix
 
     @property
     def final(self) -> int:
@@ -358,17 +358,17 @@ class StageWorker:
 
     def live(self) -> tuple[Worker, ...]:
         """The live workers, in the order of their ranks; between two generations, those of the last one."""
-        last = self.site.current.last
+        last = self.stepper.current.last
         return () if last is None else last.groups.members
 
     @property
     def cuts(self) -> Cuts | None:
         """The shards of this stage's optimizer state and their holders; None if it is not cut."""
-        return self.site.current.get().cuts
+        return self.stepper.current.get().cuts
 
     def current_groups(self) -> Groups:
         """The groups of the generation in force."""
-        return self.site.current.get().groups
+        return self.stepper.current.get().groups
 
     def interrupted(self) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""
@@ -389,7 +389,7 @@ class StageWorker:
 
         Called by the agent's thread.
         """
-        self.site.current.abort(generation, level=self.site.goes_on)
+        self.stepper.current.abort(generation, level=self.site.goes_on)
         if self.site.agent.breaks_off:
             self.site.network.abort_default()
 

@@ -405,7 +405,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if plugin:
         result["members"] = [str(worker) for worker in engine.session.worker.live()]
         result["borrowed"] = borrowed
-        program = engine.session.worker.site.current.last.program
+        program = engine.session.worker.stepper.current.last.program
         result["full"] = sorted(str(action) for action in program.full if action.kind == "FB")
         if tidy:
             torch.distributed.destroy_process_group()

@@ -15,7 +15,6 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.activity import Activity
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
-from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
 from megatron_recycle.runtime.phases import Phases
@@ -90,4 +89,4 @@ def site_of(stage: Any, *, me: Worker = FIRST, grid: Grid | None = None, agent: 
                             Grids(grid, config.block_size)),
         agent=agent, network=network, phases=Phases(standing, agent, activity or Activity(1.0), None),
         trainable=Trainable(stage, Neighbourhood({me.stage: None}, range(grid.stages), lambda module: None, False)),
-        meters=Meters(CPU), asked=None, current=Current())  # type: ignore[arg-type]
+        meters=Meters(CPU), asked=None)  # type: ignore[arg-type]

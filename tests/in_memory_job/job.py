@@ -438,7 +438,7 @@ class Job:
             result.state |= {f"average {name}": tensor.clone() for name, tensor in average.of.items()}
         result.counters = stage.counters()["own"]
         result.checkpoints = self.disk.named
-        result.memory = profile(made.site, made.plan, made.stepper.undo.nbytes)
+        result.memory = profile(made.site, made.stepper.current.last, made.stepper.undo.nbytes)
         made.finish()
 
     def _data(self) -> Data:

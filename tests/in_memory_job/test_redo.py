@@ -352,7 +352,7 @@ def test_work_is_kept_only_where_the_parameters_that_it_was_computed_with_stay(r
     def at(job: Job, moment: Moment) -> None:
         if (moment.worker[-1], moment.phase, moment.iteration) == ("2", "reduce", 1):
             worker = next(process for process in job.processes.values() if process.name == moment.worker).worker
-            worker.site.current.get().shared[-1].losses.wait()  # the others hear the loss from these
+            worker.stepper.current.get().shared[-1].losses.wait()  # the others hear the loss from these
         seen.append(moment)
 
     monkeypatch.setattr(Acknowledgements, "close", closes)
@@ -573,7 +573,7 @@ def test_a_stage_waits_for_the_gradient_of_one_that_shares_its_parameters(monkey
         fold(ties, layout, gradient, groups)
         process = job.processes[job.ranks[groups.me][0]]
         if ties and str(groups.me) == "1:2" and process.worker.standing.iteration == 1:
-            process.worker.site.current.get().shared[-1].losses.wait()  # the others hear the loss from this one
+            process.worker.stepper.current.get().shared[-1].losses.wait()  # the others hear the loss from this one
             held.set()
             job.wait_event("decided", generation=2)
 

@@ -28,6 +28,7 @@ from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.generation import Program, Scope
 from megatron_recycle.runtime.lent.terms import HOME
+from megatron_recycle.runtime.resumable_attempt import KeptAttempts
 from megatron_recycle.runtime.stage import Forward
 from tests.fakes.site import PlainStage, site_of
 
@@ -125,9 +126,8 @@ class Alone:
 
     def run(self, order: list[Action]) -> Attempt:
         self.standing.stand_at(0)
-        self.site.current.kept.clear()  # each attempt begins anew
         with patch.multiple(attempts, LossRelay=MagicMock(), Agreement=MagicMock()):
-            stepper: Any = SimpleNamespace(standing=self.standing, enter_action=lambda: None)
+            stepper: Any = SimpleNamespace(standing=self.standing, enter_action=lambda: None, kept=KeptAttempts())
             self.attempt = Attempt(self.site, stepper, self.generation)
         for action in order:
             self.attempt.do(action)
