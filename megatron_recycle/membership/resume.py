@@ -52,7 +52,7 @@ class Resume(Value, frozen=True):
     `State.checkpoints`), and of the shards their own by `shards`.
 
     Stages that are `closed` hold `next` already, and their scripts may have left it: they stay where they are, and only
-    send again the messages that others still have to read (`runtime.rejoining`).
+    send again the messages that others still have to read (`runtime.loop`).
 
     Where the optimizer's state is cut into shards, `slices` are (worker that lacks `target`, worker that holds it,
     shard; -1: the numbers that belong to the gradient), and `shards` are the old and the new holders.

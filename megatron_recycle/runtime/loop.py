@@ -13,16 +13,16 @@ from megatron_recycle.errors import FailureMet, GenerationOver, JobEnded, Lendin
 from megatron_recycle.membership import Standing
 from megatron_recycle.membership.worker_events import RolledBack
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Grid
+from megatron_recycle.plan import Grid, passes_on
 from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime import worker_extensions as extensions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY
 from megatron_recycle.runtime.attempt import Attempt, opened
 from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.lent.loans import acceptable
 from megatron_recycle.runtime.p2p_warmup import connect_partners
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.quiesce import drain
-from megatron_recycle.runtime.rejoining import rejoin
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.user_edits import UserEdits
@@ -143,12 +143,33 @@ class Loop:
         while True:
             try:
                 if self.stepper.rejoins:
-                    rejoin(self.site, self.stepper)
+                    self._rejoin()
                 return run()
             except WrongGuess as guess:
                 self._roll_back(guess.drains)
             except GenerationOver as error:
                 self._leave_generation(error)
+
+    def _rejoin(self) -> None:
+        """Take part in the rest of an iteration for which this worker's stage is closed: a failure has lost some of it
+        elsewhere. The script may have left the iteration, so no action is run here again, and the step stays. The
+        others read messages that this worker has kept; then all commit. Raises GenerationOver."""
+        site, stepper, standing, generation = self.site, self.stepper, self.standing, self.stepper.current.get()
+        standing.rejoin()
+        iteration = standing.iteration
+        program, kept = generation.program_of(iteration), stepper.kept[iteration]
+        if iteration + 1 not in stepper.kept:  # the next iteration may have been under way, and begins anew
+            site.meters.memory.give_up()
+        shared = opened(site, generation, iteration, standing.attempt)
+        for action in program.actions:
+            sent = passes_on(program.plan, site.place.me, action)
+            if sent is not None:
+                generation.transport.send(sent[1], kept.log[action].back())
+        shared.agreement.check(iteration)
+        shared.losses.wait()
+        offer = acceptable(standing.promises.new(site.agent.offer), site.trainable.neighbours, site.agent,
+                           site.place.me)
+        stepper.commit_again(generation.groups, standing.promises.promise(iteration, offer), program.number)
 
     def _leave_generation(self, error: GenerationOver) -> None:
         """Handle a transfer that was given up: for a failure, or for a wrong guess that another worker knows of."""

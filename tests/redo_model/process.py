@@ -1,5 +1,5 @@
 """One process on paper: its script, its attempts, its steps and its recoveries, as `megatron_recycle.runtime` has them
-(`loop`, `attempt`, `stepper`, `rejoining`, `recovery`), with the real `Standing` and plain values.
+(`loop`, `attempt`, `stepper`, `recovery`), with the real `Standing` and plain values.
 
 A process is a generator. It yields where others may come between: a label, and what it waits for. There it may die;
 where it waits it may also hear of the end of its generation (`Over`).
