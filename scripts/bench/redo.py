@@ -86,6 +86,7 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
     logged = resident = 0
     planned: list[float] = []  # what each plan says of an iteration
     figure = "makespan" if keep == "none" else "period"  # it waits for each commit
+    whole: list[int] = []  # iterations of all workers
     whole_since = 0  # the iteration from which on all workers are there
     with Job(f"bench/{BACKENDS['deepspeed']}", [str(each) for each in arguments], folder / "run",
              shape.pipelines * shape.stages, settings, 120 + 3 * iterations * args.seconds) as job:
@@ -93,6 +94,8 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
             kind = event["event"]
             if kind == "committed":
                 committed[event["iteration"]] = event["t"]
+                if whole_since is not None and event["iteration"] > whole_since:
+                    whole.append(event["iteration"])
                 if whole_since is not None and event["iteration"] >= whole_since + QUIET:
                     if len(kills) == args.kills:
                         resident = max(map(peak, job.pids.values()))
@@ -113,10 +116,7 @@ def run(name: str, keep: str, shape: Shape, args: argparse.Namespace) -> Side:
                 redone.append(event["redone"])
             elif kind == "resumed" and len(recoveries) < len(kills):
                 recoveries.append(event)
-    hit = {iteration for iteration, *_ in kills}
-    apart = [committed[k] - committed[k - 1] for k in committed if k - 1 in committed and k > 1 and not any(
-        abs(k - one) < QUIET for one in hit)]
-    period = statistics.median(apart)
+    period = statistics.median(committed[k] - committed[k - 1] for k in whole if k > 1)
     hits = []
     for (k, victim, moment), event, lost, plan in zip(kills, recoveries, redone, planned[1::2]):
         took = (committed[k + 1] - committed[k - 1] - event["ms"] / 1000) / period

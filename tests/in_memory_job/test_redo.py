@@ -14,7 +14,6 @@ import torch
 
 from megatron_recycle.control import Go, planning
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Costs, Grid, Message, Problem, Worker, passes_on, results_in
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime import loop, recovery
@@ -271,9 +270,9 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
         assert iteration not in generation.rests
         return drain(generation, iteration)
 
-    def renews(site: Site, standing: Standing, generation: Generation) -> Generation:
-        renewed.append(generation.epoch.generation)
-        return renew(site, standing, generation)
+    def renews(site: Site, stepper: Stepper) -> Generation:
+        renewed.append(stepper.standing.epoch.generation)
+        return renew(site, stepper)
 
     monkeypatch.setattr(loop, "drain", drains)
     monkeypatch.setattr(recovery, "renew", renews)
@@ -440,7 +439,7 @@ def test_another_failure_while_a_closed_stage_is_to_begin_its_iteration_anew(und
         asked.append(1)
         return None if len(asked) == 1 else plan_rest(self, *order)
 
-    def reconciles(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
+    def reconciles(site: Site, stepper: Stepper, generation: Generation, go: Go) -> Generation:
         if go.generation == 2 and site.place.name == "2:0":
             first = job.processes[job.ranks[Worker(0, 1)][0]].worker.standing
             job.wait_for(lambda: first.stepped == 0 or not undone, "0:1")
@@ -449,7 +448,7 @@ def test_another_failure_while_a_closed_stage_is_to_begin_its_iteration_anew(und
         if go.generation == 2 and not (site.place.name == "0:1" and undone):
             job.wait_for(lambda: site.interrupted(stepper.standing), "the next generation")
             raise GenerationOver("2:0 is gone")
-        follow(site, stepper, generation, go)
+        return follow(site, stepper, generation, go)
 
     monkeypatch.setattr(planning.Planning, "redo", plans)
     monkeypatch.setattr(recovery, "reconcile", reconciles)
