@@ -204,7 +204,7 @@ def test_a_process_whose_abort_hangs_ends_itself_and_one_that_only_tears_down_do
     hanging, said = Hanging(), SimpleQueue[str]()
     Ending(Threads(), said.put).abort([Comm(Liar(), hanging, CONTROL)])
     text = said.get(timeout=60)
-    assert "has not aborted a communicator within" in text and "--max-restarts" in text
+    assert "has not aborted a communicator within" in text and "--worker-restarts" in text
     for end, library in (("retire", hanging), ("abort", Lying())):
         threads = Threads()
         getattr(Ending(threads, said.put), end)([Comm(Liar(), library, CONTROL)])

@@ -19,7 +19,7 @@ from megatron_recycle.runtime.comm.threads import Task, Threads
 _LONGEST_ABORT = 10.0
 """Seconds for the abort of a library that may hang in it."""
 STUCK = (f"the communication library has not aborted a communicator within {_LONGEST_ABORT:.0f} s, and may never do: "
-         "this process ends; `recycle run --max-restarts` starts it again")
+         "this process ends; `recycle run --worker-restarts` starts it again")
 _LONGEST_LEAVE = 2.0
 """Seconds within which a thread that waits in a communicator has left it, if it is not stuck somewhere else."""
 _STATUS = 1
