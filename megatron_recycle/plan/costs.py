@@ -6,21 +6,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 from .errors import PlanError
 from .grid import Worker
+from .value import Count, read
 
 NOTABLE = 0.25
 """Share by which a worker differs from its peers' median when it counts as slow (or fast)."""
-
-_LISTS = ("forward", "backward_input", "backward_weight", "step")
-
-
-def _integer(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise PlanError(f"costs: {what} must be a non-negative integer, not {value!r}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -35,39 +29,30 @@ class Costs:
     actions: then it sends the sums of their gradients.
     """
 
-    forward: tuple[int, ...]
-    backward_input: tuple[int, ...]
-    backward_weight: tuple[int, ...]
-    hop: int = 0
-    step: tuple[int, ...] = ()
+    forward: tuple[Count, ...]
+    backward_input: tuple[Count, ...]
+    backward_weight: tuple[Count, ...]
+    hop: Count = 0
+    step: tuple[Count, ...] = ()
     speed: Mapping[Worker, float] = field(default_factory=dict)
-    layer: tuple[tuple[int, int, int], ...] = ()
-    lent: tuple[int, int] = (0, 0)
+    layer: tuple[tuple[Count, Count, Count], ...] = ()
+    lent: tuple[Count, Count] = (0, 0)
 
     def __post_init__(self) -> None:
+        chunks = len(self.forward)
         if not self.step:
-            object.__setattr__(self, "step", (0,) * len(self.forward))
-        for name in _LISTS:
-            values = getattr(self, name)
-            if len(values) > len(self.forward) or (len(values) < len(self.forward) and name != "step"):
-                raise PlanError(f"costs: {name} lists {len(values)} stages, forward {len(self.forward)}")
-            for stage, value in enumerate(values):
-                _integer(value, f"{name} of stage {stage}")
-        _integer(self.hop, "hop")
-        if len(self.layer) not in (0, len(self.forward)) or any(len(triple) != 3 for triple in self.layer):
-            raise PlanError(f"costs: layer must list (F, B, W) for each of {len(self.forward)} chunks, or nothing")
-        for chunk, triple in enumerate(self.layer):
-            for value in triple:
-                _integer(value, f"layer of chunk {chunk}")
-        if len(self.lent) != 2:
-            raise PlanError("costs: lent must be two integers: parameters, gradients")
-        for value in self.lent:
-            _integer(value, "lent")
+            object.__setattr__(self, "step", (0,) * chunks)
         if not self.layer:
             object.__setattr__(self, "lent", (0, 0))
+        for name in ("backward_input", "backward_weight", "step", "layer"):
+            count = len(getattr(self, name))
+            if count != chunks and not (name == "step" and count < chunks) and not (name == "layer" and not count):
+                raise PlanError(f"costs: {name} lists {count} entries, forward {chunks}")
+        durations = (*self.forward, *self.backward_input, *self.backward_weight, self.hop, *self.step, *self.lent,
+                     *chain.from_iterable(self.layer))
+        if min(durations, default=0) < 0:
+            raise PlanError(f"costs: no duration may be negative, {min(durations)} is")
         for worker, factor in self.speed.items():
-            if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-                raise PlanError(f"costs: speed of worker {worker} must be a number, not {factor!r}")
             if not (factor > 0 and math.isfinite(factor)):
                 raise PlanError(f"costs: speed of worker {worker} must be positive, not {factor!r}")
 
@@ -145,19 +130,6 @@ class Costs:
     @classmethod
     def from_json(cls, value: Any) -> Costs:
         """Read the ``costs`` object of a plan file. Raises PlanError."""
-        if not isinstance(value, dict):
-            raise PlanError("costs: an object is needed")
-        lists = {}
-        for name in _LISTS:
-            entry = value.get(name)
-            if not isinstance(entry, list):
-                raise PlanError(f"costs: {name} must be a list with one integer per stage")
-            lists[name] = tuple(entry)
-        speed = value.get("speed", {})
-        if not isinstance(speed, dict):
-            raise PlanError("costs: speed must map workers to numbers")
-        layer, lent = value.get("layer", []), value.get("lent", [0, 0])
-        if not isinstance(layer, list) or not all(isinstance(each, list) for each in (*layer, lent)):
-            raise PlanError("costs: layer must be a list of [F, B, W], and lent a list of two integers")
-        return cls(hop=value.get("hop", 0), speed={Worker.parse(w): f for w, f in speed.items()},
-                   layer=tuple(map(tuple, layer)), lent=tuple(lent), **lists)
+        given = read(dict[str, Any], value, "costs")
+        speed = read(dict[str, int | float], given.pop("speed", {}), "costs: speed")
+        return replace(read(cls, given, "costs"), speed={Worker.parse(name): factor for name, factor in speed.items()})

@@ -41,13 +41,13 @@ class Grid:
     microbatches: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.stages, int) or isinstance(self.stages, bool) or self.stages < 1:
-            raise PlanError(f"grid: stages must be a positive integer, not {self.stages!r}")
+        if self.stages < 1:
+            raise PlanError(f"grid: stages must be positive, not {self.stages}")
         if not self.microbatches:
             raise PlanError("grid: at least one pipeline is needed")
         for pipeline, count in enumerate(self.microbatches):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise PlanError(f"grid: pipeline {pipeline} has {count!r} micro-batches")
+            if count < 0:
+                raise PlanError(f"grid: pipeline {pipeline} has {count} micro-batches")
         if not any(self.microbatches):
             raise PlanError("grid: no pipeline has a micro-batch")
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from .action import PASSES_ON, Action
 from .errors import PlanError
 from .grid import Microbatch, Worker
 from .plan_file import PlanFile
 from .problem import Crossing, Problem
+from .value import read
 
 FORMAT, VERSION = "recycle-plan", 4
 SOURCES = ("1f1b", "greedy", "portfolio", "cpsat", "drop")
@@ -27,6 +29,8 @@ _DIGESTED_1 = (*(name for name in _DIGESTED if name != "full_backward"), "stage_
 _DIGESTED_MORE = {"placement": 3, "lending": 3, "crossings": 3, "done": 4}
 """Parts that are digested where a plan has them, with the version that brought them. A plan without them keeps its
 version 2 digest."""
+_SINCE = {"full_backward": 2, **_DIGESTED_MORE}
+"""Parts that files of earlier versions cannot have."""
 _MICROBATCH = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\Z")
 
 
@@ -45,7 +49,7 @@ class Plan:
     problem: Problem
     workers: Mapping[Worker, tuple[Action, ...]]
     period: float
-    makespan: int
+    makespan: float
     lower_bound: float
     source: str
     stats: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -169,50 +173,7 @@ class Plan:
     @classmethod
     def from_json(cls, value: Any) -> Plan:
         """Read a plan file's JSON, of any version. Raises PlanError when malformed; legality is checked by validate."""
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise PlanError(f"plan file: format must be {FORMAT!r}")
-        version = value.get("version")
-        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
-            raise PlanError(f"plan file: version {version!r} is none of 1 to {VERSION}")
-        if version == 1:
-            value = {**value, "full_backward": []}
-        value = {name: entry for name, entry in value.items() if version >= _DIGESTED_MORE.get(name, 1)}
-        problem = Problem.from_json(value)
-        listed = value.get("workers")
-        if not isinstance(listed, dict):
-            raise PlanError("plan file: workers must map each live worker to its actions")
-        parsed: dict[str, Action] = {}
-        workers = {}
-        for name, actions in listed.items():
-            if not isinstance(actions, list) or not all(isinstance(a, str) for a in actions):
-                raise PlanError(f"plan file: the actions of worker {name} must be a list of strings")
-            worker = Worker.parse(name)
-            workers[worker] = tuple(parsed.get(a) or parsed.setdefault(a, Action.parse(a)) for a in actions)
-            held = len(problem.chunks_of[worker.stage]) if worker in problem.grid else 1
-            if beyond := next((a for a in workers[worker] if a.chunk >= held), None):
-                raise PlanError(f"plan file: {beyond} of worker {name}, whose stage has {held}"
-                                f" chunk{'s' if held > 1 else ''}")
-        numbers: dict[str, Any] = {}
-        for name in ("period", "makespan", "lower_bound"):
-            number = value.get(name)
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-                raise PlanError(f"plan file: {name} must be a non-negative number, not {number!r}")
-            numbers[name] = number
-        source = value.get("source")
-        if source not in SOURCES:
-            raise PlanError(f"plan file: source {source!r} is none of {', '.join(SOURCES)}")
-        stats = value.get("stats", {})
-        if not isinstance(stats, dict):
-            raise PlanError("plan file: stats must be an object")
-        stated = value.get("digest", "")
-        if not isinstance(stated, str):
-            raise PlanError("plan file: digest must be a string")
-        plan = cls(problem=problem, workers=workers, source=source, stats=stats, stated=stated,
-                   crossings=_crossings(value.get("crossings", {}), problem),
-                   done=_done(value.get("done", {})), **numbers)
-        if version == 1 and stated == _digest_of(plan._content_1(), _DIGESTED_1):
-            return replace(plan, stated=plan.digest)
-        return plan
+        return cls.from_file(read(PlanFile, value, "plan file"))
 
     def to_file(self) -> PlanFile:
         """The plan in its wire form."""
@@ -221,7 +182,29 @@ class Plan:
     @classmethod
     def from_file(cls, file: PlanFile) -> Plan:
         """Read the wire form. Raises PlanError as `from_json` does."""
-        return cls.from_json(file.to_json())
+        if file.format != FORMAT or not 1 <= file.version <= VERSION:
+            raise PlanError(f"plan file: format and version must be {FORMAT!r} and 1 to {VERSION}, not {file.format!r}"
+                            f" and {file.version}")
+        if file.source not in SOURCES:
+            raise PlanError(f"plan file: source {file.source!r} is none of {', '.join(SOURCES)}")
+        unknown = {name for name, since in _SINCE.items() if file.version < since}
+        file = msgspec.structs.replace(file, **{name: getattr(PlanFile(), name) for name in unknown})
+        problem = Problem.from_file(file)
+        if file.workers is None or file.period is None or file.makespan is None or file.lower_bound is None:
+            raise PlanError("plan file: workers, period, makespan or lower_bound is missing")
+        parse = cache(Action.parse)
+        workers = {Worker.parse(name): tuple(map(parse, actions)) for name, actions in file.workers.items()}
+        for worker, actions in workers.items():
+            held = len(problem.chunks_of[worker.stage]) if worker in problem.grid else 1
+            if beyond := next((action for action in actions if action.chunk >= held), None):
+                raise PlanError(f"plan file: {beyond} of worker {worker}, whose stage has {held}"
+                                f" chunk{'s' if held > 1 else ''}")
+        plan = cls(problem, workers, file.period, file.makespan, file.lower_bound, file.source, file.stats,
+                   file.digest, _crossings(file.crossings, problem),
+                   {Worker.parse(name): count for name, count in file.done.items()})
+        if file.version == 1 and file.digest == _digest_of(plan._content_1(), _DIGESTED_1):
+            return replace(plan, stated=plan.digest)
+        return plan
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -241,27 +224,17 @@ class Plan:
         os.replace(aside, target)
 
 
-def _crossings(listed: Any, problem: Problem) -> dict[Microbatch, Crossing]:
-    if not isinstance(listed, dict):
-        raise PlanError("plan file: crossings must map micro-batches to lists of integers")
+def _crossings(listed: Mapping[str, Crossing], problem: Problem) -> dict[Microbatch, Crossing]:
     found: dict[Microbatch, Crossing] = {}
     for name, crossing in listed.items():
         match = _MICROBATCH.match(name)
         if match is None:
             raise PlanError(f"plan file: crossings: {name!r} is not of the form PIPELINE.MICROBATCH, for example 1.4")
-        if (not isinstance(crossing, list) or len(crossing) != problem.chunks - 1
-                or not all(isinstance(by, int) and not isinstance(by, bool) for by in crossing)):
+        if len(crossing) != problem.chunks - 1:
             raise PlanError(f"plan file: crossings of {name} must be a list of {problem.chunks - 1} integers, one per"
                             " boundary between chunks")
-        found[int(match[1]), int(match[2])] = tuple(crossing)
+        found[int(match[1]), int(match[2])] = crossing
     return found
-
-
-def _done(listed: Any) -> dict[Worker, int]:
-    if not isinstance(listed, dict) or not all(isinstance(count, int) and not isinstance(count, bool)
-                                               for count in listed.values()):
-        raise PlanError("plan file: done must map workers to how many of their actions were done before")
-    return {Worker.parse(name): count for name, count in listed.items()}
 
 
 def _digest_of(content: Mapping[str, Any], names: Sequence[str]) -> str:

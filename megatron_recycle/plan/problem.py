@@ -10,19 +10,13 @@ from typing import Any
 from .costs import Costs
 from .errors import PlanError
 from .grid import Grid, Worker
+from .plan_file import PlanFile
 
-OBJECTIVES = ("period", "makespan")
 Crossing = tuple[int, ...]
 """For each boundary between chunks, how many layers later (negative: earlier) than at home a micro-batch crosses it; ()
 where it crosses all at home."""
 AHEAD = 2
 """Receives that a worker keeps posted for its next activations, and as many for gradients."""
-
-
-def _count(value: Any, what: str, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{what} must be an integer of at least {least}, not {value!r}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -62,20 +56,15 @@ class Problem:
     layer_parameters: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        stages = self.grid.stages
         object.__setattr__(self, "failed", tuple(sorted(set(self.failed))))
         object.__setattr__(self, "full_backward", tuple(sorted(set(self.full_backward))))
         self._placed()
-        chunks, of = self.chunks, "chunks" if self.placement else "stages"
+        stages, of = self.grid.stages, "chunk" if self.placement else "stage"
+        chunks = range(self.chunks)
         for name, usual in (("before_b", 1), ("after_b", 1), ("message", 0)):
-            if not getattr(self, name):
-                object.__setattr__(self, name, (usual,) * chunks)
-            if len(getattr(self, name)) != chunks:
-                raise PlanError(f"held: {name} lists {len(getattr(self, name))} {of}, not {chunks}")
-            for value in getattr(self, name):
-                _count(value, f"held: {name}")
-        if self.costs.stages != chunks:
-            raise PlanError(f"costs: {self.costs.stages} {of} are given, the grid has {chunks}")
+            self._listed(name, usual, "held: ")
+        if self.costs.stages != self.chunks:
+            raise PlanError(f"costs: {self.costs.stages} {of}s are given, the grid has {self.chunks}")
         if len(self.costs.step) != stages:
             if any(self.costs.step):
                 raise PlanError(f"costs: step lists {len(self.costs.step)} stages, the grid has {stages}")
@@ -86,46 +75,42 @@ class Problem:
                     raise PlanError(f"{what}: worker {worker} is outside the grid of"
                                     f" {self.grid.pipelines} pipelines and {stages} stages")
         for worker, cap in self.cap.items():
-            _count(cap, f"cap: worker {worker}'s cap", least=1)
-        _count(self.block, "block")
-        if self.objective not in OBJECTIVES:
-            raise PlanError(f"objective {self.objective!r} is neither period nor makespan")
-        for chunk in self.full_backward:
-            if _count(chunk, f"full_backward: a {of[:-1]}") >= chunks:
-                raise PlanError(f"full_backward: {of[:-1]} {chunk} is outside the grid of {chunks} {of}")
-        seen: set[int] = set()
-        for group in self.tied:
-            for chunk in group:
-                if _count(chunk, f"tied: a {of[:-1]}") >= chunks or chunk in seen:
-                    raise PlanError(f"tied: {of[:-1]} {chunk} is outside the grid or tied twice")
-                seen.add(chunk)
+            if cap < 1:
+                raise PlanError(f"cap: worker {worker} may hold {cap} units, one is the least")
+        if self.block < 0:
+            raise PlanError(f"block: {self.block} micro-batches are no block")
+        if outside := [chunk for chunk in self.full_backward if chunk not in chunks]:
+            raise PlanError(f"full_backward: {of} {outside[0]} is outside the grid of {self.chunks} {of}s")
+        tied = [chunk for group in self.tied for chunk in group]
+        for chunk in tied:
+            if chunk not in chunks or tied.count(chunk) > 1:
+                raise PlanError(f"tied: {of} {chunk} is outside the grid or tied twice")
         self._lendable()
+
+    def _listed(self, name: str, usual: Any, of: str = "") -> None:
+        """Give a list by chunk, or by boundary, its default, and check its length."""
+        length = self.chunks - (name == "lend")
+        if not getattr(self, name):
+            object.__setattr__(self, name, (usual,) * length)
+        if len(getattr(self, name)) != length:
+            raise PlanError(f"{of}{name} lists {len(getattr(self, name))} entries, not {length}")
 
     def _placed(self) -> None:
         """Check the placement, and normalise the usual one (one chunk per stage) to ()."""
-        stages = self.grid.stages
+        stages = range(self.grid.stages)
         for chunk, stage in enumerate(self.placement):
-            if _count(stage, f"placement: chunk {chunk}'s stage") >= stages:
-                raise PlanError(f"placement: chunk {chunk} is on stage {stage}, the grid has {stages} stages")
-        if self.placement and set(self.placement) != set(range(stages)):
-            raise PlanError(f"placement: stage {min(set(range(stages)) - set(self.placement))} has no chunk")
-        if self.placement == tuple(range(stages)):
+            if stage not in stages:
+                raise PlanError(f"placement: chunk {chunk} is on stage {stage}, the grid has {len(stages)} stages")
+        if self.placement and set(self.placement) != set(stages):
+            raise PlanError(f"placement: stage {min(set(stages) - set(self.placement))} has no chunk")
+        if self.placement == tuple(stages):
             object.__setattr__(self, "placement", ())
 
     def _lendable(self) -> None:
         """Check the fields about lent layers, and normalise all of them to () where nothing may be lent."""
-        chunks = self.chunks
-        for name, usual, length in (("layers", 0, chunks), ("lend", (0, 0), chunks - 1), ("layer_held", (0, 0), chunks),
-                                    ("layer_parameters", 0, chunks)):
-            if not getattr(self, name):
-                object.__setattr__(self, name, (usual,) * length)
-            if len(getattr(self, name)) != length:
-                raise PlanError(f"{name} lists {len(getattr(self, name))} entries, not {length}")
-            for entry in getattr(self, name):
-                if isinstance(usual, tuple) and (not isinstance(entry, tuple) or len(entry) != 2):
-                    raise PlanError(f"{name}: each entry must be two integers, not {entry!r}")
-                for value in entry if isinstance(entry, tuple) else (entry,):
-                    _count(value, name)
+        lists = {"layers": 0, "lend": (0, 0), "layer_held": (0, 0), "layer_parameters": 0}
+        for name, usual in lists.items():
+            self._listed(name, usual)
         for boundary, (earlier, later) in enumerate(self.lend):
             if earlier > self.layers[boundary] or later > self.layers[boundary + 1]:
                 raise PlanError(f"lend: boundary {boundary} cannot move by {max(earlier, later)} layers, chunks"
@@ -134,12 +119,11 @@ class Problem:
             if (earlier or later) and self.stage_of(boundary) == self.stage_of(boundary + 1):
                 raise PlanError(f"lend: chunks {boundary} and {boundary + 1} are both on stage"
                                 f" {self.stage_of(boundary)}, whose workers hold both: nothing is lent there")
-        if any(map(any, self.lend)):
-            if not self.costs.layer:
-                raise PlanError("lend: the costs of one layer are needed (costs: layer)")
-        else:
-            for name in ("layers", "lend", "layer_held", "layer_parameters"):
+        if not any(map(any, self.lend)):
+            for name in lists:
                 object.__setattr__(self, name, ())
+        elif not self.costs.layer:
+            raise PlanError("lend: the costs of one layer are needed (costs: layer)")
 
     @property
     def chunks(self) -> int:
@@ -277,56 +261,18 @@ class Problem:
         return value
 
     @classmethod
-    def from_json(cls, value: Any) -> Problem:
-        """Read to_json's output, or a whole plan file of any version (other fields are ignored). Raises PlanError."""
-        if not isinstance(value, dict):
-            raise PlanError("an object is needed at the top of a plan file")
-        grid = _member(value, "grid", dict)
-        held = _member(value, "held", dict, {})
-        split = _member(value, "split_backward", bool, True)
-        lending = _member(value, "lending", dict, {})
-        if moved := _member(value, "stage_of", dict, {}):
-            raise PlanError(f"stage_of: worker {min(moved)} is moved to another stage, which no job has ever done; name"
-                            " the position that its process takes instead, and its own among the failed")
+    def from_file(cls, file: PlanFile) -> Problem:
+        """The problem of a plan file of any version. Raises PlanError."""
+        if file.grid is None or file.costs is None:
+            raise PlanError(f"plan file: {'grid' if file.grid is None else 'costs'} is missing")
+        if file.stage_of:
+            raise PlanError(f"stage_of: worker {min(file.stage_of)} is moved to another stage, which no job has ever"
+                            " done; name the position that its process takes instead, and its own among the failed")
+        held, lending = file.held, file.lending
         return cls(
-            grid=Grid(grid.get("stages", 0), tuple(_member(grid, "microbatches", list))),
-            costs=Costs.from_json(_member(value, "costs", dict)),
-            failed=tuple(Worker.parse(w) for w in _member(value, "failed", list, [])),
-            cap={Worker.parse(w): c for w, c in _member(value, "cap", dict, {}).items()},
-            before_b=tuple(_member(held, "before_b", list, [])),
-            after_b=tuple(_member(held, "after_b", list, [])),
-            message=tuple(_member(held, "message", list, [])),
-            block=value.get("block", 0),
-            tied=_tied(_member(value, "tied", list, [])),
-            split_backward=split,
-            full_backward=tuple(_member(value, "full_backward", list, [])),
-            objective=value.get("objective", "period"),
-            placement=tuple(_member(value, "placement", list, [])),
-            layers=tuple(_member(lending, "layers", list, [])),
-            lend=_twos(_member(lending, "lend", list, []), "lend"),
-            layer_held=_twos(_member(lending, "held", list, []), "held"),
-            layer_parameters=tuple(_member(lending, "parameters", list, [])))
-
-
-def _twos(entries: list[Any], what: str) -> tuple[tuple[int, int], ...]:
-    if not all(isinstance(entry, list) and len(entry) == 2 for entry in entries):
-        raise PlanError(f"lending: {what} must be a list of two integers each")
-    return tuple((entry[0], entry[1]) for entry in entries)
-
-
-def _tied(groups: list[Any]) -> tuple[tuple[int, ...], ...]:
-    if not all(isinstance(group, list) for group in groups):
-        raise PlanError("plan file: tied must be a list of lists of stages")
-    return tuple(map(tuple, groups))
-
-
-_NEEDED: Any = object()
-
-
-def _member(value: Mapping[str, Any], name: str, kind: type, default: Any = _NEEDED) -> Any:
-    entry = value.get(name, default)
-    if entry is _NEEDED:
-        raise PlanError(f"plan file: {name} is missing")
-    if not isinstance(entry, kind):
-        raise PlanError(f"plan file: {name} must be {kind.__name__}, not {type(entry).__name__}")
-    return entry
+            grid=file.grid, costs=Costs.from_json(file.costs), failed=tuple(map(Worker.parse, file.failed)),
+            cap={Worker.parse(name): cap for name, cap in file.cap.items()}, before_b=held.before_b,
+            after_b=held.after_b, message=held.message, block=file.block, tied=file.tied,
+            split_backward=file.split_backward, full_backward=file.full_backward, objective=file.objective,
+            placement=file.placement, layers=lending.layers, lend=lending.lend, layer_held=lending.held,
+            layer_parameters=lending.parameters)

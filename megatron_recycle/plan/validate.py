@@ -24,8 +24,8 @@ def violations(plan: Plan) -> list[str]:
 
     Also checks the figures that the file states: period, makespan, bound and digest.
     """
-    # Actions of unknown chunks and workers cannot be checked, nor the memory of messages that nobody sends.
-    for rules in ((_chunks,), (_membership,), (_once, _full, _steps, _local_order, _crossings, _blocks), (_memory,)):
+    # Actions of unknown workers cannot be checked, nor the memory of messages that nobody sends.
+    for rules in ((_membership,), (_once, _full, _steps, _local_order, _crossings, _blocks), (_memory,)):
         if found := [text for rule in rules for text in _shown([*rule(plan)])]:
             return found
     try:
@@ -58,24 +58,6 @@ def check(plan: Plan) -> Plan:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise PlanError(f"illegal plan: {found[0]}{more}")
     return plan
-
-
-def _chunks(plan: Plan) -> Iterator[str]:
-    problem, boundaries = plan.problem, plan.problem.chunks - 1
-    for worker, actions in sorted(plan.workers.items()):
-        held = len(problem.chunks_of[worker.stage]) if worker in problem.grid else 1
-        for action in actions:
-            if not 0 <= action.chunk < held:
-                yield f"chunk: {action} of worker {worker}, whose stage has {held} chunk{'s' if held > 1 else ''}"
-                break
-    for (d, m), crossing in plan.crossings.items():
-        if not (0 <= d < problem.grid.pipelines and 0 <= m < problem.grid.microbatches[d]):
-            yield f"crossing: micro-batch {m} of pipeline {d} is outside the grid"
-        elif len(crossing) != boundaries:
-            yield (f"crossing: micro-batch {m} of pipeline {d} lists {len(crossing)} boundaries, there are {boundaries}"
-                   " between chunks")
-        elif not problem.lends:
-            yield f"crossing: micro-batch {m} of pipeline {d} crosses a boundary elsewhere, but nothing may be lent"
 
 
 def _membership(plan: Plan) -> Iterator[str]:
@@ -130,8 +112,18 @@ def _at(problem: Problem, chunk: int) -> str:
 def _crossings(plan: Plan) -> Iterator[str]:
     """Rules of crossings: within the lending limits, one layer at least left to each chunk, and the same for all
     micro-batches of a block."""
-    problem = plan.problem
+    problem, grid = plan.problem, plan.problem.grid
     for (d, m), crossing in plan.crossings.items():
+        if not (0 <= d < grid.pipelines and 0 <= m < grid.microbatches[d]):
+            yield f"crossing: micro-batch {m} of pipeline {d} is outside the grid"
+            continue
+        if not problem.lends:
+            yield f"crossing: micro-batch {m} of pipeline {d} crosses a boundary elsewhere, but nothing may be lent"
+            continue
+        if len(crossing) != len(problem.lend):
+            yield (f"crossing: micro-batch {m} of pipeline {d} lists {len(crossing)} boundaries, there are"
+                   f" {len(problem.lend)} between chunks")
+            continue
         for boundary, by in enumerate(crossing):
             earlier, later = problem.lend[boundary]
             if not -earlier <= by <= later:
@@ -152,7 +144,7 @@ def _crossings(plan: Plan) -> Iterator[str]:
         size = problem.block
         for d, m in plan.crossings:
             if m % size == 0:
-                for other in range(m + 1, min(m + size, problem.grid.microbatches[d])):
+                for other in range(m + 1, min(m + size, grid.microbatches[d])):
                     if not plan.crossing(d, other):
                         yield (f"block: block {m // size} of pipeline {d} crosses in several places: micro-batch {m} at"
                                f" {list(plan.crossing(d, m))}, {other} at home")

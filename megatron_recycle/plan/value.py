@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from .errors import PlanError
+
+Kind = TypeVar("Kind")
 Read = TypeVar("Read", bound="Value")
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _learnt: set[Any] = set()
 _learning = threading.Lock()
@@ -37,6 +41,15 @@ def read_as(kind: Any, data: Any, strict: bool = True) -> Any:
     if kind not in _learnt:
         _learn(kind)
     return msgspec.convert(data, kind, strict=strict, str_keys=True)
+
+
+def read(kind: type[Kind], value: Any, what: str) -> Kind:
+    """Part of a plan file as a value. Raises PlanError, which names ``what`` and the wrong field in it."""
+    try:
+        found: Kind = read_as(kind, value)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{what}: {error}") from None
+    return found
 
 
 def _learn(kind: Any) -> None:

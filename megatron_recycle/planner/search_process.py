@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..plan import Problem, lower_bound
+from ..plan.plan_file import PlanFile
 from . import cpsat, lent_schedules
-from .crossing_flow import Crossings
 from .instance import Instance, Schedule, build
 from .portfolio import Found, goal, search
 from .timing import timed
@@ -46,53 +46,44 @@ def run(request: dict[str, Any], actions: int, budget_s: float,
     Returns within ``budget_s`` seconds, even if that process hangs; ``killed`` in the statistics: it had to be killed.
     ``cancelled`` is polled about ten times a second.
     """
-    begin = time.monotonic()
     limit = max(0.1, budget_s - RESERVE - RESERVE_PER_ACTION * actions)
+    end = time.monotonic() + limit
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
-    # A file in memory: writing to a pipe would block on a child that does not read.
-    with os.fdopen(os.memfd_create("recycle-search"), "w+b") as request_file:
-        request_file.write(json.dumps({**request, "wall": max(0.05, limit - 0.1)}).encode() + b"\n")
-        request_file.seek(0)
-        child = subprocess.Popen([sys.executable, *COMMAND], stdin=request_file, stdout=subprocess.PIPE,
-                                 stderr=subprocess.DEVNULL, start_new_session=True,
-                                 env={**os.environ, "PYTHONPATH": path})
-    stats: dict[str, Any] = {"killed": False}
+    with _file_in_memory() as asked, _file_in_memory() as answered:
+        asked.write(json.dumps({**request, "wall": max(0.05, limit - 0.1)}).encode() + b"\n")
+        asked.seek(0)
+        child = subprocess.Popen([sys.executable, *COMMAND], stdin=asked, stdout=answered, stderr=subprocess.DEVNULL,
+                                 start_new_session=True, env={**os.environ, "PYTHONPATH": path})
+        try:
+            while (left := end - time.monotonic()) > 0 and not cancelled():
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(min(left, 0.1))
+                    break
+        finally:
+            child.kill()
+            child.wait()
+        answered.seek(0)
+        return _outcome(answered.read())
+
+
+def _file_in_memory() -> BinaryIO:
+    """A file that takes all that is written: a pipe would block its writer while the other end does not read."""
+    return os.fdopen(os.memfd_create("recycle-search"), "w+b")
+
+
+def _outcome(answer: bytes) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The last schedule among the whole lines of an answer, and the statistics behind it."""
     best: dict[str, Any] | None = None
-    try:
-        for message in _lines(child, begin + limit, cancelled):
-            if message.get("done"):
-                stats.update({key: entry for key, entry in message.items() if key != "done"})
-                return best, stats
-            best = message
-        stats["killed"] = stats["cut"] = True
-        return best, stats
-    finally:
-        child.kill()
-        child.wait()
-        if child.stdout is not None:
-            child.stdout.close()
-
-
-def _lines(child: subprocess.Popen[bytes], end: float, cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
-    """Messages of the child until it ends, the time is over, or the search is cancelled."""
-    assert child.stdout is not None
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while (left := end - time.monotonic()) > 0 and not cancelled():
-            if not selector.select(min(left, 0.1)):
-                continue
-            chunk = os.read(child.stdout.fileno(), 1 << 20)
-            if not chunk:
-                return
-            *whole, rest = (rest + chunk).split(b"\n")
-            for line in whole:
-                try:
-                    message = json.loads(line)
-                except json.JSONDecodeError:
-                    return
-                yield message
+    for line in answer.split(b"\n")[:-1]:
+        try:
+            message = json.loads(line)
+        except json.JSONDecodeError:
+            break
+        if message.pop("done", False):
+            return best, {"killed": False, **message}
+        best = message
+    return best, {"killed": True, "cut": True}
 
 
 def serve() -> None:
@@ -103,7 +94,7 @@ def serve() -> None:
     begin = time.monotonic()
     wall = float(request["wall"])
     signal.setitimer(signal.ITIMER_REAL, wall + 1.0)  # the default action ends the process, even inside the solver
-    _Search(build(Problem.from_json(request["problem"])), request, begin + wall).run()
+    _Search(build(Problem.from_file(PlanFile.from_json(request["problem"]))), request, begin + wall).run()
 
 
 class _Search:
@@ -113,23 +104,20 @@ class _Search:
         self.instance, self.end = instance, end
         self.budget, self.seed = float(request["budget"]), int(request["seed"])
         self.floor = lower_bound(instance.problem)
-        self.route: list[int] = request["route"]
-        self.trace: list[int] = request["trace"]
-        self.crossings: Crossings = tuple(map(tuple, request.get("crossings", ())))
-        self.best = goal(instance.problem, timed(instance, self.route, self.trace, self.crossings))
+        self.best = timed(instance, request["route"], request["trace"], tuple(map(tuple, request["crossings"])))
         self.stats: dict[str, Any] = {"trials": 0, "cut": False}
 
     def run(self) -> None:
         """Search until the bound is met, the work is done or the time is over."""
         small = self.instance.actions <= CPSAT_ACTIONS
         share = 0.4 if small else 0.5  # of the budget; the rest is CP-SAT's, and a reserve
-        if lent_schedules.helps(self.instance.problem) and self.best > self.floor:
+        if lent_schedules.helps(self.instance.problem) and not self._optimal():
             work = int(LENT_RATE * self.budget * 0.8)
-            self._note(lent_schedules.search(self.instance, work, self.seed, self._over, self._keep))
+            self._note(lent_schedules.search(self.instance, work, self.seed, self._over, self._offer))
             share /= 8  # orders without lent layers are seldom the best then
-        if self.best > self.floor:
-            self._note(search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep))
-        if self.best > self.floor and small and not self.crossings and not self._over():
+        if not self._optimal():
+            self._note(search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._offer))
+        if small and not (self._optimal() or self._over() or self.best.crossings):
             self._exact()  # it has not been seen to improve orders with lent layers
         self._say({"done": True, **self.stats})
 
@@ -140,10 +128,11 @@ class _Search:
         limits = cpsat.Limits(work=self.budget * 0.3, wall=max(0.1, self.end - time.monotonic()), seed=self.seed)
         polish = replace(limits, work=self.budget * 0.1, merge_only=True)
         for chosen in (polish, limits):
-            if self.best <= self.floor or self._over():
+            if self._optimal() or self._over():
                 break
-            outcome = cpsat.solve(self.instance, self.route, self.trace, self.floor, chosen,
-                                  lambda trace: self._offer(self.route, trace, (), "cpsat"))
+            outcome = cpsat.solve(
+                self.instance, self.best.route, self.best.trace, self.floor, chosen,
+                lambda trace: self._offer(timed(self.instance, self.best.route, trace), "cpsat"))
             self.stats["cpsat_work"] = round(self.stats.get("cpsat_work", 0.0) + outcome.work, 3)
             self.stats["cut"] = self.stats["cut"] or outcome.cut
             if not chosen.merge_only:
@@ -153,18 +142,18 @@ class _Search:
         self.stats["trials"] += found.trials
         self.stats["cut"] = self.stats["cut"] or found.cut
 
+    def _optimal(self) -> bool:
+        return goal(self.instance.problem, self.best) <= self.floor
+
     def _over(self) -> bool:
         return time.monotonic() > self.end
 
-    def _keep(self, schedule: Schedule) -> None:
-        self._offer(schedule.route, schedule.trace, schedule.crossings, "portfolio")
-
-    def _offer(self, route: list[int], trace: list[int], crossings: Crossings, source: str) -> None:
-        result = goal(self.instance.problem, timed(self.instance, route, trace, crossings))
-        if result >= self.best:
-            return
-        self.best, self.route, self.trace, self.crossings = result, route, trace, crossings
-        self._say({"route": route, "trace": trace, "crossings": crossings, "source": source})
+    def _offer(self, schedule: Schedule, source: str = "portfolio") -> None:
+        problem = self.instance.problem
+        if goal(problem, schedule) < goal(problem, self.best):
+            self.best = schedule
+            self._say({"route": schedule.route, "trace": schedule.trace, "crossings": schedule.crossings,
+                       "source": source})
 
     @staticmethod
     def _say(message: dict[str, Any]) -> None:
