@@ -75,6 +75,8 @@ quietly "$python" -m venv ${borrows:+--without-pip} "$venv" ||
 
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
 [ -z "$borrows" ] || pip=(.venv/bin/python -m pip --python "$venv/bin/python" --disable-pip-version-check)
+install=("${pip[@]}" install --no-compile) # pip compiles modules one after the other; see compile_all
+compile_all() { "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" "$venv/transformer_engine" >>"$log" 2>&1 || true; } # some are no Python 3
 constraints=scripts/constraints.txt
 # Without a GPU the default index would bring several gigabytes of CUDA libraries along: unless the configured index offers
 # a CPU build already, ask PyTorch's own.
@@ -84,7 +86,7 @@ install_torch() {
         offered=$("${pip[@]}" install --dry-run --no-deps "$1" 2>&1 || true)
         [[ $offered == *+cpu* ]] || cpu_only=(--extra-index-url https://download.pytorch.org/whl/cpu)
     fi
-    quietly "${pip[@]}" install "${cpu_only[@]}" "${@:2}" "$1" || fail "cannot install $1"
+    quietly "${install[@]}" "${cpu_only[@]}" "${@:2}" "$1" || fail "cannot install $1"
 }
 if [ ${#wanted_versions[@]} -gt 0 ]; then
     # What Megatron-LM's scripts import beside; newer cores import triton, which torch's CPU build does not bring.
@@ -95,9 +97,9 @@ if [ ${#wanted_versions[@]} -gt 0 ]; then
         for one in "${wanted_versions[@]}"; do
             case $one in
                 torch==*) install_torch "$one" ;; # before anything is borrowed: its own needs beside it
-                deepspeed==*) DS_BUILD_OPS=0 quietly "${pip[@]}" install --no-deps "$one" || fail "cannot install $one" ;;
+                deepspeed==*) DS_BUILD_OPS=0 quietly "${install[@]}" --no-deps "$one" || fail "cannot install $one" ;;
                 *)  # There is no wheel for this Python, but that of another has the same modules.
-                    quietly "${pip[@]}" install --no-deps --ignore-requires-python --python-version 3.12 \
+                    quietly "${install[@]}" --no-deps --ignore-requires-python --python-version 3.12 \
                         --only-binary :all: --upgrade --target "$site" "$one" || fail "cannot install $one"
                     cp "$borrowed"/megatron/core/datasets/helpers_cpp.* "$site/megatron/core/datasets/"
                     echo "import typing, typing_extensions; typing.override = typing_extensions.override" >"$site/override.pth"
@@ -105,7 +107,8 @@ if [ ${#wanted_versions[@]} -gt 0 ]; then
             esac
         done
         echo "import site; site.addsitedir('$borrowed')" >"$site/borrowed.pth"
-        [ -z "${MEGATRON_LM:-}" ] || quietly "${pip[@]}" install --no-deps six regex pyyaml || fail "cannot install six"
+        [ -z "${MEGATRON_LM:-}" ] || quietly "${install[@]}" --no-deps six regex pyyaml || fail "cannot install six"
+        compile_all
         echo "$wanted" >"$stamp"
         exit 0
     fi
@@ -117,7 +120,7 @@ if ! "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 
     install_torch "$(grep '^torch==' "$constraints")" -c "$constraints"
 fi
 # deepspeed is a source package: no operator is compiled here (DS_BUILD_OPS=0, its default), it only copies files.
-DS_BUILD_OPS=0 quietly "${pip[@]}" install -c "$constraints" -e ".[deepspeed,megatron,dev,docs]" "${beside[@]}" ||
+DS_BUILD_OPS=0 quietly "${install[@]}" -c "$constraints" -e ".[deepspeed,megatron,dev,docs]" "${beside[@]}" ||
     fail "cannot install the package"
 # etcd, for the tests of `--store`: Debian's packages, unpacked beside the rest and not installed. Without them these tests
 # are skipped.
@@ -131,7 +134,8 @@ fi
 # which Python does not find by itself. Without them these tests are skipped.
 for engine in $engines; do
     [ -d "$venv/transformer_engine/$engine" ] && continue
-    "${pip[@]}" install --no-deps --target "$venv/transformer_engine/.$engine" "transformer-engine==$engine" >>"$log" 2>&1 &&
+    "${install[@]}" --no-deps --target "$venv/transformer_engine/.$engine" "transformer-engine==$engine" >>"$log" 2>&1 &&
         mv "$venv/transformer_engine/.$engine" "$venv/transformer_engine/$engine"
 done
+compile_all
 echo "$wanted" >"$stamp"
