@@ -74,7 +74,8 @@ class CampaignJob(Job):
         while not self._over.wait(0.01):
             status = self._service.child.status()
             if status == -signal.SIGKILL:
-                self._service.restart()
+                self._service.bury()
+                self._service.revive()
             for event in (read_events(path) if path.exists() else [])[known:]:
                 known += 1
                 self._emit(event)

@@ -54,9 +54,10 @@ def test_a_worker_that_wakes_up_in_its_last_step_may_end_well_with_the_jobs_bits
 
 @pytest.mark.night
 @pytest.mark.processes
-def test_a_campaign_says_what_it_did_and_that_nothing_differs(tmp_path: Path):
-    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "campaign.py"), "1", "8", "--output", str(tmp_path)],
-                          capture_output=True, text=True, timeout=110)
+@pytest.mark.parametrize("seed", [8, pytest.param(91001, id="the coordinator is killed")])
+def test_a_campaign_says_what_it_did_and_that_nothing_differs(tmp_path: Path, seed: int):
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "campaign.py"), "1", str(seed), "--output",
+                           str(tmp_path)], capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     line, summary = done.stdout.splitlines()[-2:]
     assert line.startswith("seed 8 ") and "equal" in line
