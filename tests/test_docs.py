@@ -17,7 +17,7 @@ README = ROOT / "README.md"
 PAGES = (README, ROOT / "patches" / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md",
          ROOT / "tests" / "README.md",
          *sorted((ROOT / "docs").glob("*.md")))
-MOST_FILES = 26
+MOST_FILES = 27
 """Of the path of a failure. `scripts/count.py` has the aim."""
 MOST_WORDS, FIRST_SCREEN = 900, 12
 """Of README: words that are more than signs, and lines that are seen without scrolling."""

@@ -49,7 +49,8 @@ from megatron_recycle.membership.state import Closing, Event, Member, Phase, Sta
 
 
 def exited(state: State, happened: Exited, now: float) -> Step:
-    """A process has ended. For a member that is a failure, unless its script ended well."""
+    """A process has ended. Without a member's process a new generation begins, also if its script
+    ended well."""
     member = next((m for m in state.known.values() if (m.rank, m.pid) == (happened.rank, happened.pid)), None)
     if state.phase is Phase.FORMING:
         return forming.exited_early(state, member, happened, now)

@@ -210,7 +210,7 @@ class Standing:
         self.done[:] = done
 
     def give_up(self) -> None:
-        """The attempt under way, if any, ends here; its actions are counted, and lost."""
+        """The attempt under way, if any, ends here; its actions do not count here any more."""
         self.under_way = False
 
     def did(self, action: Action) -> None:

@@ -1,6 +1,6 @@
 """A generation as a value: its process groups, its plan, and all that follows from both.
 
-A recovery makes the next generation. A generation is never changed, but replaced as a whole.
+A recovery makes the next generation. What is decided for a generation never changes: it is replaced as a whole.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ def comes_of_failure(site: Site, standing: Standing, error: RuntimeError) -> boo
 
 
 def retire(site: Site, stepper: Stepper) -> None:
-    """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten. Idempotent."""
+    """3. Leave the old generation: nothing of it is pending afterwards. What an attempt has done may stay in
+    `Stepper.kept`. Idempotent."""
     site.phases.enter(Phase.RECOVERING, stepper.standing.iteration)
     stepper.current.retire(lambda: not site.goes_on)
     stepper.leave()

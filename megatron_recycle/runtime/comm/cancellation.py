@@ -24,8 +24,8 @@ from megatron_recycle.runtime.comm.threads import begin
 
 _LOOK_SECONDS = 0.25
 _LEFT_AFTER = 1.0
-"""Seconds after the abort. Other operations fail by themselves within milliseconds, and are waited for: a collective
-must not go on adding to a tensor that is used again."""
+"""Seconds after the abort. Other operations fail by themselves within milliseconds, and are waited for where the
+communicator is aborted: a collective must not go on adding to a tensor that is used again."""
 WAITING = "recycle-wait"
 """Name of the helpers' threads."""
 

@@ -121,7 +121,8 @@ def wait_all(pending: Iterable[Pending]) -> None:
 class Comm:
     """A communicator: some workers that talk to each other in one generation.
 
-    Every method may be called from any thread; only `Pending.wait` blocks. All raise GenerationOver.
+    Every method may be called from any thread; only `Pending.wait` blocks, and for a second `abort`, with NCCL for
+    longer. All raise GenerationOver.
 
     Args:
         group: the library's communicator.

@@ -1,8 +1,9 @@
-"""Communicators of one generation: built together, aborted together, never reused.
+"""Communicators of one generation: built together, and aborted together.
 
 Every collective and every transfer of a generation runs on handles that one :class:`Groups` object owns. A new
 generation gets new handles under its own store prefix, so that late messages of an older generation's worker can reach
-no worker (promise P6).
+no worker (promise P6). It goes on with an old one only where `reuse` allows that: with the same members, and nothing
+half-done on it.
 """
 
 from __future__ import annotations
