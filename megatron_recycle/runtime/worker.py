@@ -385,8 +385,8 @@ class StageWorker:
     # ---- another thread's call
 
     def abort(self, generation: int) -> None:
-        """Free the training thread from every wait of a generation older than ``generation``, and of a wait of the script
-        in torch's own group of all ranks.
+        """Free the training thread from every wait of a generation older than ``generation``, and from a wait of the
+        script in torch's own group of all ranks.
 
         Called by the agent's thread.
         """
