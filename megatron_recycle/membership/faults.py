@@ -76,6 +76,17 @@ def may_go_well(state: State, member: Member, fault: Fault) -> bool:
     return fault.error == VerificationError.__name__ or (not fault.refused and _twin(state, member, fault) is None)
 
 
+def of_left_out(state: State, iteration: int) -> tuple[str, bool] | None:
+    """The error for which a micro-batch of ``iteration`` was to be left out, as the end of the job would tell it, and
+    `may_go_well` of it. None: there is none."""
+    said = next((one for one in reversed(state.script.faults) if one.fault.iteration == iteration
+                 and (iteration, one.fault.microbatch) in state.script.left_out), None)
+    if said is None:
+        return None
+    member, fault = state.known[said.incarnation], said.fault
+    return fatal(state, member, fault) or f"{fault} {fault.where}.", may_go_well(state, member, fault)
+
+
 def behind_training(state: State) -> str | None:
     """Errors of scripts after the last iteration of a finished job; None: there are none. They cost the job nothing,
     but the rest of such a script (an export) is not done. Errors of workers that came in again are forgotten."""
