@@ -89,8 +89,10 @@ class Grids:
         return [list(pair) for pair in (self._start, *self._changes)]
 
     def take(self, changes: Sequence[Sequence[int]]) -> None:
-        """Take over the changes that another worker has `told`."""
-        self._start, *self._changes = [(begin, count) for begin, count in changes]
+        """Take over the changes that another worker has `told`. Changes that this worker's script has made since (those
+        are from a checkpoint, and this process has been in the job before) stay: the script does not repeat them."""
+        self._start, *told = [(begin, count) for begin, count in changes]
+        self._changes = sorted({**dict(self._changes), **dict(told)}.items())
 
     def _sized(self, microbatches: int) -> Grid:
         return replace(self._first, microbatches=(microbatches,) * self._first.pipelines)

@@ -114,9 +114,10 @@ def test_where_the_parts_stop():
 def test_a_part_that_was_without_another_one_goes_on_from_the_iterations_that_it_makes_again(
         phase: str, guard: str, step: str):
     """Its stage was lost, and it is between two iterations, or final steps are waited for: not from what it was given
-    when it came in again. Each part finds its own in a checkpoint."""
-    shape = replace(SHAPE, iterations=6, evaluate=(4,), save=(1, 3), collect=(1, 3, 4), pipelines=1).with_settings(
-        guard=guard, guard_interval=3, step=step)
+    when it came in again. Each part finds its own in a checkpoint, which knows nothing of the micro-batches that the
+    script has asked for since."""
+    shape = replace(SHAPE, iterations=6, evaluate=(4,), save=(1, 3), collect=(1, 3, 4), pipelines=1,
+                    sizes=(2, 2, 2, 3)).with_settings(guard=guard, guard_interval=3, step=step)
     with Job(shape, [Moment("0:0.1", phase, 3)], seed=4) as job:
         check_ends_well(job)
     assert not job.kills

@@ -31,6 +31,14 @@ def test_one_that_comes_in_knows_what_was_changed_and_hears_it_again_from_its_ow
     assert newcomer.told() == job.told() and newcomer.number(9) == job.number(9)
 
 
+def test_one_that_was_in_before_keeps_what_its_script_has_changed_since_a_checkpoint():
+    """All go back to that, with the script's later batch sizes, and its script is past them."""
+    earlier, one = Grids(Grid(2, (4, 4, 4)), lambda *_: 0), grids()
+    earlier.change(1, 2)
+    one.take(earlier.told())
+    assert one.told() == grids().told()
+
+
 def test_each_worker_makes_the_same_plan_of_the_one_that_it_was_given():
     problem = Problem(Grid(2, (4, 4, 4)), Costs.uniform(2, 1, 1, 1), failed=(Worker(1, 1),), block=2)
     given = quick(problem)
