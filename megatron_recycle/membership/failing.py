@@ -352,7 +352,10 @@ def _go(state: State, now: float) -> Step:
     if state.round.redo is not None and not state.round.redo.known:
         return state, ()
     events: Sequence[Event] = redo.repeated(state, resume, now)
-    if events and (redo.left_for_good(state) or redo.leaves_out(state, resume.next)):
+    if events and (bad := faults.of_left_out(state, resume.next)) is not None:
+        text, again = bad
+        return _end(state, f"{text} It is not left out, since scripts have left that iteration.", again, now)
+    if events and redo.left_for_good(state):
         nowhere = DeadEnd("there is no checkpoint of this run to go back to.")
         back: Resume | DeadEnd = first(each.resume(state, resume.closed) for each in IN_FORCE) or nowhere
         if isinstance(back, DeadEnd):
@@ -395,14 +398,14 @@ def _leaving(state: State) -> list[str]:
 
 
 def _left_for_good(state: State, iteration: int, why: str, now: float) -> Step:
-    """An iteration that scripts have left can neither be finished nor undone by going back to a checkpoint: the job
-    ends, after a last checkpoint of the iteration before if possible."""
-    if (bad := faults.of_left_out(state, iteration)) is not None:
-        text, again = f"{bad[0]} Nor is it left out, since scripts have left that iteration; {why}", bad[1]
-    else:
-        text, again = (
-            f"iteration {iteration} cannot be made to its end: its rest has no plan, or a failure has lost what that "
-            f"needs, and scripts have left it, for which reduction exact does not run it again; {why} {RESTART}"), True
+    """An iteration that scripts have left can neither be finished nor undone by going back to a checkpoint."""
+    text = (f"iteration {iteration} cannot be made to its end: its rest has no plan, or a failure has lost what that "
+            f"needs, and scripts have left it, for which reduction exact does not run it again; {why} {RESTART}")
+    return _end(state, text, True, now)
+
+
+def _end(state: State, text: str, again: bool, now: float) -> Step:
+    """The job ends, after a last checkpoint of the iteration before if possible."""
     if not job_end.possible(state, ()):
         return job_end.end(state, 1, f"{job_end.sentence(text)} {job_end.last(state)}", now, again=again)
     return next_generation(state, {}, now, now, reason=job_end.LAST, to_close=Closing(text, again=again))

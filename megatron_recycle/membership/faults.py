@@ -77,14 +77,17 @@ def may_go_well(state: State, member: Member, fault: Fault) -> bool:
 
 
 def of_left_out(state: State, iteration: int) -> tuple[str, bool] | None:
-    """The error for which a micro-batch of ``iteration`` was to be left out, as the end of the job would tell it, and
-    `may_go_well` of it. None: there is none."""
-    said = next((one for one in reversed(state.script.faults) if one.fault.iteration == iteration
-                 and (iteration, one.fault.microbatch) in state.script.left_out), None)
-    if said is None:
+    """The error for which a micro-batch of ``iteration`` is left out, as the end of the job would tell it, and whether
+    a restart may do better, since only one worker has met it. None: there is none."""
+    found = [one for one in state.script.faults if one.fault.iteration == iteration
+             and (iteration, one.fault.microbatch) in state.script.left_out]
+    if not found:
         return None
-    member, fault = state.known[said.incarnation], said.fault
-    return fatal(state, member, fault) or f"{fault} {fault.where}.", may_go_well(state, member, fault)
+    fault = found[-1].fault
+    names = [*dict.fromkeys(one.worker for one in found if one.fault.microbatch == fault.microbatch)]
+    text = (f"micro-batch {fault.microbatch} of iteration {iteration} fails on every worker: {fault} (in {fault.action} "
+            f"on {' and '.join(names)}).")
+    return (text, True) if len(names) == 1 else (f"{text} {_MEND}", False)
 
 
 def behind_training(state: State) -> str | None:

@@ -26,8 +26,8 @@ def done(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     """The actions of the iteration ``resume.next`` that each worker has kept, in its order. Empty where the iteration
     is to begin anew."""
     plain = state.job.chosen.reroutes and state.tries.fallback is None and state.closing is None
-    if not plain or resume.joined or resume.restored or resume.checkpoint is not None or leaves_out(
-            state, resume.next) or _half_undone(state, resume):
+    if not plain or resume.joined or resume.restored or resume.checkpoint is not None or any(
+            iteration == resume.next for iteration, _ in state.script.left_out) or _half_undone(state, resume):
         return {}
     kept = _kept(state, resume.next, {*range(state.stages)})
     return kept if len(_lent(state, resume, kept)) < 2 else {}
@@ -42,7 +42,7 @@ def begun(state: State, resume: Resume) -> dict[str, tuple[str, ...]]:
     if not left_for_good(state):
         kept = {worker: actions for worker, actions in kept.items() if _stays(state, resume, worker, actions)}
     alike = {(each.microbatches, each.block, each.lent) for each in _attempts(state, resume.next + 1, kept)}
-    left_out = leaves_out(state, resume.next + 1)
+    left_out = any(iteration == resume.next + 1 for iteration, _ in state.script.left_out)
     return kept if not left_out and len(alike) == 1 and not any(lent for _, _, lent in alike) else {}
 
 
@@ -124,11 +124,6 @@ def closes(state: State) -> bool:
     for name, member in state.members.items():
         stages[member.host].add(Process.parse(name).worker.stage)
     return len(stages) == 1 or not left_for_good(state) or all(len(each) == 1 for each in stages.values())
-
-
-def leaves_out(state: State, iteration: int) -> bool:
-    """Whether the job goes on without some micro-batch of ``iteration``, which begins anew then."""
-    return any(of == iteration for of, _ in state.script.left_out)
 
 
 def left_for_good(state: State) -> bool:

@@ -177,27 +177,19 @@ def test_with_exact_the_job_ends_then_if_it_cannot_save():
 
 
 @pytest.mark.parametrize("reduction", ["exact", "fast"])
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_a_micro_batch_of_an_iteration_that_scripts_have_left_is_not_left_out(reduction: str, checkpoint: bool):
+def test_a_micro_batch_of_an_iteration_that_scripts_have_left_is_not_left_out(reduction: str):
     """Its backward fails on a second worker of the first stage, as the last stage has closed the iteration."""
     cluster, _ = one_stage_is_closed(reduction=reduction, poison="skip")
-    noted = Checkpoint(ITERATION - 2, "/checkpoints/step4", {})
-    if checkpoint:
-        cluster.state = cluster.state.with_(checkpoints=(noted,))
+    cluster.state = cluster.state.with_(checkpoints=(Checkpoint(ITERATION - 2, "/checkpoints/step4", {}),))
     cluster.feed(inputs.Redone(cluster.state.generation, PlanFile(digest="sha256:1", done={"0:0": 1, "0:1": 3})))
     fault = Fault("ValueError", "sample 31 is corrupt", ITERATION, "B1.3", whole=True)
     for number, name in enumerate(("2:0", "0:0"), 1):
         cluster.feed(inputs.Raised(f"{name}/0", fault, cluster.now, number))
     decisions = closed_meanwhile(cluster, guard={"back": -1})
-    assert not events(decisions, "repeated")
-    if checkpoint:
-        ((_, go),) = told(decisions, "go")
-        assert go.resume.checkpoint == noted and go.left_out == ((ITERATION, "1.3"),)
-    else:
-        (end,) = endings(decisions)
-        assert end.message.startswith(f"micro-batch 1.3 of iteration {ITERATION} fails on every worker: ValueError: ")
-        assert "since scripts have left that iteration; there is no checkpoint of this run" in end.message
-        assert not end.again, "it would fail there again"
+    (end,) = endings(decisions)
+    assert not events(decisions, "repeated") and not end.again, "it would fail there again"
+    assert end.message.startswith(f"micro-batch 1.3 of iteration {ITERATION} fails on every worker: ValueError: ")
+    assert "It is not left out, since scripts have left that iteration. Last committed iteration: 4." in end.message
 
 
 def test_an_iteration_whose_rest_cannot_be_planned_begins_anew():
