@@ -85,8 +85,8 @@ def of_left_out(state: State, iteration: int) -> tuple[str, bool] | None:
         return None
     fault = found[-1].fault
     names = [*dict.fromkeys(one.worker for one in found if one.fault.microbatch == fault.microbatch)]
-    text = (f"micro-batch {fault.microbatch} of iteration {iteration} fails on every worker: {fault} (in {fault.action} "
-            f"on {' and '.join(names)}).")
+    text = (f"micro-batch {fault.microbatch} of iteration {iteration} fails on every worker: {fault} "
+            f"(in {fault.action} on {' and '.join(names)}).")
     return (text, True) if len(names) == 1 else (f"{text} {_MEND}", False)
 
 
