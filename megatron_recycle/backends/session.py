@@ -45,12 +45,12 @@ from megatron_recycle.runtime.comm.user_collectives.script_groups import Asks, S
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.compute.split import Deferring
-from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.registered import THINGS, Registered
 from megatron_recycle.runtime.saving import Save, Write
+from megatron_recycle.runtime.script_end import ScriptEnd
 from megatron_recycle.runtime.script_transfers import Message
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.stage import Stage

@@ -162,7 +162,7 @@ class Generation:
         scope: the part of its iterations that is run.
         groups: of its members.
         course: of the plan in use.
-        rests: courses of the iterations that go on where they stood.
+        resumed: courses of the iterations that go on where they stood.
         owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
         had: the holders of the shards until then; None: as in `cuts`.
         transport: of activations and gradients, on these groups.
@@ -179,7 +179,7 @@ class Generation:
     course: Course
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
-    rests: Mapping[int, Course] = field(default_factory=dict)
+    resumed: Mapping[int, Course] = field(default_factory=dict)
     owed: tuple[tuple[int, Worker, Worker], ...] = ()
     had: Cuts | None = None
     shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
@@ -189,11 +189,11 @@ class Generation:
            exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None) -> Generation:
         """A new generation, which follows ``plan``."""
         hit = scope.hit(plan)
-        rests = {carried.iteration: Course.of(
+        resumed = {carried.iteration: Course.of(
             replace(carried.plan.without(hit), done=carried.done), groups.me, exact, stage, cuts)
             for carried in scope.carried}
         return cls(epoch, prefix, tries, scope, groups, Course.of(plan, groups.me, exact, stage, cuts),
-                   Transport(groups, stage.device), keepers or {}, rests)
+                   Transport(groups, stage.device), keepers or {}, resumed)
 
     @property
     def program(self) -> Program:
@@ -232,19 +232,19 @@ class Generation:
 
     def begun_anew(self) -> Generation:
         """The same generation, without iterations that go on where they stood."""
-        return replace(self, scope=replace(self.scope, carried=()), rests={})
+        return replace(self, scope=replace(self.scope, carried=()), resumed={})
 
     def program_of(self, iteration: int) -> Program:
         """The program of this worker for ``iteration``."""
-        if iteration in self.rests:
-            return self.rests[iteration].program
+        if iteration in self.resumed:
+            return self.resumed[iteration].program
         left_out = self.scope.poisoned(iteration)
         return self._of_whole.without(left_out, self.groups.me) if left_out else self._of_whole
 
     def reduction_of(self, iteration: int) -> Reduction:
         """The reduction of the gradients of ``iteration``."""
-        if iteration in self.rests:
-            return self.rests[iteration].reduction
+        if iteration in self.resumed:
+            return self.resumed[iteration].reduction
         return self.reduction
 
     def left_out_of(self, iteration: int) -> int:

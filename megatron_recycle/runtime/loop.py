@@ -198,7 +198,7 @@ class Loop:
         generation, begun = current.get(), not standing.promises.ends_before(committed + 1)
         generation.groups.reopen()
         # In an iteration that goes on where it stood, not all know the shapes of the transfers under way.
-        drains = drains and committed + 1 not in generation.rests
+        drains = drains and committed + 1 not in generation.resumed
         self.stepper.kept.let_go()
         try:
             if drains and begun and standing.iteration == committed:  # others may have begun it: all end the same

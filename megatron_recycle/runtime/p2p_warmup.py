@@ -84,7 +84,7 @@ def make_first_transfers(groups: Groups, world: Collection[Pair], stage: Collect
             _exchange(comm, tags, new, device)
 
     # After an abort the library may have let its thread go, or not.
-    unless_interrupted(lambda: interrupted() or groups.world.aborted, connect, lambda _: None, groups.ending.threads,
+    unless_interrupted(lambda: interrupted() or groups.world.aborted, connect, lambda _: None, groups.teardown.threads,
                        limit)
     for comm, _, new in todo:
         comm.ledger.met |= new

@@ -138,7 +138,7 @@ class Halt:
         if groups.siblings is None:
             self._cancel_token.cancel()
         else:
-            abort([groups.world, groups.siblings], groups.ending.threads)
+            abort([groups.world, groups.siblings], groups.teardown.threads)
 
     def _ask(self, entered: int) -> int | None:
         groups = self._groups

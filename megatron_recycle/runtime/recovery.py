@@ -214,7 +214,7 @@ def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: S
             limits=Limits(config.transport_timeout, connect, max(patience, connect)),
             interrupted=lambda: site.interrupted(standing), before=reusable)
     if groups.siblings is not None and groups.siblings.backend.host and site.keeps_messages:
-        groups.levelling = Levelling(groups.siblings, groups.ending.threads, config.report_timeout / 2)
+        groups.levelling = Levelling(groups.siblings, groups.teardown.threads, config.report_timeout / 2)
     return groups
 
 

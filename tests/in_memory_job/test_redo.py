@@ -267,7 +267,7 @@ def test_work_of_closed_stages_on_the_next_iteration_is_kept(reduction, clipping
     drain, renew, renewed = loop.drain, recovery.renew, list[int]()
 
     def drains(generation: Generation, iteration: int) -> bool:
-        assert iteration not in generation.rests
+        assert iteration not in generation.resumed
         return drain(generation, iteration)
 
     def renews(site: Site, stepper: Stepper) -> Generation:

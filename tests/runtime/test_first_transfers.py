@@ -77,7 +77,7 @@ def test_who_waits_for_one_that_never_comes_leaves(why, monkeypatch):
         make_first_transfers(groups, OWN, [], CPU, newer.is_set, 60.0 if why == "a newer generation" else 0.3)
     assert not groups.world.ledger.met
     groups.abort()
-    groups.ending.threads.close()
+    groups.teardown.threads.close()
 
 
 def test_who_comes_in_or_lacks_a_gradient_meets_those_that_give():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm import abort as aborts
-from megatron_recycle.runtime.comm.abort import Ending, abort
+from megatron_recycle.runtime.comm.abort import Teardown, abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.life import CommState, Life
 from megatron_recycle.runtime.comm.tags import CONTROL
@@ -73,7 +73,7 @@ def test_all_are_void_before_a_thread_is_freed_from_one(way: str) -> None:
         each.backend.abort = freed  # type: ignore[method-assign]
         each.backend.quick = True  # type: ignore[misc]
     threads = Threads()
-    ending = Ending(threads)
+    ending = Teardown(threads)
     with comms[0].life.token.beside(freed):
         if way == "at once":
             abort(comms, threads)
@@ -88,7 +88,7 @@ def test_who_leaves_while_a_spared_one_is_being_aborted_knows_of_that_abort(monk
     """Its thread has been away for too long. The next generation's communicators are made once all aborts are over."""
     monkeypatch.setattr(aborts, "_LONGEST_LEAVE", 0.0)
     threads, spared, parked, on = Threads(), comm(), list[Any](), threading.Event()
-    ending = Ending(threads)
+    ending = Teardown(threads)
 
     class Lock:
         """Says when a second thread comes to it."""

@@ -15,7 +15,7 @@ from megatron_recycle.errors import GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm import abort as aborts
 from megatron_recycle.runtime.comm import rendezvous
-from megatron_recycle.runtime.comm.abort import Ending, abort
+from megatron_recycle.runtime.comm.abort import Teardown, abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.standalone import backend_for
@@ -202,12 +202,12 @@ def test_a_process_whose_abort_hangs_ends_itself_and_one_that_only_tears_down_do
     """Nobody frees what waits in it; another process can take its place."""
     monkeypatch.setattr(aborts, "_LONGEST_ABORT", 0.05)
     hanging, said = Hanging(), SimpleQueue[str]()
-    Ending(Threads(), said.put).abort([Comm(Liar(), hanging, CONTROL)])
+    Teardown(Threads(), said.put).abort([Comm(Liar(), hanging, CONTROL)])
     text = said.get(timeout=60)
     assert "has not aborted a communicator within" in text and "--worker-restarts" in text
     for end, library in (("retire", hanging), ("abort", Lying())):
         threads = Threads()
-        getattr(Ending(threads, said.put), end)([Comm(Liar(), library, CONTROL)])
+        getattr(Teardown(threads, said.put), end)([Comm(Liar(), library, CONTROL)])
         threads.close()
         assert said.empty()
     hanging.free.set()

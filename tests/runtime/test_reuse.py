@@ -178,8 +178,8 @@ def test_who_is_stuck_in_one_that_was_left_is_freed_by_an_abort(
     one = job.begin(WORKERS)[Worker(0, 0)]
     framework = one.stage._group.allreduce([torch.zeros(1)])
     started: list[str] = []
-    start = one.ending.threads.start
-    monkeypatch.setattr(one.ending.threads, "start",
+    start = one.teardown.threads.start
+    monkeypatch.setattr(one.teardown.threads, "start",
                         lambda name, *given: (started.append(name), start(name, *given))[1])
     for _ in range(3):  # by further failures before anybody has left
         one.abort()

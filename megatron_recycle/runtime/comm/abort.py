@@ -76,7 +76,7 @@ def ended(aborting: Sequence[Task]) -> bool:
     return not any(thread.is_alive() for thread in aborting)
 
 
-class Ending:
+class Teardown:
     """The end of one owner's communicators: aborted once, by the first thread that asks, then torn down.
 
     Args:

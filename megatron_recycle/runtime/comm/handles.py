@@ -15,7 +15,7 @@ from functools import cached_property
 
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.abort import Ending
+from megatron_recycle.runtime.comm.abort import Teardown
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
 from megatron_recycle.runtime.comm.levelling import Levelling
 from megatron_recycle.runtime.comm.reuse import ReusableGroups
@@ -47,7 +47,7 @@ class Groups:
             while the next iteration's activations travel.
         control_ranks: rank in ``control`` of each member's process that is the same part as this one.
         stage_control: the same members as ``stage``, for tensors in CPU memory; the same communicator if that can.
-        ending: aborts them and tears them down.
+        teardown: aborts them and tears them down.
         control_siblings: rank in ``control`` of each part of this worker.
         levelling: of this worker's parts when a failure ends the generation; None: each part's work counts for itself,
             or not at all.
@@ -60,7 +60,7 @@ class Groups:
     control: Comm
     control_ranks: Mapping[Worker, int]
     stage_control: Comm
-    ending: Ending
+    teardown: Teardown
     control_siblings: Sequence[int] = ()
     levelling: Levelling | None = None
 
@@ -100,13 +100,13 @@ class Groups:
         ``level``: all parts of this worker go on, so their common computations may complete.
         """
         levelling = self.levelling
-        if levelling is None or not levelling.begun or self.ending.rests:
-            self.ending.abort(self.all(), self._spared)
+        if levelling is None or not levelling.begun or self.teardown.rests:
+            self.teardown.abort(self.all(), self._spared)
         elif level:
-            self.ending.abort([comm for comm in self.all() if comm is not self.siblings], self._spared)
+            self.teardown.abort([comm for comm in self.all() if comm is not self.siblings], self._spared)
             levelling.start()
         else:
-            self.ending.abort(self.all(), self._spared)
+            self.teardown.abort(self.all(), self._spared)
             levelling.give_up()  # it may have begun
 
     def park(self, given_up: Callable[[], bool] = lambda: True) -> ReusableGroups:
@@ -116,8 +116,8 @@ class Groups:
         if self.levelling is not None:
             self.abort(level=not given_up())
             self.levelling.wait(given_up)
-        kept, aborting = self.ending.park(self.all(), self._spared)
-        return ReusableGroups(kept, self.ending.threads, self.ending.rests, aborting)
+        kept, aborting = self.teardown.park(self.all(), self._spared)
+        return ReusableGroups(kept, self.teardown.threads, self.teardown.rests, aborting)
 
     def _spared(self) -> list[Comm]:
         """Communicators to be left instead of aborted: a stage may have lost no member. An abort of NCCL's waits for
@@ -167,11 +167,11 @@ class Groups:
     def rest(self) -> None:
         """Nothing is under way on the handles, and no thread is going to wait on them: `abort` leaves them alone, and
         the next generation may use some of them again."""
-        self.ending.rests = True
+        self.teardown.rests = True
 
     def retire(self, kept: Collection[str] = ()) -> None:
         """Abort the handles, unless that is done, and tear them down in the background, except those named in
         ``kept``."""
         if self.levelling is not None and not kept:
             self.levelling.give_up()
-        self.ending.retire([comm for comm in self.all() if comm.name not in kept])
+        self.teardown.retire([comm for comm in self.all() if comm.name not in kept])

@@ -9,7 +9,7 @@
 - OPEN: operations may begin, and their results count.
 - VOID: its generation is over. No operation begins any more, and no result counts, even if the library reports success.
   All communicators of a generation become void together, before the first of them is left or aborted
-  (`abort.Ending`), so that a thread which one of them frees does not go on with another one.
+  (`abort.Teardown`), so that a thread which one of them frees does not go on with another one.
 - LEFT: all waits are cancelled. The library's communicator stays as it is: it has lost no member, and the next
   generation may go on with it (`reuse.ReusableGroups`) if all members have begun the same operations there
   (`ledger.Ledger`). `Comm.again` makes a new, open `Comm` of it. It is aborted after all if a thread does not come out

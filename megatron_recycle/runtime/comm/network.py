@@ -13,7 +13,7 @@ from typing import Protocol
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.abort import Ending, abort, retire
+from megatron_recycle.runtime.comm.abort import Teardown, abort, retire
 from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends
 from megatron_recycle.runtime.comm.default_group import World
@@ -119,7 +119,7 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
         control_ranks={worker: live_ranks.index(ranks[worker][part]) for worker in ordered},
         stage_control=stage if stage.backend.host else make(
             f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
-        ending=Ending(threads), control_siblings=[live_ranks.index(rank) for rank in ranks[me]])
+        teardown=Teardown(threads), control_siblings=[live_ranks.index(rank) for rank in ranks[me]])
 
 
 def clear(reusable: ReusableGroups, turn: BuildAttempt, generation: int, place: Place, members: Sequence[Worker],

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys, threading
-from megatron_recycle.runtime.ending import ScriptEnd
+from megatron_recycle.runtime.script_end import ScriptEnd
 
 over = threading.Event()
 def told(error):
