@@ -23,9 +23,9 @@ microbatch middle mirror monitors mutations native noise now numpy objects obser
 output p2p pair patching parser persistent phase pictures planned plugin policies ports preemption price private profile
 program progress python quickstart raised re reachability rebind rebuilt reconciliation redone refused registry relay
 resizing reuse role rooms row rules runbook runtime sampler scaled scatter schema sealed setup shifted shutdown slowness
-slurm spec speed splitter stacks standalone stateful status stopwatch stream stuck style summary support surviving teardown
-target task te template terminal terminate text timeline timeouts too topology tracker unfinished unlent unreadable
-unsupported unwritten ups usage validate version vshape welcome world wrapping
+slurm spec speed splitter stacks standalone stateful status stopwatch stream stuck style summary support surviving
+target task te teardown template terminal terminate text timeline timeouts too topology tracker unfinished unlent
+unreadable unsupported unwritten ups usage validate version vshape welcome world wrapping
 """))
 """Words that need no explanation: of English in their usual meaning, of Python, of torch, of the trade; and names."""
 
