@@ -26,7 +26,7 @@ SHARED = "SUITE_FOLDER"
 
 _PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 """No example fails for being slow."""
-hypothesis.settings.register_profile("day", _PATIENT, derandomize=True)  # the same examples wherever it runs
+hypothesis.settings.register_profile("day", _PATIENT, derandomize=True, max_examples=40)  # the same wherever it runs
 hypothesis.settings.register_profile("night", _PATIENT)
 
 
@@ -94,31 +94,47 @@ def _leaves_the_process_as_it_was() -> Iterator[None]:
     assert not left, f"the test leaves these changed, for all that come after it in this process: {', '.join(left)}"
 
 
-_HALVED = "tests/in_memory_job/"
+_CHOSEN_FROM = "tests/in_memory_job/"
 
 
-def _night_half(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of each kind of job in memory with four cases or more, half of them, which run by night or by name. By day each
-    value of each parameter is met, where a kind has several; and all cases where each is a thing of its own (mark
-    ``every``)."""
+def _night_cases(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The cases of jobs in memory that run by night or by name only: all but `_day_cases` of each kind. A kind in which
+    each case is a thing of its own (mark ``every``) has none."""
     kinds: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.nodeid.startswith(_HALVED) and not item.get_closest_marker("every"):
+        if item.nodeid.startswith(_CHOSEN_FROM) and not item.get_closest_marker("every"):
             kinds.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left: list[pytest.Item] = []
-    for cases in (cases for cases in kinds.values() if len(cases) >= 4):
-        half = [case for number, case in enumerate(cases) if number.bit_count() % 2]  # no period, as parameters have
-        met = {value for case in cases if case not in half for value in _values(case)}
-        for case in half:
-            if _values(case) <= met or len(_values(case)) == 1:
-                left.append(case)
-            met |= _values(case)
-    return left
+    return [case for cases in kinds.values() for by_day in [_day_cases(cases)] for case in cases if case not in by_day]
 
 
-def _values(item: pytest.Item) -> set[tuple[str, str]]:
-    """Parameters of a case, with their values."""
-    return {(name, repr(value)) for name, value in item.callspec.params.items()}  # type: ignore[attr-defined]
+def _day_cases(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Of one kind: few that meet each value of each parameter. Of one parameter half of the values are met, from four
+    on, and two seeds."""
+    if len(cases) <= 2:
+        return cases
+    names = _parameters(cases)
+    if len(names) == 1:
+        half = [case for number, case in enumerate(cases) if number.bit_count() % 2 == 0]  # no period
+        return cases[:2] if names == ["seed"] else half if len(cases) >= 4 else cases
+    values = [{(name, repr(_values(case)[name])) for name in names} for case in cases]
+    chosen, missing = [], set().union(*values)
+    while missing:
+        chosen.append(max(range(len(cases)), key=lambda number: len(values[number] & missing)))  # the first of the best
+        missing -= values[chosen[-1]]
+    return [cases[number] for number in chosen]
+
+
+def _parameters(cases: list[pytest.Item]) -> list[str]:
+    """Names of the parameters that these cases differ in; of those that change together one."""
+    by_change = {tuple(repr(_values(case)[name]) for case in cases): name for name in _values(cases[0])}
+    alike = {}
+    for texts, name in by_change.items():
+        alike.setdefault(tuple(texts.index(text) for text in texts), name)
+    return [name for places, name in alike.items() if any(places)]
+
+
+def _values(case: pytest.Item) -> dict[str, Any]:
+    return case.callspec.params  # type: ignore[attr-defined, no-any-return]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -133,16 +149,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     without = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
     by_name = config.getoption("-k") or any("::" in argument for argument in config.invocation_params.args)
     if "night" in left_out and not by_name and "CAMPAIGN_SEEDS" not in os.environ:
-        without += _night_half([item for item in items if item not in without])
+        without += _night_cases([item for item in items if item not in without])
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """The libraries' objects, a million, live as long as the process: no collection of garbage looks at them."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """The libraries' objects, a million, live as long as the process: no collection of garbage looks at them again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Of jobs in memory half of the cases run by day, and the half is well chosen."""
+"""Of jobs in memory a few cases of each kind run by day, and they are well chosen."""
 
 from __future__ import annotations
 
@@ -18,19 +18,32 @@ def cases(kind: str, **parameters: list[Any]) -> list[Any]:
             for number, values in enumerate(product(*parameters.values()))]
 
 
+def by_day(every: list[Any]) -> list[Any]:
+    night = conftest._night_cases(every)
+    return [case for case in every if case not in night]
+
+
 @pytest.mark.parametrize("counts", list(product(range(2, 9), repeat=2)), ids=str)
-def test_each_value_of_each_parameter_is_met_by_day(counts: tuple[int, int]) -> None:
-    every = cases("test_kind", one=[*range(counts[0])], other=[*range(counts[1])])
-    kept = [case for case in every if case not in conftest._night_half(every)]
+def test_each_value_of_each_parameter_is_met_by_day_and_by_no_more_cases_than_that_takes(
+        counts: tuple[int, int]) -> None:
+    kept = by_day(cases("test_kind", one=[*range(counts[0])], same=[None], other=[*range(counts[1])]))
     for name, count in zip(("one", "other"), counts, strict=True):
         assert {case.callspec.params[name] for case in kept} == {*range(count)}
-    assert len(kept) <= len(every) / 2 + max(counts)
+    assert len(kept) == max(counts)
 
 
-def test_of_one_parameter_half_of_the_values_are_met_by_day_and_of_things_of_their_own_all() -> None:
-    assert len(conftest._night_half(cases("test_seed", seed=[*range(8)]))) == 4
-    assert not conftest._night_half(cases("test_few", seed=[*range(3)]))
+def test_parameters_that_change_together_are_one() -> None:
+    pairs = cases("test_kind", worker=[*range(6)], seed=[1])
+    for case in pairs:
+        case.callspec.params["after"] = case.callspec.params["worker"] + 1
+    assert len(by_day(pairs)) == 3
+
+
+def test_of_one_parameter_half_of_the_values_are_met_by_day_and_two_seeds_and_of_things_of_their_own_all() -> None:
+    assert len(by_day(cases("test_worker", worker=[*range(8)]))) == 4
+    assert len(by_day(cases("test_seed", seed=[*range(8)], same=[None]))) == 2
+    assert len(by_day(cases("test_few", worker=[*range(3)]))) == 3
     marked = cases("test_defect", defect=[*range(8)])
     for case in marked:
         case.get_closest_marker = {"every": True}.get
-    assert not conftest._night_half(marked)
+    assert by_day(marked) == marked

@@ -24,28 +24,31 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 SHAPE = SHAPES["3x2"]  # of three iterations
 STAGES = SHAPE.stages
+OTHERS = [name for name in SHAPES if name != "3x2"]
 MOMENTS = [(phase, nth) for phase in PHASES for nth in range(SHAPE.microbatches if phase in PER_MICROBATCH else 1)]
 
 
-@pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.night) for turn in (1, 2))])
+@pytest.mark.every
+@pytest.mark.parametrize("turn", by_day(1, range(6)))
 @pytest.mark.parametrize(("phase", "nth"), MOMENTS)
 def test_each_worker_killed_at_each_moment_of_an_iteration(phase, nth, turn):
-    """In the first iteration, one in the middle and the last: of a stage's three workers each in another of these; by
-    night each in each."""
-    for number, worker in enumerate(SHAPE.workers):
-        iteration = (MOMENTS.index((phase, nth)) + number % STAGES + number // STAGES + turn) % SHAPE.iterations
+    """In the first iteration, one in the middle and the last: a worker of each pipeline, each in another of these; by
+    night each worker in each."""
+    for pipeline in range(SHAPE.pipelines):
+        worker = f"{pipeline}:{(pipeline + turn) % STAGES}"
+        iteration = (MOMENTS.index((phase, nth)) + pipeline + turn // STAGES) % SHAPE.iterations
         Scene("each", SHAPE, [Moment(worker, phase, iteration, nth)], out={worker}, sure=True).run(seed=iteration)
 
 
-@pytest.mark.parametrize("pipeline", [1, *(pytest.param(other, marks=pytest.mark.night) for other in (0, 2, 3))])
-@pytest.mark.parametrize("name", [name for name in SHAPES if name != "3x2"])
-def test_each_worker_of_other_jobs_killed_at_some_moment(name, pipeline):
-    """Other grids, clipping, losses that are scaled, a tied layer, evaluations, stages that wait for each other; by
-    night not only the workers of one pipeline."""
-    shape, draw = SHAPES[name], Draw(pipeline)
-    for worker in shape.workers:
-        if worker.startswith(f"{pipeline}:"):
-            Scene(name, shape, [draw.moment(shape, worker)], out={worker}, sure=True).run(seed=1)
+@pytest.mark.every
+@pytest.mark.parametrize("turn", by_day(1, range(6)))
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_worker_of_other_jobs_killed_at_some_moment(name, turn):
+    """Other grids, clipping, losses that are scaled, a tied layer, evaluations, stages that wait for each other; by day
+    one or two workers of each."""
+    shape, draw = SHAPES[name], Draw(turn)
+    for worker in shape.workers[(turn + OTHERS.index(name)) % 6::6]:
+        Scene(name, shape, [draw.moment(shape, worker)], out={worker}, sure=True).run(seed=1)
 
 
 @pytest.mark.parametrize("worker", SHAPES["evaluates"].workers)

@@ -234,8 +234,9 @@ def offered(job: Job, late: Moment) -> Plan:
     return better
 
 
-@pytest.mark.parametrize(("seed", "shape"), [(0, DEEP), (1, DEEP), (1, CHUNKED["V, 3x3"])],
-                         ids=["gloo's order", "NCCL's", "V"])
+@pytest.mark.parametrize(("seed", "shape"), [
+    pytest.param(0, DEEP, id="gloo's order"), pytest.param(1, DEEP, id="NCCL's", marks=pytest.mark.night),
+    pytest.param(1, CHUNKED["V, 3x3"], id="V", marks=pytest.mark.night)])
 def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed, shape):
     """The coordinator's planner finds it, of what the stages say of their layers; that of the failure lends nothing.
     Who comes back ends all loans."""

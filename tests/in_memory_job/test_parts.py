@@ -29,7 +29,7 @@ from tests.in_memory_job.model import Data, SmallStage, batch
 from tests.in_memory_job.scenes import PHASES
 from tests.in_memory_job.test_last_copy import check_ends_well
 from tests.in_memory_job.wires import Asked
-from tests.seeds import rows, seeds
+from tests.seeds import by_day, rows, seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
@@ -145,7 +145,7 @@ def lost(job: Job) -> list[int]:
 
 @pytest.mark.parametrize(("moment", "reduction", "part"), rows([
     ("1:1", "forward", 1), ("0:0", "backward", 2), ("2:1", "weight", 0), ("1:0", "forward", 3)], ["exact", "fast"],
-    [0, 1], every=3), ids=str)
+    [0, 1], every=11), ids=str)
 def test_survivors_keep_what_all_their_parts_have_done(moment: tuple[str, str, int], reduction: str, part: int):
     """But for a forward of each whose backward one part has begun, and the other one cannot. With `fast` that may be a
     full backward, which takes the share of its worker with it."""
@@ -156,12 +156,13 @@ def test_survivors_keep_what_all_their_parts_have_done(moment: tuple[str, str, i
     assert sum(lost(job)) <= SURVIVORS if reduction == "exact" else sum(lost(job)) < done
 
 
+@pytest.mark.night
 def test_nothing_is_kept_without_messages():
     job = interrupted(ANNEALS.with_settings(keep_messages="none"), Moment("1:1.0", "backward", 1, 2))
     assert lost(job)[0] > SURVIVORS
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("reduction", by_day(1, ["exact", "fast"]))
 def test_a_part_has_reduced_and_the_other_one_loses_its_peer(reduction: str):
     """All first parts of the stage hold the gradient of iteration 1; 1:1.1 dies before the second ones do."""
     held = Moment("1:1.1", "reduce", 1)

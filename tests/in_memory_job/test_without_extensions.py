@@ -23,7 +23,6 @@ def test_a_worker_killed_in_a_job_without_some_extension_of_the_coordinator(left
         Scene("saves", SHAPES["saves"], [Moment("1:1", "backward", 1, 1)], out={"1:1"}, sure=True).run(seed=1)
 
 
-@pytest.mark.every
 @pytest.mark.parametrize("left", EACH_GONE_OF_WORKERS)
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
 def test_a_worker_killed_in_a_job_without_some_extension_of_the_workers(left, moment):
