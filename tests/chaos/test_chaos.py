@@ -81,6 +81,7 @@ def test_harm_that_ends_in_time_costs_nobody_and_what_lasts_is_found(tmp_path: P
 
 
 @pytest.mark.processes
+@pytest.mark.night
 def test_a_stalled_worker_gives_signs_of_life_until_it_is_thawed(tmp_path: Path):
     script = tmp_path / "two.chaos"
     script.write_text("stall 1:0 --at-iteration 20\ncoordinator --at-iteration 20\n")
@@ -123,6 +124,7 @@ def test_a_script_that_makes_no_sense_is_refused_at_the_start(tmp_path: Path, ca
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.night
 def test_random_acts_leave_the_job_alive_and_go_on_until_it_ends(tmp_path: Path):
     def at_first_act() -> None:
         job.until(lambda: (job.folder / "chaos.jsonl").exists() and done(job), "first act")

@@ -32,11 +32,18 @@ class Running:
     folder: Path
     output: Path
     deadline: float = field(default_factory=lambda: time.monotonic() + LIMIT)
+    _read: tuple[tuple[int, int], list[dict[str, Any]]] = ((0, 0), [])
 
     @property
     def events(self) -> list[dict[str, Any]]:
+        """Read again only if there are more, or those of another run."""
         path = self.folder / "events.jsonl"
-        return read_events(path) if path.exists() else []
+        if not path.exists():
+            return []
+        stat = path.stat()
+        if (now := (stat.st_ino, stat.st_size)) != self._read[0]:
+            self._read = now, read_events(path)
+        return self._read[1]
 
     def until(self, found: Callable[[], Any], what: str) -> Any:
         """What `found` gives once it gives something."""

@@ -28,7 +28,7 @@ def _generations(job: Running) -> list[int]:
 
 @pytest.mark.processes
 def test_training_goes_on_when_the_coordinator_is_killed_in_the_middle_of_it(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"0": 2}}) as job:
+    with launched(tmp_path / "run", {"pause": {"0": 2}}, nproc=2) as job:
         job.paused(0)
         job.event("committed", iteration=1)
         os.kill(job.coordinator(), signal.SIGKILL)
@@ -42,7 +42,7 @@ def test_training_goes_on_when_the_coordinator_is_killed_in_the_middle_of_it(tmp
 
 @pytest.mark.processes
 def test_the_next_coordinator_may_be_killed_before_it_listens(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"0": 2}}) as job:
+    with launched(tmp_path / "run", {"pause": {"0": 2}}, nproc=2) as job:
         job.paused(0)
         job.event("committed", iteration=1)
         for _ in range(3):
@@ -60,8 +60,8 @@ def test_the_next_coordinator_may_be_killed_before_it_listens(tmp_path: Path) ->
 
 @pytest.mark.processes
 def test_a_worker_that_dies_while_there_is_no_coordinator_is_found_by_the_next_one(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"4": 2}}) as job:
-        (victim,) = job.paused(4)
+    with launched(tmp_path / "run", {"pause": {"3": 2}}, nproc=4) as job:
+        (victim,) = job.paused(3)
         os.kill(job.coordinator(), signal.SIGKILL)
         os.kill(victim, signal.SIGKILL)
         assert job.wait() == 0, job.where()
@@ -72,8 +72,8 @@ def test_a_worker_that_dies_while_there_is_no_coordinator_is_found_by_the_next_o
 
 @pytest.mark.processes
 def test_a_recovery_that_was_half_announced_is_begun_again(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"4": 2}, "pause_report": {"2": 2}}) as job:
-        job.kill(4)
+    with launched(tmp_path / "run", {"pause": {"3": 2}, "pause_report": {"2": 2}}, nproc=4) as job:
+        job.kill(3)
         job.paused(2)  # generation 2 is decided and announced, one report is missing
         os.kill(job.coordinator(), signal.SIGKILL)
         job.event("decided", generation=3)
@@ -101,7 +101,7 @@ def test_nobody_is_declared_out_because_the_coordinator_stood_still(tmp_path: Pa
 
 @pytest.mark.processes
 def test_without_its_journal_no_coordinator_leads(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"0": 2}}) as job:
+    with launched(tmp_path / "run", {"pause": {"0": 2}}, nproc=2) as job:
         job.paused(0)
         pid = job.coordinator()
         (job.folder / "journal.jsonl").unlink()

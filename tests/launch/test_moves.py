@@ -74,6 +74,7 @@ def test_the_coordinator_is_killed_while_the_new_process_waits(tmp_path: Path) -
 
 
 @pytest.mark.processes
+@pytest.mark.night
 def test_the_coordinator_is_killed_while_the_new_process_starts(tmp_path: Path) -> None:
     """The launcher tells the next one of the ends of the processes that had the rank before."""
     with launched(tmp_path / "run", ORDERS) as job:
@@ -90,6 +91,7 @@ def test_the_coordinator_is_killed_while_the_new_process_starts(tmp_path: Path) 
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_worker_moves_to_the_place_of_one_that_stands_still(tmp_path: Path) -> None:
     frozen = {**ORDERS, "description": {**MOVES, "heartbeat_timeout": 3.0}}
     with launched(tmp_path / "run", frozen) as job:
@@ -103,6 +105,7 @@ def test_a_worker_moves_to_the_place_of_one_that_stands_still(tmp_path: Path) ->
 
 
 @pytest.mark.processes
+@pytest.mark.night
 def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) -> None:
     """Another failure comes first: 0:1 dies, and stage 1 has nobody to spare."""
     with launched(tmp_path / "run", {**ORDERS, "offered": None, "pause": {**ORDERS["pause"], "3": 5}}) as job:
@@ -114,6 +117,7 @@ def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) ->
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.night
 def test_max_restarts_comes_first_and_a_rank_that_stays_out_is_moved_to(tmp_path: Path) -> None:
     description = {**MOVES, "max_restarts": 1}
     with launched(tmp_path / "run", {**ORDERS, "description": description}) as job:

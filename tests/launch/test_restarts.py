@@ -58,6 +58,7 @@ def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) 
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.night
 def test_the_coordinator_is_killed_while_a_worker_is_being_taken_in(tmp_path: Path) -> None:
     """Generation 3 has it, and rank 2 does not report for that: so nobody was told to go."""
     with launched(tmp_path / "run", {**JOINS, "pause_report": {"2": 3}}) as job:

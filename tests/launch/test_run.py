@@ -29,14 +29,14 @@ def _no_process_is_left(job: Running) -> None:
 
 @pytest.mark.processes
 def test_a_job_without_failures_ends_well_with_a_table(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {}) as job:
+    with launched(tmp_path / "run", {}, nproc=4) as job:
         assert job.wait() == 0, job.where()
         assert _committed(job) == [0, 1, 2, 3]
         _no_process_is_left(job)
     output = job.output.read_text()
     assert "finished" in output and "4 iterations committed" in output
     assert "rank 0 is worker 0:0" in output and "rank 1 is worker" not in output
-    assert (job.folder / "worker-5.log").read_text().startswith("rank 5 is worker 2:1")
+    assert (job.folder / "worker-3.log").read_text().startswith("rank 3 is worker 1:1")
 
 
 def _in_memory(job: Running) -> dict[str, Any]:
@@ -84,8 +84,8 @@ def test_two_workers_of_different_stages_killed_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_a_stage_without_workers_ends_the_job_within_seconds_and_is_named(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"3": 1, "4": 1, "5": 1}}) as job:
-        job.kill(3, 4, 5)
+    with launched(tmp_path / "run", {"pause": {"2": 1, "3": 1}}, nproc=4) as job:
+        job.kill(2, 3)
         assert job.wait() == 1, job.where()
         message = job.event("finished")["message"]
         assert "stage 1" in message and "checkpoint" in message
@@ -102,15 +102,15 @@ def test_a_stage_without_workers_ends_the_job_within_seconds_and_is_named(tmp_pa
 
 @pytest.mark.processes
 def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_effect(tmp_path: Path) -> None:
-    orders = {"pause": {"4": 2, "0": 3}, "description": {"heartbeat_timeout": 2.0}}
-    with launched(tmp_path / "run", orders) as job:
-        (pid,) = job.paused(4)
-        job.kill(4, number=signal.SIGSTOP)
+    orders = {"pause": {"3": 2, "0": 3}, "description": {"heartbeat_timeout": 2.0}}
+    with launched(tmp_path / "run", orders, nproc=4) as job:
+        (pid,) = job.paused(3)
+        job.kill(3, number=signal.SIGSTOP)
         suspected = job.event("suspected")
         assert (suspected["worker"], suspected["kind"]) == ("1:1", "frozen")
         job.event("rolled_back", iteration=3)  # it pauses; the others are on their way again
         os.kill(pid, signal.SIGCONT)
-        job.until(lambda: "declared out" in (job.folder / "worker-4.log").read_text(), "the fence")
+        job.until(lambda: "declared out" in (job.folder / "worker-3.log").read_text(), "the fence")
         job.go_on(0)
         assert job.wait() == 0, job.where()
         assert _committed(job) == [0, 1, 2, 3]
@@ -121,15 +121,16 @@ def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_eff
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) -> None:
-    orders = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 2.0}}
-    with launched(tmp_path / "run", orders) as job:
-        job.kill(4, number=signal.SIGSTOP)
+    orders = {"pause": {"3": 2}, "description": {"heartbeat_timeout": 2.0}}
+    with launched(tmp_path / "run", orders, nproc=4) as job:
+        job.kill(3, number=signal.SIGSTOP)
         assert job.wait() == 0, job.where()
         _no_process_is_left(job)
 
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.night
 def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
     orders = {"pause": {"4": 2}, "mute": [2], "description": {"report_timeout": 2.0}}
     with launched(tmp_path / "run", orders) as job:
@@ -143,8 +144,8 @@ def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_job_and_leaves_no_orphan(tmp_path: Path, number: signal.Signals) -> None:
-    with launched(tmp_path / "run", {"pause": {"4": 1}}) as job:
-        job.paused(4)
+    with launched(tmp_path / "run", {"pause": {"1": 1}}, nproc=2) as job:
+        job.paused(1)
         os.kill(job.coordinator(), number)  # as Slurm does: every process of the job
         job.process.send_signal(number)
         assert job.wait() == 128 + number, job.where()
@@ -155,7 +156,7 @@ def test_a_signal_ends_the_job_and_leaves_no_orphan(tmp_path: Path, number: sign
 
 @pytest.mark.processes
 def test_a_script_with_a_sigterm_handler_of_its_own_ends_by_itself(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"iterations": 10**6, "handles": True}, nproc=4) as job:
+    with launched(tmp_path / "run", {"iterations": 10**6, "handles": True}, nproc=2) as job:
         job.event("committed", iteration=1)
         job.process.send_signal(signal.SIGTERM)
         assert job.wait() == 143, job.where()
@@ -167,27 +168,27 @@ def test_a_script_with_a_sigterm_handler_of_its_own_ends_by_itself(tmp_path: Pat
 
 @pytest.mark.processes
 def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"4": 1}}) as job:
-        job.paused(4)
+    with launched(tmp_path / "run", {"pause": {"1": 1}}, nproc=2) as job:
+        job.paused(1)
         job.process.kill()
         job.until(lambda: not job.children(), "end of all processes")
 
 
 @pytest.mark.processes
 def test_a_worker_that_fails_at_the_start_ends_the_job_and_its_log_is_named(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"fail_at_start": [3]}) as job:
+    with launched(tmp_path / "run", {"fail_at_start": [1]}, nproc=2) as job:
         assert job.wait() == 1, job.where()
         _no_process_is_left(job)
     output = job.output.read_text()
-    assert "rank 3 ended with status 7 before training began" in output
-    assert str(job.folder / "worker-3.log") in output
+    assert "rank 1 ended with status 7 before training began" in output
+    assert str(job.folder / "worker-1.log") in output
 
 
 @pytest.mark.processes
 def test_the_log_is_named_too_of_one_that_says_so_before_it_ends(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"fail_when_connected": [3]}) as job:
+    with launched(tmp_path / "run", {"fail_when_connected": [1]}, nproc=2) as job:
         assert job.wait() == 1, job.where()
-    assert "rank 3 has ended before training began: see worker-3.log in the run's folder" in job.output.read_text()
+    assert "rank 1 has ended before training began: see worker-1.log in the run's folder" in job.output.read_text()
 
 
 @pytest.mark.processes
