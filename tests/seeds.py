@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def seeds(usual: int) -> list[Any]:
@@ -16,6 +17,11 @@ def seeds(usual: int) -> list[Any]:
     if chosen := os.environ.get("CAMPAIGN_SEEDS"):
         return [*range(int(chosen))]
     return [*range(usual), *(pytest.param(seed, marks=pytest.mark.night) for seed in range(usual, 6 * usual))]
+
+
+def examples(count: int) -> int:
+    """Random examples of a test: so many, and by day a third of them, which are the same each day."""
+    return count // 3 if settings().derandomize else count
 
 
 def by_day(count: int, values: Iterable[Any]) -> list[Any]:

@@ -37,7 +37,7 @@ from megatron_recycle.membership.verdict import Verdict
 from megatron_recycle.plan import Action
 from tests.membership.cluster import PLAN, described
 from tests.membership.paper import GUESS, Paper, Update, verdict
-from tests.seeds import seeds
+from tests.seeds import examples, seeds
 
 PIPELINES, STAGES = 3, 2
 NAMES = [f"{d}:{s}" for d in range(PIPELINES) for s in range(STAGES)]
@@ -659,7 +659,7 @@ class Protocol(RuleBasedStateMachine):
 
 
 Protocol.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(20), stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestProtocol = Protocol.TestCase
 

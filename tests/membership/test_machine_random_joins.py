@@ -21,7 +21,7 @@ from megatron_recycle.membership import state as st
 from megatron_recycle.membership.protocol import Go
 from megatron_recycle.membership.standing import Reconciliation
 from tests.membership import test_machine_random as base
-from tests.seeds import seeds
+from tests.seeds import by_day, examples
 
 LIVES = 4
 """Processes of all joiners together."""
@@ -170,7 +170,7 @@ class Joins(base.Protocol):
 
 
 Joins.TestCase.settings = settings(
-    max_examples=20, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(20), stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestJoins = Joins.TestCase
 
@@ -181,7 +181,7 @@ ACTS: tuple[base.Act, ...] = (
 )
 
 
-@pytest.mark.parametrize("tens", seeds(4))
+@pytest.mark.parametrize("tens", by_day(2, range(24)))
 def test_seeded_campaigns_with_joins_and_leaves(tens: int) -> None:
     for seed in range(6 * tens, 6 * tens + 6):
         base.campaign(Joins, seed, ACTS, 120)

@@ -14,6 +14,7 @@ from megatron_recycle.membership import state as st
 from tests.membership import test_machine_random as base
 from tests.membership import test_machine_random_joins as joins
 from tests.membership.cluster import described
+from tests.seeds import by_day
 
 
 class Moves(joins.Joins):
@@ -82,7 +83,7 @@ ACTS: tuple[base.Act, ...] = (
 )
 
 
-@pytest.mark.parametrize("tens", range(5))
+@pytest.mark.parametrize("tens", by_day(2, range(5)))
 def test_seeded_campaigns_with_moves(tens: int) -> None:
     for seed in range(6 * tens, 6 * tens + 6):
         base.campaign(Moves, seed, ACTS, 120)

@@ -12,6 +12,7 @@ from megatron_recycle.plan.cycles import cycle_mean
 from megatron_recycle.plan.replay import ordered
 from megatron_recycle.planner import quick
 from tests.planner.problems import problems
+from tests.seeds import examples
 
 
 def karp(matrix):
@@ -37,7 +38,7 @@ def test_cycle_mean_equals_karps(matrix):
     assert cycle_mean(n, step) == karp(matrix)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(problems())
 def test_period_equals_karps_on_the_matrix_of_single_releases(problem):
     """Entry (i, j): from group i's step to group j's next one, found by replaying with all others free long

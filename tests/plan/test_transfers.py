@@ -15,6 +15,7 @@ from megatron_recycle.plan import Costs, Grid, Message, Plan, Problem, Worker, c
 from megatron_recycle.planner import quick
 from tests.plan.queues import Queues, Rules
 from tests.planner.problems import problems
+from tests.seeds import by_day
 
 RULES = [Rules(cut=cut, connected=connected, host_waits=host, buffered=buffered, exact=exact)
          for cut in ("all", "pair", "direction") for connected in (True, False) for host in (False, True)
@@ -25,24 +26,33 @@ def plan_of(pipelines: int, stages: int, microbatches: int, failed: tuple[Worker
     return quick(Problem(Grid(stages, (microbatches,) * pipelines), Costs.uniform(stages, 1, 1, 1), failed))
 
 
-def small_plans() -> Iterator[Plan]:
-    """Every single failure of four grids, every double one of the smallest, and random ones of larger grids."""
-    for pipelines, stages, microbatches, most in [(2, 2, 4, 1), (3, 2, 4, 2), (2, 3, 4, 1), (3, 4, 6, 1)]:
-        workers = [Worker(d, s) for d in range(pipelines) for s in range(stages)]
-        for failed in itertools.chain.from_iterable(itertools.combinations(workers, n) for n in range(most + 1)):
-            if all(sum(worker.stage == s for worker in failed) < pipelines for s in range(stages)):
-                yield plan_of(pipelines, stages, microbatches, failed)
-    draw = random.Random(1)
-    for pipelines, stages, microbatches, count in [(4, 4, 8, 3), (6, 4, 8, 3), (8, 8, 16, 3)]:
-        workers = [Worker(d, s) for d in range(pipelines) for s in range(stages)]
-        yield plan_of(pipelines, stages, microbatches, tuple(sorted(draw.sample(workers, count))))
+def small_plans(pipelines: int, stages: int, microbatches: int, most: int) -> Iterator[Plan]:
+    """With every so many failures at most."""
+    workers = [Worker(d, s) for d in range(pipelines) for s in range(stages)]
+    for failed in itertools.chain.from_iterable(itertools.combinations(workers, n) for n in range(most + 1)):
+        if all(sum(worker.stage == s for worker in failed) < pipelines for s in range(stages)):
+            yield plan_of(pipelines, stages, microbatches, failed)
 
 
-@pytest.mark.parametrize("rules", [Rules(exact=True), *(pytest.param(rules, marks=pytest.mark.night) for rules in (
-    RULES[0], RULES[-1], Rules(cut="pair", connected=False)))], ids=str)
-def test_every_plan_of_small_grids_comes_to_its_end(rules: Rules):
-    for plan in small_plans():
+EVERY = [Rules(exact=True), *(pytest.param(rules, marks=pytest.mark.night) for rules in (
+    RULES[0], RULES[-1], Rules(cut="pair", connected=False)))]
+
+
+@pytest.mark.parametrize("rules", EVERY, ids=str)
+@pytest.mark.parametrize("grid", by_day(3, [(2, 2, 4, 1), (3, 2, 4, 2), (2, 3, 4, 1), (3, 4, 6, 1)]), ids=str)
+def test_every_plan_of_small_grids_comes_to_its_end(grid: tuple[int, int, int, int], rules: Rules):
+    for plan in small_plans(*grid):
         assert not (stuck := Queues(plan, rules).stuck()), "\n".join([str(plan.problem.failed), *stuck])
+
+
+@pytest.mark.parametrize("rules", EVERY, ids=str)
+@pytest.mark.parametrize("grid", by_day(2, [(3, 4, 6, 2), (4, 4, 8, 3), (6, 4, 8, 3), (8, 8, 16, 3)]), ids=str)
+def test_a_plan_of_a_larger_grid_comes_to_its_end(grid: tuple[int, int, int, int], rules: Rules):
+    pipelines, stages, microbatches, count = grid
+    workers = [Worker(d, s) for d in range(pipelines) for s in range(stages)]
+    failed = sorted(random.Random(1).sample(workers, count))
+    stuck = Queues(plan_of(pipelines, stages, microbatches, tuple(failed)), rules).stuck()
+    assert not stuck, "\n".join([str(failed), *stuck])
 
 
 @pytest.mark.parametrize("cut", ["all", "pair"])

@@ -18,6 +18,7 @@ from megatron_recycle.planner.instance import build, orders_of, plan_of, schedul
 from megatron_recycle.planner.merge_bw import merged
 from megatron_recycle.planner.portfolio import Template, run
 from tests.planner.problems import problems
+from tests.seeds import examples
 
 
 def apart(plan):
@@ -39,7 +40,7 @@ SENT_EARLY = Problem(
 """A single greedy schedule of it has messages sent early that the last stage has no memory for."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems())
 @example(SENT_EARLY)
 @example(replace(SENT_EARLY, split_backward=True))
@@ -99,7 +100,7 @@ def test_a_w_that_follows_its_b_is_one_with_it_but_for_the_first(listed, merged_
     assert merged(replace(problem, full_backward=()), Worker(0, 0), order) == tuple(order)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems())
 def test_full_backwards_change_no_figure_and_are_read_back(problem):
     """What the search is given is what the plan says, B by B and W by W."""

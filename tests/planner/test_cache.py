@@ -12,6 +12,7 @@ from megatron_recycle.planner import Cache, ahead, plan_for, quick
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.canonical import canonical
 from tests.planner.problems import placed, problems
+from tests.seeds import examples
 
 
 def problem(*failed, pipelines=4, **changes):
@@ -39,7 +40,7 @@ def test_unlike_peers_are_told_apart():
     assert canonical(slow).problem != canonical(problem("1:2")).problem
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problems())
 def test_cache_hit_equals_a_fresh_solve(asked):
     cache = Cache()
@@ -51,7 +52,7 @@ def test_cache_hit_equals_a_fresh_solve(asked):
     assert quick(asked).lower_bound == hit.lower_bound
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.one_of(problems(), placed()))
 def test_a_search_is_never_worse_than_the_plan_at_once(asked):
     """Both begin with the same plan, that of the membership's canonical form."""

@@ -17,6 +17,7 @@ from megatron_recycle.planner.portfolio import TEMPLATES, filled, templates
 from megatron_recycle.planner.routing import route
 from megatron_recycle.planner.timing import timed
 from tests.planner.problems import placed
+from tests.seeds import examples
 
 
 def slow(plan: Plan, iterations: int = 1) -> dict[tuple[int, Worker, int], tuple[int, int]]:
@@ -81,7 +82,7 @@ def same(plan: Plan) -> None:
     assert abs(last[1] - last[0] - 20 * plan.period) <= 2 * plan.makespan + 50
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(placed())
 def test_what_the_planner_returns_is_legal(problem):
     plan = quick(problem)
@@ -93,13 +94,13 @@ def test_what_the_planner_returns_is_legal(problem):
     assert plan_of(instance, Schedule(table, trace, plan.period, plan.makespan), 0, "greedy").workers == plan.workers
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(placed())
 def test_what_a_search_returns_is_legal(problem):
     assert violations(plan_for(problem, work=500)) == []
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(placed().filter(lambda problem: problem.lends), st.data())
 def test_any_crossings_are_scheduled_within_memory(problem, data):
     """Within what may be lent, given by hand."""
@@ -127,7 +128,7 @@ def test_any_crossings_are_scheduled_within_memory(problem, data):
     same(plan)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(placed(lending=False))
 def test_figures_are_those_of_a_slow_replay(problem):
     same(quick(problem))

@@ -15,6 +15,7 @@ from megatron_recycle.planner.crossing_flow import ORDERS, Flow
 from megatron_recycle.planner.instance import build, crossings_of, plan_of
 from megatron_recycle.planner.routing import route
 from tests.planner.problems import problems
+from tests.seeds import examples
 
 
 def job(pipelines, stages, microbatches, failed, layers=4, lend=2, **more):
@@ -54,7 +55,7 @@ def lending_problems(draw):
                    layer_parameters=tuple(draw(st.integers(0, 1)) for _ in range(stages)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(lending_problems())
 def test_lending_is_legal_never_worse_than_rerouting_and_the_same_every_time(problem):
     plan = quick(problem)
@@ -66,7 +67,7 @@ def test_lending_is_legal_never_worse_than_rerouting_and_the_same_every_time(pro
         assert not plan.crossings, "a healthy job runs every layer at home"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(lending_problems(), st.sampled_from(sorted(ORDERS)), st.booleans())
 def test_no_work_is_lost_where_layers_cost_the_same_everywhere(problem, order, spread):
     if not problem.lends:

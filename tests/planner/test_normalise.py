@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_recycle.plan import Costs, Grid, Problem, Worker, lower_bound, violations
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.normalise import Prices, load, moved, normalise
+from tests.seeds import examples
 
 
 def problem(pipelines, stages, microbatches, lost, costs=None):
@@ -82,7 +83,7 @@ def test_workers_leave_the_stage_that_feels_it_least():
     assert [len(after.live(s)) for s in range(3)] == [4, 4, 2]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(2, 6), st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 9))
 def test_moves_never_make_the_slowest_stage_slower_and_keep_every_worker(pipelines, lost, microbatches):
     before = problem(pipelines, len(lost), microbatches, [min(n, pipelines) for n in lost])

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from megatron_recycle.plan import Costs, Grid, PlanError, Problem, Worker, lower_bound, replay, violations
 from megatron_recycle.planner import quick
 from tests.planner.problems import problems
+from tests.seeds import examples
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(problems())
 def test_any_problem_gets_a_legal_plan(problem):
     plan = quick(problem)

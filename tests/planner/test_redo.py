@@ -38,6 +38,7 @@ from tests.plan.queues import Queues, Rules
 from tests.plan.times import start
 from tests.planner.crossings import crossing
 from tests.planner.problems import placed, problems
+from tests.seeds import examples
 
 Done = Mapping[Worker, tuple[Action, ...]]
 """What each worker has done."""
@@ -115,7 +116,7 @@ def actions(text: str) -> tuple[Action, ...]:
     return tuple(map(Action.parse, text.split()))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(problem=placed(), seed=st.integers(0, 10 ** 6))
 def test_micro_batches_with_lent_layers_go_on_to_cross_where_they_did(problem, seed):
     """After each of several failures; the plan for the members that are left lends nothing."""
@@ -148,7 +149,7 @@ def test_the_rest_of_a_plan_that_lends_is_not_planned_for_another_grid():
     assert redo(plan, {Worker(0, 0): actions("F0.0")}, closed=[1], lent=plan) is None
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(problem=st.one_of(problems(), placed(lending=False)), seed=st.integers(0, 10 ** 6))
 def test_the_rest_of_any_iteration_is_a_legal_plan_after_each_of_several_failures(problem, seed):
     """Of random grids, chunks, blocks and caps, and from any moment of the plan of the failure before."""
@@ -354,7 +355,7 @@ def closed_in(plan: Plan, done: Done) -> list[int]:
                    for worker in plan.problem.live(stage))]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(problem=problems(), seed=st.integers(0, 10 ** 6))
 def test_nothing_of_a_stage_that_is_closed_is_run_again_after_one_death(problem, seed):
     """Its scripts may have left the iteration."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_recycle.membership.resume import Resume, decide
 from tests.membership.paper import GUESS, Paper, Update, verdict
+from tests.seeds import examples
 
 
 class Model(Paper):
@@ -160,5 +161,5 @@ class CommitProtocol(RuleBasedStateMachine):
             assert [iteration for iteration, _ in model.updates] == list(range(model.stepped + 1))
 
 
-CommitProtocol.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+CommitProtocol.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 TestCommitProtocol = CommitProtocol.TestCase

@@ -10,6 +10,7 @@ from megatron_recycle.membership.protocol import Offer
 from megatron_recycle.plan import Costs, Grid, Problem
 from megatron_recycle.planner import quick
 from tests.membership.paper import GUESS, Paper, verdict
+from tests.seeds import examples
 
 
 def test_a_plan_is_taken_two_iterations_after_the_promise_and_once():
@@ -127,7 +128,7 @@ ORDERS = {"eager": ("learn", "hold", "begin"), "lazy": ("begin", "hold", "learn"
 """What a worker does next, of what it can: it hears of a verdict early, or as late as it may."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(2, 3), st.lists(st.tuples(st.integers(0, 2), st.sampled_from(
     ["eager"] * 8 + ["lazy"] * 8 + ["offer", "offer", "hear", "wrong", "fail"])), min_size=40, max_size=120))
 def test_all_workers_follow_the_same_plan_in_every_attempt(workers, steps):

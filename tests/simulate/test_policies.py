@@ -28,6 +28,7 @@ from megatron_recycle.tools.simulate.policies.recycling import (
     WithoutMoves,
 )
 from megatron_recycle.tools.simulate.trace import HOST, Outage, TraceError
+from tests.seeds import examples
 from tests.simulate.small import JOB, PLANS, run, trace
 
 FOR_GOOD = float("inf")
@@ -154,7 +155,7 @@ def placed(count: int, job: Job = JOB, **constants: float) -> tuple[int, ...]:
     return policy._lengths
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.integers(1, 24))
 def test_oobleck_uses_every_unit_or_none(count: int):
     job = Job(6, 4, 8, Costs.uniform(4, 20, 22, 18, 1, 5))
@@ -185,7 +186,7 @@ def test_torchft_goes_on_with_whole_pipelines():
     assert rate(TorchFT(QUIET), Outage(100.0, 200.0, "host0")) == pytest.approx(JOB.batch / PLANS.stock().period)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.lists(some.integers(1, 9), min_size=1, max_size=6), some.integers(1, 5))
 def test_recut_layers_are_all_there_and_the_fullest_is_least(loads: list[int], each: int):
     layers = each * len(loads)

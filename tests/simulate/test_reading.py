@@ -14,6 +14,7 @@ from hypothesis import strategies as some
 from megatron_recycle.tools.simulate.generating import Failures, generate, spaced
 from megatron_recycle.tools.simulate.reading import read
 from megatron_recycle.tools.simulate.trace import Outage, Trace, TraceError
+from tests.seeds import examples
 
 INFINITY = float("inf")
 
@@ -157,7 +158,7 @@ def test_part_of_a_trace():
         whole.part(300, 400)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.lists(some.tuples(some.integers(0, 3), some.integers(0, 90), some.integers(0, 40)), max_size=12))
 def test_cleaned_outages_of_a_host_never_overlap(tmp_path_factory: pytest.TempPathFactory,
                                                   drawn: list[tuple[int, int, int]]):

@@ -16,6 +16,7 @@ from megatron_recycle.tools.simulate.generating import Failures, generate, space
 from megatron_recycle.tools.simulate.policies.others import FaultScaled, Ideal
 from megatron_recycle.tools.simulate.policies.recycling import Recycling, Stalls
 from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, checked
+from tests.seeds import examples
 from tests.simulate.small import CLUSTER, JOB, PLANS, run, total, trace
 
 FREE = Stalls(exit=0, host=0, rejoin=0, start=0, save=0, restart=0)
@@ -90,7 +91,7 @@ def test_nothing_is_left_of_any_policy_without_workers_and_all_come_back(name: s
         assert outcome.rate[-1][1] > 0  # it trains again at the end
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.sampled_from(ORDER), some.lists(some.tuples(some.integers(0, 5), some.floats(0, 900), some.floats(1, 400),
                                                         some.booleans()), max_size=14))
 def test_time_and_samples_are_conserved(name: str, drawn: list[tuple[int, float, float, bool]]):
@@ -142,7 +143,7 @@ def test_spares_take_the_place_of_the_lost():
     assert outcome.rate[-1][1] == pytest.approx(JOB.batch / full.period)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.integers(0, 10_000))
 def test_every_member_has_a_unit_and_no_unit_is_idle_while_a_place_is_empty(seed: int):
     """Through failures, spares and moves, some time after the last change."""

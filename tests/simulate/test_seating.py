@@ -18,6 +18,7 @@ from megatron_recycle.tools.simulate.policies.recycling import CheckpointRestart
 from megatron_recycle.tools.simulate.reading import read
 from megatron_recycle.tools.simulate.seating import most_at_once
 from megatron_recycle.tools.simulate.trace import HOST, Cleaning, Outage, Trace, checked
+from tests.seeds import examples
 from tests.simulate.small import CLUSTER, JOB, PLANS, run, trace
 
 A, B = Unit(0, 0), Unit(1, 0)
@@ -61,7 +62,7 @@ def test_a_trace_with_fewer_machines_leaves_places_empty():
                      " missing",)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(some.integers(1, 6), some.integers(1, 6), some.lists(
     some.tuples(some.integers(0, 5), some.integers(0, 30), some.integers(1, 20), some.booleans()), max_size=12))
 def test_as_many_places_are_taken_as_there_are_machines(machines: int, places: int,
