@@ -12,6 +12,8 @@ from tests.harness import Job, Result
 from tests.once import once
 
 PAGE = Path(__file__).parents[2] / "docs" / "between-iterations.md"
+BY_DAY = 4
+"""Of so many rows one runs by day: one of each kind of habit."""
 
 
 def test_the_documentation_has_the_table():
@@ -20,8 +22,8 @@ def test_the_documentation_has_the_table():
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> list[Result]:
-    """The rows, one after another in the same processes, on each rank; by day every other one."""
-    return once("rows", lambda: run(range(0, len(ROWS), 1 if request.config.getoption("--night") else 2)))
+    """The rows, one after another in the same processes, on each rank; by day one of each kind."""
+    return once("rows", lambda: run(range(0, len(ROWS), 1 if request.config.getoption("--night") else BY_DAY)))
 
 
 def run(numbers: range) -> list[Result]:
@@ -34,8 +36,8 @@ def run(numbers: range) -> list[Result]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("row", [
-    pytest.param(row, id=row.what, marks=[pytest.mark.night] * (number % 2)) for number, row in enumerate(ROWS)])
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.what, marks=[pytest.mark.night] * bool(number % BY_DAY))
+                                 for number, row in enumerate(ROWS)])
 def test_stocks_bits_or_a_refusal(row: Row, results: list[Result]):
     number = ROWS.index(row)
     if row.refused is not None:

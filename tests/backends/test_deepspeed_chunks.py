@@ -59,6 +59,7 @@ def check(job: Job, flat: Mapping[str, Any], but: str = "", late: str = "") -> N
     assert committed == list(range(ITERATIONS))
 
 
+@pytest.mark.night
 def test_a_killed_worker_is_replaced_and_the_bits_are_those_of_stages_with_one_chunk(tmp_path: Path):
     """Evaluations and checkpoints are made with all workers, and while one is missing."""
     dies, late = Hold("1:1", "backward", 2, 1), Hold("0:0", "forward", 4)

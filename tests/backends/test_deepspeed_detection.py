@@ -35,10 +35,10 @@ def undisturbed() -> dict[int, Result]:
 # ---- nobody is at fault
 
 
+@pytest.mark.night
 @pytest.mark.parametrize(("fault", "reason"), [
     pytest.param(Fault("swallow", Hold("1:0", "forward", AT, 1)), "all workers wait", id="a message is lost"),
-    pytest.param(Fault("abort", Hold("1:1", "backward", AT, 1)), "failed", id="connections break",
-                 marks=pytest.mark.night)])
+    pytest.param(Fault("abort", Hold("1:1", "backward", AT, 1)), "failed", id="connections break")])
 def test_without_a_failure_the_same_members_go_on(fault, reason, undisturbed):
     with Job(faults.train, SIZE, {**QUICK, "faults": [fault]}) as job:
         check_survivors(job, set(), undisturbed)
@@ -71,7 +71,8 @@ def test_connections_of_torchs_world_that_break_before_a_checkpoint_cost_nothing
 # ---- in the middle of connecting
 
 
-@pytest.mark.parametrize("kind", ["vanish", pytest.param("freeze", marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("kind", ["vanish", "freeze"])
 def test_a_second_worker_fails_while_the_survivors_connect(kind, undisturbed):
     """They know where it listens and wait for its answer, for ten minutes here if nothing ended that."""
     first = Hold("0:1", "backward", AT, 1)

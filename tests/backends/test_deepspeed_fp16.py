@@ -120,6 +120,7 @@ def waiting(clipping: float) -> dict[int, Result]:
 
 
 @pytest.mark.processes
+@pytest.mark.night
 def test_every_stage_skips_the_step_in_which_one_overflowed():
     overflowed = [any(iteration == when for _, when in OVERFLOWS) for iteration in range(ITERATIONS)]
     for result in waiting(0.0).values():

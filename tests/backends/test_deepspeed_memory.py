@@ -37,7 +37,7 @@ def check(value: dict[str, Any]) -> Plan:
     pytest.param(None, marks=pytest.mark.night, id="whole"),
     pytest.param(Hold("1:1", "backward", 2, 1), id="after a death")])
 def test_workers_hold_what_the_plan_says(hold):
-    arguments = {"stages": 2, "pipelines": 3, "iterations": 6, "settings": {"cap": 3}}
+    arguments = {"stages": 2, "pipelines": 3, "iterations": 4, "settings": {"cap": 3}}
     with Job(memory_job.train, 6, arguments, [hold] if hold else []) as job:
         if hold:
             job.wait_held()

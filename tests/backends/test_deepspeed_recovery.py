@@ -146,6 +146,7 @@ def tells_forwards(engine: Any) -> None:
     observer.on = tells
 
 
+@pytest.mark.night
 def test_what_closed_stages_have_done_of_the_next_iteration_is_not_run_twice():
     """1:1 is killed before it has reduced. By then the scripts of the other stages have left that iteration, and the
     first stage has run all forwards of the next one but the last, in which its workers are held."""
@@ -166,7 +167,8 @@ def test_what_closed_stages_have_done_of_the_next_iteration_is_not_run_twice():
     assert (went["iteration"], went["redone"]) == (KILLED_IN, 0)
 
 
-@pytest.mark.parametrize("watch", [leaves_at_once, leaves_and_starts_no_thread])
+@pytest.mark.parametrize("watch", [
+    leaves_at_once, pytest.param(leaves_and_starts_no_thread, marks=pytest.mark.night)])
 def test_who_ends_by_hand_makes_the_last_iteration_again_for_those_who_have_not_made_it(watch):
     """The last stage has returned from it, and its scripts call os._exit(0), when a worker of the first one is killed
     that nobody has the gradient of."""
@@ -230,7 +232,7 @@ def test_a_worker_may_pause_for_longer_than_connecting_may_take():
     pytest.param(2, {"gradient_predivide_factor": 2.0}, marks=pytest.mark.night),
     pytest.param(3, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}, marks=pytest.mark.night)])
 def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipelines, more):
-    arguments = {"pipelines": pipelines, "stages": 2, "iterations": 10, "dropout": 0.0, "engine_settings": more}
+    arguments = {"pipelines": pipelines, "stages": 2, "iterations": 5, "dropout": 0.0, "engine_settings": more}
     with Job(gpt_job.train, 2 * pipelines, {**arguments, "plugin": False}, coordinated=False) as job:
         stock = job.wait()
     with Job(gpt_job.train, 2 * pipelines, arguments) as job:

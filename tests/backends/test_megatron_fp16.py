@@ -62,11 +62,10 @@ EXACT: Mapping[str, Any] = {"pipelines": 2, "stages": 2, "iterations": ITERATION
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("step", "dies_in", "more"), [
-    ("staggered", 1, ()), *[pytest.param(*case, marks=pytest.mark.night) for case in [
-        ("barrier", 3, ()), ("barrier", 1, (SHARDS,)), ("staggered", 6, (SHARDS,))]]])
+    ("staggered", 1, ()), ("barrier", 3, ()), ("barrier", 1, (SHARDS,)), ("staggered", 6, (SHARDS,))])
 def test_a_worker_that_dies_among_steps_that_are_left_out_comes_back_to_the_same_scale(step, dies_in, more):
     """One that comes in is told which steps were left out: its rates follow the same schedule."""
     arguments = {**EXACT, "options": (*EXACT["options"], *more), "settings": {**EXACT["settings"], "step": step}}

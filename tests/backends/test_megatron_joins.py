@@ -77,6 +77,7 @@ def test_one_that_comes_back_with_other_data_or_rates_ends_alone_and_the_job_goe
 TENSOR: Mapping[str, Any] = {**EXACT, "pipelines": 2, "tensor": 2, "iterations": 7}
 
 
+@pytest.mark.night
 def test_a_killed_part_of_a_worker_is_replaced_and_its_other_part_works_again():
     """Its worker is out, and the other part idles until it comes in together with the new one."""
     arguments = {**TENSOR, "settings": {**EXACT["settings"], "step": "staggered"}}

@@ -137,7 +137,7 @@ OTHERWISE = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket
         (3, ("--untied", "--clip", "0"), {}),
         (2, ("--bf16", "--grad-reduce-in-bf16", "--clip", "0.05"), {})]]])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options, data_parallel):
-    arguments = {"pipelines": pipelines, "iterations": 5, "options": ("--dropout", "0", *options),
+    arguments = {"pipelines": pipelines, "iterations": 3, "options": ("--dropout", "0", *options),
                  "data_parallel": data_parallel}
     with Job(megatron_job.train, 2 * pipelines, {**arguments, "plugin": False}, coordinated=False) as job:
         stock = job.wait()

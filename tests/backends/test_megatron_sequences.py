@@ -51,11 +51,10 @@ def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(options
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("options", [
-    BOTH, *[pytest.param(options, marks=pytest.mark.night) for options in [
-        (*CUT, "--bf16"), (*BOTH, "--recompute", "full"), ("--qk-layernorm", "--untied")]]], ids=" ".join)
+    BOTH, (*CUT, "--bf16"), (*BOTH, "--recompute", "full"), ("--qk-layernorm", "--untied")], ids=" ".join)
 def test_a_killed_part_comes_back_and_the_bits_are_the_same(options):
     """Dropout and clipping are the script's defaults. Survivors go on with what all their parts have done; backwards
     are run in another group than their forwards."""

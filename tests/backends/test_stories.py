@@ -17,7 +17,6 @@ from megatron_recycle.backends.megatron.version import TESTED
 from tests.backends.stories import OF_MEGATRON, RESULTS, STORIES, Recorder, of, passed_with, path_of, table, versions
 
 ROOT = Path(__file__).resolve().parents[2]
-NEWEST = max(TESTED)
 
 
 @pytest.mark.parametrize("name", [name for stories in STORIES.values() for name in stories.values()])
@@ -52,8 +51,8 @@ def test_what_is_declared_as_tested_was():
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("version", [pytest.param(one, marks=[] if number == NEWEST else pytest.mark.night)
-                                     for number, one in TESTED.items() if number != min(TESTED)])
+@pytest.mark.night
+@pytest.mark.parametrize("version", [one for number, one in TESTED.items() if number != min(TESTED)])
 def test_another_core_trains_through_a_failure_in_an_environment_of_its_own(version, tmp_path):
     """Made by scripts/setup.sh where it is not there: one that borrows all else from this one, in seconds."""
     if not (ROOT / ".venv").exists():

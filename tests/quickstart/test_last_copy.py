@@ -59,7 +59,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 TRAINING = ["--iterations", "14", "--log-every", "2", "--length", "16", "--width", "16", "--blocks", "2", "--batch",
             "2"]
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(LIMIT + 30)]
+pytestmark = [pytest.mark.night, pytest.mark.processes, pytest.mark.timeout(LIMIT + 30)]
 
 
 def run(tmp_path: Path, deaths: Mapping[int, tuple[int, Sequence[str]]], *arguments: str,
@@ -87,7 +87,7 @@ def check_losses(events: Sequence[Mapping[str, Any]], back: int) -> None:
     assert all(len(set(of)) == 1 for of in losses.values()), losses
 
 
-@pytest.mark.parametrize("guard", ["checkpoint", pytest.param("memory", marks=pytest.mark.night)])
+@pytest.mark.parametrize("guard", ["checkpoint", "memory"])
 def test_both_workers_of_a_stage_are_killed_and_all_go_back(tmp_path: Path, guard):
     """The iterations since then are made again, with the same losses, bit for bit. The script begins with its newest
     checkpoint, if there is one: so does the process that comes for the stage, and saves with the others later. It gives
@@ -107,9 +107,8 @@ def test_both_workers_of_a_stage_are_killed_and_all_go_back(tmp_path: Path, guar
 
 
 @pytest.mark.parametrize(("shape", "deaths", "lost"), [
-    pytest.param(("--nproc", "3", "--stages", "1"), {1: (10, ["2:0"])},
-                 "stage 0 has lost shard 1 of its optimizer state", marks=pytest.mark.night),
-    pytest.param(("--nproc", "4"), {2: (3, []), 3: (10, [])}, None, marks=pytest.mark.night)])
+    (("--nproc", "3", "--stages", "1"), {1: (10, ["2:0"])}, "stage 0 has lost shard 1 of its optimizer state"),
+    (("--nproc", "4"), {2: (3, []), 3: (10, [])}, None)])
 def test_both_that_hold_a_shard_are_killed_and_all_go_back(tmp_path: Path, shape, deaths, lost):
     """Under ZeRO-1: twins die at once, and the one that is left loads all shards; or a whole stage dies, one worker
     after the other, and the process that comes for it loads its shards."""

@@ -66,6 +66,7 @@ def check(events: list[dict[str, Any]]) -> None:
     assert events[-1]["event"] == "finished" and events[-1]["status"] == 0
 
 
+@pytest.mark.night
 def test_rank_0_fails_another_logs_on_and_the_launcher_starts_it_again_and_it_joins(tmp_path: Path):
     run = start(tmp_path, "--nproc", "4", "--run-dir", str(tmp_path / "run"), RECYCLE_MAX_RESTARTS="1")
     output, errors = run.communicate(timeout=LIMIT)

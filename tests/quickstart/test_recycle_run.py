@@ -62,7 +62,7 @@ def test_the_json_file_can_switch_the_plugin_off(tmp_path: Path):
     assert re.findall(r"^steps: (\d+)", (tmp_path / "run/worker-0.log").read_text(), re.MULTILINE) == ["1", "2"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT + 30)
 def test_a_script_with_our_flags_trains_with_the_plugin_only_if_the_flag_is_given(tmp_path: Path):
