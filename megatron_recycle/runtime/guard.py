@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from msgspec.structs import asdict, replace
 
 from megatron_recycle.control import Go
 from megatron_recycle.membership import Standing, workers_of
@@ -131,6 +132,7 @@ class _WayBack(Source):
             if groups.me == keeper:
                 for worker in (worker for worker in meeting.joined if worker.stage == stage):
                     send(groups.control, groups.control_ranks[worker], guard.of[stage][target])
+                    send(groups.control, groups.control_ranks[worker], StateCopy.of({}, site.past))
         tensors, copied = guard.own[target].open(site.stage.device)
         meeting.stepper.enter(tensors, Facts.from_json(copied))
 
@@ -152,7 +154,9 @@ class _WayBack(Source):
         copy = receive(groups.control, groups.control_ranks[keeper])
         received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
         tensors, raw_facts = copy.open(site.stage.device)
-        return tensors, Facts.from_json(raw_facts), received
+        _, raw_past = receive(groups.control, groups.control_ranks[keeper]).open(site.stage.device)
+        past = Past.from_json(raw_past)  # scripts have evaluated since the copy was made
+        return tensors, replace(Facts.from_json(raw_facts), **asdict(past)), received
 
     def taken(self, meeting: Meeting) -> None:
         self._await_all(meeting)

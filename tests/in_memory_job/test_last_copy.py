@@ -133,12 +133,16 @@ def test_a_stage_that_is_lost_between_two_iterations_comes_back(phase, stage, gu
 
 
 def test_evaluations_and_checkpoints_that_are_done_are_not_done_again():
+    """The process that comes in gets the results of those since the copy, too."""
     shape = Shape(2, 2, 2, 8, evaluate=(3, 5), save=(3,)).with_settings(**{**GUARDED, "guard_interval": 4})
     with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
         check_ends_well(job, out={"0:1"})
     (event,) = told(job, "restored")
     assert event["iteration"] == 3 and event["lost"] in (1, 2)  # the last one may not be committed yet
     assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 3"]
+    assert all(len(process.result.evaluated) == 4 for process in job.processes.values() if process.name != "0:1")
+    came, other = (process.result for process in job.processes.values() if process.name in ("1:1", "1:0"))
+    assert came.evaluated == other.evaluated
 
 
 @pytest.mark.parametrize("seed", seeds(3))
