@@ -16,15 +16,15 @@ from tests.redo_model.process import Rules, Violation
 
 LENT = {"lent": True, "tied": False, "parts": 1}
 SHARDS = {"copies": True, "wrong": True, "parts": 1}
-EACH = 40
+EACH = 20
 """Cases of one test."""
 
 
 def batches(count: int) -> list[Any]:
-    """Numbers of batches of ``EACH`` cases: ``count`` by day, 25 times as many at night, or CAMPAIGN_SEEDS."""
+    """Numbers of batches of ``EACH`` cases: ``count`` by day, 50 times as many at night, or CAMPAIGN_SEEDS."""
     if chosen := os.environ.get("CAMPAIGN_SEEDS"):
         return [*range(int(chosen))]
-    return [*range(count), *(pytest.param(batch, marks=pytest.mark.night) for batch in range(count, 25 * count))]
+    return [*range(count), *(pytest.param(batch, marks=pytest.mark.night) for batch in range(count, 50 * count))]
 
 
 def run(batch: int, **wanted: Any) -> Counter[str]:
