@@ -40,7 +40,7 @@ def quickstart() -> Iterator[ModuleType]:
 @pytest.mark.timeout(400)
 def test_two_workers_are_killed_and_the_result_is_that_of_the_run_without_failures(tmp_path: Path):
     text = SCRIPTS.parent / "megatron_recycle" / "membership"
-    command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iterations", "9", "--pipelines", "2"]
+    command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iterations", "6", "--pipelines", "2"]
     command += ["--data", str(text)]
     command += ["--output", str(tmp_path / "out"), "--limit", "180"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=390)
