@@ -131,7 +131,7 @@ def test_without_failures_it_makes_no_difference_who_runs_a_layer(shape, step, s
 
 
 @pytest.mark.parametrize("seed", by_day(1, range(2)))
-@pytest.mark.parametrize("name", ["V", "V, long blocks", "interleaved, tied"])
+@pytest.mark.parametrize("name", by_day(2, ["V", "interleaved, tied", "V, long blocks"]))
 def test_chunks_of_stages_that_have_several_borrow_and_lend_too(name, seed, lends):
     """But not beside each other: boundaries between two chunks of one stage stay where they are."""
     lends(CHUNKED[name], seed, always=True)

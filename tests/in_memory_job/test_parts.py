@@ -213,7 +213,8 @@ def test_a_part_whose_sibling_has_not_heard_that_the_stage_is_closed_stays_in_th
 
 
 @pytest.mark.parametrize(("phase", "nth", "reduction"), [
-    ("forward", 1, "exact"), ("backward", 1, "exact"), ("weight", 1, "exact"), ("backward", 3, "fast")])
+    ("forward", 1, "exact"), ("backward", 3, "fast"), *[pytest.param(*case, marks=pytest.mark.night) for case in [
+        ("backward", 1, "exact"), ("weight", 1, "exact")]]])
 def test_nothing_counts_before_the_device_has_computed_it(phase: str, nth: int, reduction: str,
                                                           monkeypatch: pytest.MonkeyPatch):
     """With NCCL's rules. The thread of 0:0.0 has launched an action (with `fast` a full backward, its last), and its

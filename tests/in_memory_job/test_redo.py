@@ -127,7 +127,7 @@ def test_a_second_death_while_the_rest_is_run(second):
     assert len(lost(job)) >= 1
 
 
-@pytest.mark.parametrize("worker", ["0:0", "1:1"])
+@pytest.mark.parametrize("worker", by_day(1, ["0:0", "1:1"]))
 def test_work_on_a_wrong_guess_is_not_kept(worker):
     """Every step is wrong at first: the next iteration was begun with parameters that are not to be."""
     shape = replace(SHAPES["clipped"], microbatches=4)
@@ -540,7 +540,7 @@ def test_with_exact_nobody_leaves_an_iteration_that_the_loss_of_one_host_would_t
     assert not {"repeated", "restored"} & {event["event"] for event in job.control.events}
 
 
-@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("reduction", by_day(1, ["exact", "fast"]))
 def test_stages_that_share_parameters_are_closed_together(reduction):
     """1:1 dies before it has reduced iteration 1, with which the scripts of the first and the last stage have gone on,
     that share theirs. Before 1:2 dies in its reduction none of them has."""

@@ -131,7 +131,8 @@ def test_a_worker_that_moves_takes_shards_of_its_new_stage():
     assert all(results[rank].shards for rank in job.processes if job.names[rank] != "2:0")
 
 
-@pytest.mark.parametrize(("copies", "seed"), [(1, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("copies", "seed"), [
+    (1, 1), (2, 3), pytest.param(1, 2, marks=pytest.mark.night)])
 def test_workers_that_leave_hand_their_shards_over_first(copies, seed):
     """Two at once: with one copy both are the only holders of a shard, with two they are twins. The others have the
     bits of the job without failures."""

@@ -43,6 +43,7 @@ def test_a_job_survives_workers_and_the_coordinator_though_nothing_can_be_writte
 
 
 @pytest.mark.processes
+@pytest.mark.night
 def test_where_the_journal_cannot_be_written_the_job_ends_and_says_which_disk_is_full(
     tmp_path: Path, disk: Callable[[int], Path]
 ) -> None:
