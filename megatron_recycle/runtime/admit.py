@@ -10,7 +10,7 @@ from megatron_recycle.runtime.compute.data import Mapped, NotReadHere, digest, f
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.shards import forget
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.stepper import Committed, Stepper
 from megatron_recycle.runtime.worker_extension import Meeting, Source
 
 
@@ -31,7 +31,7 @@ def take_in(meeting: Meeting, source: Source) -> None:
             compare_data(site, last, facts.read)
     stepper.enter(tensors, facts)
     if not new:
-        stepper.read = {}
+        stepper.last = Committed(stepper.last.reports)
     if resume.checkpoint is None:
         forget(site.stage)
     if resume.restored:  # the others' scripts are further than their state
@@ -53,7 +53,7 @@ def compare_later(site: Site, stepper: Stepper) -> None:
     verdict = stepper.standing.verdict
     if verdict is not None:
         with site.phases.copying():
-            compare_data(site, verdict.iteration, stepper.read)
+            compare_data(site, verdict.iteration, stepper.last.read)
 
 
 def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int, bool], int]) -> None:

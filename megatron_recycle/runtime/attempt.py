@@ -114,10 +114,10 @@ class Attempt:
         standing.begin(iteration)
         self._iteration = iteration
         self._shared = opened(site, generation, iteration, standing.attempt)
-        carried, kept = generation.scope.carried_in(iteration), stepper.kept.get(iteration)
+        carried, kept = generation.scope.carried_in(iteration), stepper.current.kept.get(iteration)
         counted = program.actions[:program.plan.done.get(site.place.me, 0)]
         if kept is not None and site.place.parts > 1:
-            kept = stepper.kept[iteration] = kept.levelled(counted, site.place, site.meters.memory)
+            kept = stepper.current.kept[iteration] = kept.levelled(counted, site.place, site.meters.memory)
         if counted != (() if kept is None else kept.done):
             raise AssertionError(f"{site.place.me} goes on after {counted}, and has kept {kept}")
         self._keeping = AttemptLog(standing.attempt if carried is None else carried.chain,
@@ -128,8 +128,8 @@ class Attempt:
         else:
             self._take_up(kept)
         self._share_losses_if_complete()
-        stepper.kept.pop(iteration, None)  # this attempt owns it now
-        stepper.kept.torn = False
+        stepper.current.kept.pop(iteration, None)  # this attempt owns it now
+        stepper.current.kept.torn = False
         if self._levelling is not None:
             self._levelling.begin(iteration, standing.attempt, len(standing.done))
 
@@ -185,9 +185,9 @@ class Attempt:
             if keeping.used is not None:  # an unfinished backward has used up its forward
                 kept = kept.levelled(tuple(action for action in kept.done if action != keeping.used), self._site.place,
                                      self._site.meters.memory)
-            self._stepper.kept[self._iteration] = kept
+            self._stepper.current.kept[self._iteration] = kept
         else:
-            self._stepper.kept.torn = keeping.torn
+            self._stepper.current.kept.torn = keeping.torn
             self.computed.discard()
 
     def run(self) -> None:

@@ -24,7 +24,7 @@ from megatron_recycle.runtime.comm.sharded_reduction import Cuts, ShardedReducti
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.lent.loans import Loans
 from megatron_recycle.runtime.lent.terms import Terms, terms_of
-from megatron_recycle.runtime.resumable_attempt import ResumedIteration
+from megatron_recycle.runtime.resumable_attempt import KeptAttempts, ResumedIteration
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -163,8 +163,6 @@ class Generation:
         groups: of its members.
         course: of the plan in use.
         resumed: courses of the iterations that go on where they stood.
-        owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
-        had: the holders of the shards until then; None: as in `cuts`.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: exchanges of the last two attempts. An idle worker may be an iteration late: a loss that is let
@@ -180,8 +178,6 @@ class Generation:
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
     resumed: Mapping[int, Course] = field(default_factory=dict)
-    owed: tuple[tuple[int, Worker, Worker], ...] = ()
-    had: Cuts | None = None
     shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
@@ -265,6 +261,18 @@ class Generation:
         return self.program.without(hit, self.groups.me) if hit else self.program
 
 
+class PendingShards(NamedTuple):
+    """Shards of the optimizer's state that the peers of a stage are yet to copy.
+
+    Attributes:
+        moves: (shard, giver, taker).
+        had: the shards and their holders until then.
+    """
+
+    moves: tuple[tuple[int, Worker, Worker], ...]
+    had: Cuts
+
+
 class Current:
     """The generation in force, which the training thread replaces and the agent's thread aborts: one lock, one
     reference.
@@ -272,6 +280,8 @@ class Current:
     Attributes:
         last: the generation in force; between two, the previous one, with its members and its plan; None at first.
         reusable: communicators of older generations, which the next one may go on with.
+        kept: attempts that can be taken up again.
+        owed: shards to be copied before the next iteration; None: there are none.
     """
 
     def __init__(self) -> None:
@@ -279,6 +289,8 @@ class Current:
         self._in_force: Generation | None = None
         self.last: Generation | None = None
         self.reusable: ReusableGroups | None = None
+        self.kept = KeptAttempts()
+        self.owed: PendingShards | None = None
 
     def get(self) -> Generation:
         """The generation in force."""

@@ -157,8 +157,8 @@ class Loop:
         site, stepper, standing, generation = self.site, self.stepper, self.standing, self.stepper.current.get()
         standing.rejoin()
         iteration = standing.iteration
-        program, kept = generation.program_of(iteration), stepper.kept[iteration]
-        if iteration + 1 not in stepper.kept:  # the next iteration may have been under way, and begins anew
+        program, kept = generation.program_of(iteration), stepper.current.kept[iteration]
+        if iteration + 1 not in stepper.current.kept:  # the next iteration may have been under way, and begins anew
             site.meters.memory.give_up()
         shared = opened(site, generation, iteration, standing.attempt)
         for action in program.actions:
@@ -199,7 +199,7 @@ class Loop:
         generation.groups.reopen()
         # In an iteration that goes on where it stood, not all know the shapes of the transfers under way.
         drains = drains and committed + 1 not in generation.resumed
-        self.stepper.kept.let_go()
+        self.stepper.current.kept.let_go()
         try:
             if drains and begun and standing.iteration == committed:  # others may have begun it: all end the same
                 opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)

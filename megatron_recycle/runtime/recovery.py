@@ -115,7 +115,7 @@ def comes_of_failure(site: Site, standing: Standing, error: RuntimeError) -> boo
 
 def retire(site: Site, stepper: Stepper) -> None:
     """3. Leave the old generation: nothing of it is pending afterwards. What an attempt has done may stay in
-    `Stepper.kept`. Idempotent."""
+    `Current.kept`. Idempotent."""
     site.phases.enter(Phase.RECOVERING, stepper.standing.iteration)
     stepper.current.retire(lambda: not site.goes_on)
     stepper.leave()
@@ -150,8 +150,8 @@ def report(site: Site, stepper: Stepper) -> Go | None:
     closed = None
     if held is not None and standing.closed == held.iteration:
         closed = ClosedReport(held.iteration, held.loss, held.weight, (site.place.me.stage, *site.tied))
-    kept = tuple(each.report(standing.committed) for each in stepper.kept.values())
-    site.agent.report(generation, _report(site, standing, kept=kept, torn=stepper.kept.torn, closed=closed))
+    kept = tuple(each.report(standing.committed) for each in stepper.current.kept.values())
+    site.agent.report(generation, _report(site, standing, kept=kept, torn=stepper.current.kept.torn, closed=closed))
     return site.agent.wait_go(generation)
 
 
@@ -254,8 +254,8 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> G
 def _let_go(meeting: Meeting) -> None:
     """Keep only the attempts that go on. Not before the last step is undone: until then a worker that reports that its
     stage is closed has all its messages."""
-    current, kept, resume, me = meeting.stepper.current, meeting.stepper.kept, meeting.resume, meeting.site.place.me
-    scope = meeting.generation.scope
+    current, resume, me = meeting.stepper.current, meeting.resume, meeting.site.place.me
+    kept, scope = current.kept, meeting.generation.scope
     goes_on = {carried.iteration for carried in scope.carried if me in carried.done}
     if me.stage in resume.closed:
         goes_on.add(resume.next)

@@ -9,7 +9,6 @@ the next gradient is held, of which it gets nothing for that shard.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from megatron_recycle.membership import Standing
@@ -23,7 +22,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.tags import SHARD_STATE
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
-from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.generation import Generation, PendingShards
 from megatron_recycle.runtime.shards import cuts, gather, kept, table
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper
@@ -62,8 +61,8 @@ class ShardMoves(WorkerExtension):
     def settle(self, meeting: Meeting) -> None:
         """Copy what is owed, or note that it is."""
         site, go = meeting.site, meeting.go
-        generation = with_moves(meeting)
-        if generation.owed and site.place.me.stage not in go.resume.closed and (
+        owed = meeting.stepper.current.owed = owed_by(meeting)
+        if owed is not None and site.place.me.stage not in go.resume.closed and (
                 go.generation == 1 or go.closing is not None
                 or not meeting.some_are_between(with_joined=False)):
             adopt(site, meeting.stepper)
@@ -72,29 +71,31 @@ class ShardMoves(WorkerExtension):
                 site.trainable.shards = kept(site.stage)
 
     def catch_up(self, site: Site, stepper: Stepper, generation: Generation) -> None:
-        if generation.owed:
+        if stepper.current.owed is not None:
             stepper.wait()
         adopt(site, stepper)
 
 
-def with_moves(meeting: Meeting) -> Generation:
-    """The generation in force, with the shards to copy to their new holders."""
-    stage, groups, current = meeting.site.stage, meeting.groups, meeting.stepper.current
+def owed_by(meeting: Meeting) -> PendingShards | None:
+    """The shards to copy to their new holders."""
+    stage, groups = meeting.site.stage, meeting.groups
     own = table(groups, meeting.resume)
-    if stage.shards is not None and own is not None and own.moves:
-        current.set(replace(current.get(), had=cuts(stage, groups, meeting.resume, begun=True), owed=tuple(
-            (shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in own.moves)))
-    return current.get()
+    if stage.shards is None or own is None or not own.moves:
+        return None
+    had = cuts(stage, groups, meeting.resume, begun=True)
+    assert had is not None
+    return PendingShards(tuple((shard, Process.parse(giver).worker, Process.parse(taker).worker)
+                      for shard, giver, taker in own.moves), had)
 
 
 def adopt(site: Site, stepper: Stepper) -> None:
     """Copy the shards that are owed, where all peers are at the same place of their scripts. Raises GenerationOver, and
     TransferError if one arrives damaged."""
-    generation = stepper.current.get()
-    if generation.owed and site.stage.shards is not None:
+    current = stepper.current
+    if current.owed is not None and site.stage.shards is not None:
         with site.phases.copying():
-            _tell(site, copy(site, generation.groups, generation.owed), site.stage.shards)
-        stepper.current.set(replace(generation, owed=(), had=None))
+            _tell(site, copy(site, current.get().groups, current.owed.moves), site.stage.shards)
+    current.owed = None
 
 
 def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]) -> list[int]:

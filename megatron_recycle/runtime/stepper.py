@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from struct import Struct
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import asdict
@@ -32,7 +34,6 @@ from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.quiesce import Halt
-from megatron_recycle.runtime.resumable_attempt import KeptAttempts
 from megatron_recycle.runtime.shards import cuts, gather, keep_only, views
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.undo import Undo
@@ -63,6 +64,14 @@ def only_failures() -> Iterator[None]:
         raise FailureMet(str(error)) from error
 
 
+class Committed(NamedTuple):
+    """Of the last committed iteration: its reports, and the digests of the data that this worker has read of it, as
+    `Held.digests`."""
+
+    reports: torch.Tensor | None = None
+    read: Mapping[tuple[int, int, bool], int] = MappingProxyType({})
+
+
 class Stepper:
     """The commit protocol of one worker: carries out on the tensors what its `Standing` decides.
 
@@ -72,10 +81,8 @@ class Stepper:
 
     Attributes:
         current: the generation in force.
-        kept: the attempts that can be taken up again.
         held: the reduced gradient of an iteration that is not committed yet.
-        reports: of the last committed iteration.
-        read: digests of the data that this worker has read of that iteration, as `Held.digests`.
+        last: of the last committed iteration.
         pending: the commit under way; None: there is none.
         refuted: whether some stage guessed wrong in the last committed iteration: all results computed before the
             right step are void.
@@ -84,11 +91,10 @@ class Stepper:
     def __init__(self, site: Site, standing: Standing) -> None:
         self.standing = standing
         self.held: Held | None = None
-        self.reports: torch.Tensor | None = None
-        self.read: Mapping[tuple[int, int, bool], int] = {}
+        self.last = Committed()
         self.pending: Commit | None = None
         self.refuted = False
-        self.current, self.kept = Current(), KeptAttempts()
+        self.current = Current()
         self.undo = Undo(site.stage)
         self._site = site
         self._profiling = Profiling()
@@ -176,11 +182,11 @@ class Stepper:
     def gather(self) -> None:
         """With a sharded optimizer, fetch the parameters that peers have stepped. Returns once all peers have theirs,
         so that no script changes values still to be sent. Raises FailureMet: the step is made all the same."""
-        generation, site = self.current.get(), self._site
+        generation, owed, site = self.current.get(), self.current.owed, self._site
         if generation.cuts is not None:
             with site.phases.waiting("parameters"), only_failures():
                 with site.phases.writing():
-                    gather(site.stage, generation.groups, generation.had or generation.cuts,
+                    gather(site.stage, generation.groups, owed.had if owed else generation.cuts,
                            generation.groups.peers(generation.groups.me.stage))
                 site.trainable.gathered = self.standing.stepped
                 count(generation.groups.stage_control, True)
@@ -194,7 +200,7 @@ class Stepper:
         if todo.step:
             self._step(right)
         assert self.held is not None
-        self.reports, self.read = self.held.reports, self.held.digests
+        self.last = Committed(self.held.reports, self.held.digests)
         self.held, self.refuted = None, verdict.refutes(right)
         if self.standing.commit(verdict, right) and self._site.place.name in _FIRST:
             _announce(verdict, before.seen(self.refuted), self.standing.mode)
@@ -203,9 +209,9 @@ class Stepper:
     def _committed(self, verdict: Verdict, adopt: bool) -> None:
         """An iteration is final. ``adopt``: every worker has promised the same offer as this one."""
         site, last = self._site, self.current.last
-        self.kept.let_go([iteration for iteration in self.kept if iteration <= verdict.iteration])
-        assert self.reports is not None
-        row = _LOSS.pack(verdict.loss) + site.stage.summary(verdict, self.reports)
+        self.current.kept.let_go([each for each in self.current.kept if each <= verdict.iteration])
+        assert self.last.reports is not None
+        row = _LOSS.pack(verdict.loss) + site.stage.summary(verdict, self.last.reports)
         site.asked.iterations.note(verdict.iteration, row)
         oldest = site.trainable.guard.oldest
         site.forget_data(verdict.iteration if oldest is None else min(oldest, verdict.iteration))
@@ -327,7 +333,7 @@ class Stepper:
         if commit is not None and commit.known:
             self.settle(commit.verdict()[0], commit.right)
             if self.refuted:
-                self.kept.let_go()
+                self.current.kept.let_go()
 
     def reconcile(self, todo: Reconciliation, resume: Resume, groups: Groups) -> None:
         """Bring this worker to the end of ``resume.target``, committed, where all workers resume.
@@ -368,13 +374,13 @@ class Stepper:
         standing = self.standing
         assert self.pending is None and self.held is None and standing.verdict is not None
         return Facts(**asdict(self._site.past), counters=self._site.stage.counters(), verdict=standing.verdict,
-                     reports=self.reports, pace=standing.mode, grids=self._site.grids.told(),
-                     read=dict(list(self.read.items())[:1]))
+                     reports=self.last.reports, pace=standing.mode, grids=self._site.grids.told(),
+                     read=dict(list(self.last.read.items())[:1]))
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Facts) -> None:
         """Stand where the peer stands that sent ``tensors`` and `facts`."""
         self._site.stage.load_state(tensors, facts.counters)
-        self.held, self.pending, self.reports, self.read = None, None, facts.reports, facts.read
+        self.held, self.pending, self.last = None, None, Committed(facts.reports, facts.read)
         self.refuted = False
         self._site.asked.iterations.take(facts.history)
         self.standing.enter(facts.verdict, self.standing.mode.like(facts.pace))

@@ -26,9 +26,8 @@ from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.computed import Computed
-from megatron_recycle.runtime.generation import Program, Scope
+from megatron_recycle.runtime.generation import Current, Program, Scope
 from megatron_recycle.runtime.lent.terms import HOME
-from megatron_recycle.runtime.resumable_attempt import KeptAttempts
 from megatron_recycle.runtime.stage import Forward
 from tests.fakes.site import PlainStage, site_of
 
@@ -127,7 +126,7 @@ class Alone:
     def run(self, order: list[Action]) -> Attempt:
         self.standing.stand_at(0)
         with patch.multiple(attempts, LossRelay=MagicMock(), Agreement=MagicMock()):
-            stepper: Any = SimpleNamespace(standing=self.standing, enter_action=lambda: None, kept=KeptAttempts())
+            stepper: Any = SimpleNamespace(standing=self.standing, enter_action=lambda: None, current=Current())
             self.attempt = Attempt(self.site, stepper, self.generation)
         for action in order:
             self.attempt.do(action)

@@ -141,7 +141,7 @@ class RecycleSchedule:
         # Plain numbers where they are known: always, except with staggered steps.
         norm, zeros = map(float, self._late) if stepper.held is None else self._late
         self._stage.result = self._stage.told(norm, zeros, iteration in scaling.skipped)
-        reports = stepper.reports if stepper.held is None else stepper.held.reports
+        reports = stepper.last.reports if stepper.held is None else stepper.held.reports
         assert reports is not None
         return reports
 
