@@ -10,7 +10,7 @@
 #                                                    --torch 2.6.0, --deepspeed 0.19.6, and several at once
 #   scripts/test.sh --night --nccl-rules tests/backends under NCCL's rules of order, without a GPU (docs/gpu.md)
 #
-# One test more runs at a time than there are cores, since jobs also wait: each has its own folder, ports and network.
+# Two tests more run at a time than there are cores, since jobs also wait: each has its own folder, ports and network.
 # PROCESSES=0 runs one after the other, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -44,7 +44,7 @@ trap 'rm -f "$style"' EXIT
 checks=$!
 status=0
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc takes that variable's word for it
-"$python" -m pytest -n "${PROCESSES:-$((cores + 1))}" --dist worksteal --ignore tests/test_style.py "${wanted[@]}" "$@" || status=$?
+"$python" -m pytest -n "${PROCESSES:-$((cores + 2))}" --dist worksteal --ignore tests/test_style.py "${wanted[@]}" "$@" || status=$?
 wait "$checks" || status=1
 cat "$style"
 exit "$status"
