@@ -24,8 +24,8 @@ def violations(plan: Plan) -> list[str]:
 
     Also checks the figures that the file states: period, makespan, bound and digest.
     """
-    # Actions of unknown workers cannot be checked, nor the memory of messages that nobody sends.
-    for rules in ((_membership,), (_once, _full, _steps, _local_order, _crossings, _blocks), (_memory,)):
+    # Actions of unknown chunks and workers cannot be checked, nor the memory of messages that nobody sends.
+    for rules in ((_chunks,), (_membership,), (_once, _full, _steps, _local_order, _crossings, _blocks), (_memory,)):
         if found := [text for rule in rules for text in _shown([*rule(plan)])]:
             return found
     try:
@@ -58,6 +58,13 @@ def check(plan: Plan) -> Plan:
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
         raise PlanError(f"illegal plan: {found[0]}{more}")
     return plan
+
+
+def _chunks(plan: Plan) -> Iterator[str]:
+    for worker, actions in sorted(plan.workers.items()):
+        held = len(plan.problem.chunks_of[worker.stage]) if worker in plan.problem.grid else 1
+        if beyond := next((action for action in actions if not 0 <= action.chunk < held), None):
+            yield f"chunk: {beyond} of worker {worker}, whose stage has {held} chunk{'s' if held > 1 else ''}"
 
 
 def _membership(plan: Plan) -> Iterator[str]:

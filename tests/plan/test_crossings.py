@@ -201,6 +201,7 @@ def test_rules_name_the_chunk():
         return violations(replace(plan, workers={**plan.workers, Worker(0, 1): tuple(map(Action.parse, name.split()))}))
 
     assert "once: F0.0 is missing at chunk 2" in broken("F0.0 B0.0/1 W0.0/1 B0.0 W0.0 S")
+    assert broken("F0.0/2 S") == ["chunk: F0.0/2 of worker 0:1, whose stage has 2 chunks"]
     assert any("order: B0.0/1 of worker 0:1 comes before its F0.0/1" in text
                for text in broken("F0.0 B0.0/1 F0.0/1 W0.0/1 B0.0 W0.0 S"))
     with pytest.raises(PlanError, match="F0.0/2 of worker 0:0, whose stage has 2 chunks"):
