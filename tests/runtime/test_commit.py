@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_recycle.errors import DataError
 from megatron_recycle.membership import Process, Standing, Verdict
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime import stepper as steppers
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.commit import Commit, Committer, Held, _compare
+from megatron_recycle.runtime.generation import PendingShards
 from megatron_recycle.runtime.stepper import Stepper
 from tests.fakes.network import Fabric, Killed
+from tests.fakes.site import PlainStage, site_of
 from tests.runtime.comms import connected
 
 GRID = Grid(2, (2, 2))
@@ -102,3 +108,21 @@ def test_a_step_that_was_not_saved_is_not_undone_and_nothing_is_written() -> Non
     stepper = Stepper(SimpleNamespace(stage=stage), Standing(Process(Worker(0, 0))))  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="only a step that is not final is undone"):
         stepper._undo()
+
+
+def test_while_shards_are_on_their_way_parameters_come_from_the_workers_that_had_them(monkeypatch: Any) -> None:
+    """A step has been repeated by those. A new holder, which may speak for a shard already, has nothing to send yet."""
+    site: Any = site_of(PlainStage(nn.Linear(1, 1)))
+    stepper = Stepper(site, Standing(Process(Worker(0, 0))))
+    had, holders = (Cuts(((Worker(pipeline, 0),),), lambda *_: ()) for pipeline in (0, 1))
+    groups: Any = SimpleNamespace(me=Worker(0, 0), peers=lambda stage: (), stage_control=None)
+    in_force: Any = SimpleNamespace(cuts=holders, groups=groups, epoch=None)
+    stepper.current.set(in_force)
+    asked: list[Cuts] = []
+    monkeypatch.setattr(steppers, "gather", lambda stage, groups, cut, peers: asked.append(cut))
+    monkeypatch.setattr(steppers, "count", lambda *_: None)
+    stepper.current.owed = PendingShards(((0, Worker(0, 0), Worker(1, 0)),), had)
+    stepper.gather()
+    stepper.current.owed = None
+    stepper.gather()
+    assert asked == [had, holders]
