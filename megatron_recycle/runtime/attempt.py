@@ -129,7 +129,6 @@ class Attempt:
             self._take_up(kept)
         self._share_losses_if_complete()
         stepper.current.kept.pop(iteration, None)  # this attempt owns it now
-        stepper.current.kept.torn = False
         if self._levelling is not None:
             self._levelling.begin(iteration, standing.attempt, len(standing.done))
 
@@ -187,8 +186,8 @@ class Attempt:
                                      self._site.meters.memory)
             self._stepper.current.kept[self._iteration] = kept
         else:
-            self._stepper.current.kept.torn = keeping.torn
             self.computed.discard()
+        self._stepper.current.kept.torn = keeping.torn
 
     def run(self) -> None:
         """Run all actions. Raises GenerationOver, WrongGuess, DataError, and user code's errors."""
