@@ -7,7 +7,7 @@ the same work on a second worker is caused by the work: it ends the job, with it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.failure_kinds import FailureKind
@@ -48,8 +48,7 @@ def fatal(state: State, member: Member, fault: Fault) -> str | None:
         return fault.text
     if (twin := _twin(state, member, fault)) is not None:
         if fault.microbatch is not None:
-            what = f"micro-batch {fault.microbatch} of iteration {fault.iteration} fails on every worker"
-            return f"{what}: {fault} (in {fault.action} on {twin} and {member.worker}). {_MEND}"
+            return f"{_everywhere(fault, [twin, member.worker])} {_MEND}"
         return f"{twin} and {member.worker} have failed alike {fault.where}: {fault}. {_MEND}"
     if (last := the_last(state, member)) is not None:
         return f"{member.worker}, {last}, has failed {fault.where}: {fault}{out_before(state, member)}. {RESTART}"
@@ -85,9 +84,13 @@ def of_left_out(state: State, iteration: int) -> tuple[str, bool] | None:
         return None
     fault = found[-1].fault
     names = [*dict.fromkeys(one.worker for one in found if one.fault.microbatch == fault.microbatch)]
-    text = (f"micro-batch {fault.microbatch} of iteration {iteration} fails on every worker: {fault} "
-            f"(in {fault.action} on {' and '.join(names)}).")
+    text = _everywhere(fault, names)
     return (text, True) if len(names) == 1 else (f"{text} {_MEND}", False)
+
+
+def _everywhere(fault: Fault, names: Sequence[str]) -> str:
+    return (f"micro-batch {fault.microbatch} of iteration {fault.iteration} fails on every worker: {fault} "
+            f"(in {fault.action} on {' and '.join(names)}).")
 
 
 def behind_training(state: State) -> str | None:
